@@ -1,0 +1,287 @@
+"""What an engine is: the Protocols that every engine fulfils, and the values that pass between it and the services.
+
+An engine never imports grpc and knows nothing of text. Closing the generator of `decode`, or cancelling the task that
+awaits `prefill` or `reserve`, is the abort; it is done when the blocks are back. tests/contract/ is the definition.
+"""
+
+import enum
+import hashlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+
+class FinishReason(enum.Enum):
+    """Why an engine ended a request; stop strings are the router's."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP_TOKEN = "stop_token"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids to continue. `emitted` are ids that the client already has: context, and counted as generated."""
+
+    token_ids: tuple[int, ...]
+    emitted: tuple[int, ...] = ()
+    cache_salt: str = ""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All ids that precede the next token."""
+        return self.token_ids + self.emitted
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens and when to end. Everything is resolved: nothing here is 'unset', except seed and logprobs.
+
+    Noise is a function of (seed, position), so it crosses from prefill to decode and does not depend on the batch.
+    Position counts from the start of the prompt. A request without a seed is given a random one by the router.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token and of its likeliest rivals, before temperature, penalties and truncation."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New ids, in order: one, or all that were waiting. `logprobs` is empty or as long as `ids`."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a generation. Seconds are of the engine's monotonic clock; prefill is 0 where the KV was pulled."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The shape of a pool's blocks, `[blocks, layers, kv_factor, kv_heads, block_tokens, head_dim]`, and what fills it.
+
+    Two pools may exchange blocks exactly if their digests are equal.
+    """
+
+    model: str  # fingerprint of the weights and configuration, not merely a name
+    dtype: str  # numpy's or torch's name, such as float32, bfloat16
+    num_layers: int
+    kv_factor: int
+    kv_heads: int
+    block_tokens: int
+    head_dim: int
+    block_bytes: int
+    contract_version: int = 1
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 over all fields."""
+        text = "\n".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class BlockMemory(Protocol):
+    """A pool's memory, registered once and kept for the life of the process."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def file_descriptor(self) -> int | None:
+        """An mmap-able file that is the pool (a memfd), or None where the pool is not in host memory."""
+
+    def read(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """The blocks' bytes, in order; neighbouring ids share one view. Copies only if the pool is not in host memory.
+
+        Blocking; call it in a thread. Ids are checked by the caller.
+        """
+
+    def write(self, block_ids: Sequence[int]) -> "BlockWriter":
+        """Opens blocks that the caller has reserved for writing, in a thread of the caller's choice."""
+
+
+class BlockWriter(Protocol):
+    """Where pulled bytes go. `views` are writable, in the order of the ids, neighbours merged; `commit` ends the write."""
+
+    @property
+    def views(self) -> Sequence[memoryview]: ...
+
+    def commit(self) -> None:
+        """Makes the bytes the pool's: nothing to do in host memory, a copy to the device elsewhere. Blocking."""
+
+
+class HeldKv(Protocol):
+    """A prompt's KV cache and first token. The holder owns the blocks until `release`, which is idempotent and quick.
+
+    If `finish_reason` is set, the first token ended the request and there are no blocks.
+    """
+
+    @property
+    def first_token(self) -> int: ...
+
+    @property
+    def logprob(self) -> TokenLogprob | None: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+    @property
+    def block_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is in the blocks: the whole context of the prompt, without the first token."""
+
+    @property
+    def prefix_hash(self) -> bytes: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def queue_seconds(self) -> float: ...
+
+    @property
+    def compute_seconds(self) -> float: ...
+
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were back already."""
+
+
+class Reservation(Protocol):
+    """Blocks on the decode side, for `num_tokens` tokens of KV to be pulled.
+
+    The first `cached_blocks` of them hold the right KV already, from this worker's own prefix cache, and must not be
+    written. The caller owns it until it is given to `decode` in a PulledKv, or until `release`.
+    """
+
+    @property
+    def block_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def cached_blocks(self) -> int: ...
+
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were back already, or if decode took them over.
+
+        Must not be called while a transfer may still write into them.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PulledKv:
+    """A prompt whose KV has arrived and been confirmed. `prompt.emitted` is at least the handoff's first token."""
+
+    prompt: Prompt
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine is busy with. `blocks_used` includes `blocks_held`, and not what is merely cached."""
+
+    running: int
+    waiting: int
+    waiting_prefill_tokens: int
+    blocks_total: int
+    blocks_used: int
+    blocks_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a router needs to turn text into ids and back. `tokenizer_json` is empty for an engine without a vocabulary."""
+
+    tokenizer_json: bytes
+    tokenizer_config_json: str
+    chat_template: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What an engine serves and within which limits."""
+
+    name: str
+    engine: str  # pytorch, simulated, trtllm
+    max_context_tokens: int
+    vocab_size: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...]
+    layout: KvLayout
+    files: ModelFiles
+    load_seconds: float
+
+
+class PrefillEngine(Protocol):
+    """Runs prompts and holds their KV."""
+
+    async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
+        """Computes the KV of `prompt.context`, samples one token, and holds the blocks."""
+
+
+class DecodeEngine(Protocol):
+    """Runs requests to their end, from pulled KV or from the prompt."""
+
+    async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
+        """Blocks for a pull of `num_tokens` tokens. Waits for room as long as the caller does."""
+
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+        """Generates until the end; the last item is Finished, once. Never yields ids of `emitted` again.
+
+        Takes the reservation over, also when it raises. Each item carries all ids that were waiting.
+        """
+
+
+class Engine(PrefillEngine, DecodeEngine, Protocol):
+    """One model in one process. An async context manager: entering loads and warms up, leaving frees.
+
+        async with PyTorchEngine(config) as engine: ...
+
+    Raises: InvalidRequest for a prompt that can never fit, Overloaded when a bounded queue is full, EngineFailed when
+    computing fails. A fatal error makes every later call raise EngineFailed and `healthy` false.
+    """
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def memory(self) -> BlockMemory: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def load(self) -> EngineLoad:
+        """Cheap and safe to call from the event loop at any time."""
