@@ -1,0 +1,72 @@
+"""A whole cluster of real processes: workers and a router, found through a given etcd."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.processes import Process, process
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What to start. `engine` are `key=value` overrides below `engine.`, the same for all workers."""
+
+    namespace: str
+    etcd: str
+    engine: Mapping[str, object]
+    prefill: int = 1
+    decode: int = 1
+    transports: Sequence[str] = ("shm", "tcp")
+    worker: Mapping[str, object] = field(default_factory=dict)
+    router: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The processes of a cluster, all serving when it is handed out."""
+
+    router: Process
+    prefill: Sequence[Process]
+    decode: Sequence[Process]
+
+    @property
+    def workers(self) -> list[Process]:
+        return [*self.prefill, *self.decode]
+
+
+@contextlib.contextmanager
+def cluster(plan: ClusterPlan, folder: Path) -> Iterator[Cluster]:
+    """Starts all processes at once, waits until each one serves, and ends them all."""
+    with contextlib.ExitStack() as stack:
+        started = {
+            role: [_worker(stack, plan, role, i, folder) for i in range(count)]
+            for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
+        }
+        options = [*_common(plan), *_overrides("", plan.router)]
+        router = stack.enter_context(process("router", "router.yaml", options, folder / "router.log"))
+        whole = Cluster(router, started["prefill"], started["decode"])
+        for each in [*whole.workers, router]:
+            each.wait_until_serving()
+        yield whole
+
+
+def _worker(stack: contextlib.ExitStack, plan: ClusterPlan, role: str, index: int, folder: Path) -> Process:
+    name = f"{role}-{index}"
+    options = [
+        *_common(plan),
+        f"worker_id={name}",
+        f"roles=[{role}]",
+        f"transports=[{','.join(plan.transports)}]",
+        *_overrides("engine.", plan.engine),
+        *_overrides("", plan.worker),
+    ]
+    return stack.enter_context(process("services", f"{role}.yaml", options, folder / f"{name}.log"))
+
+
+def _common(plan: ClusterPlan) -> list[str]:
+    return [f"namespace={plan.namespace}", f"registry.etcd.endpoints=[{plan.etcd}]", "metrics_listen=''"]
+
+
+def _overrides(prefix: str, values: Mapping[str, object]) -> list[str]:
+    return [f"{prefix}{key}={value}" for key, value in values.items()]
