@@ -1,0 +1,121 @@
+"""The ids that the simulated engine generates, and the vocabulary they are of."""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpc.errors import ConfigError
+from services.engine import FinishReason, ModelFiles, Sampling, TokenLogprob
+
+_EOS = "<|end|>"
+_LETTERS = tuple(b"abcdefghijklmnopqrstuvwxyz ")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer's files, and the ids that may be generated: neither special nor the end."""
+
+    files: ModelFiles
+    size: int
+    eos_token_id: int
+    ordinary: tuple[int, ...]
+
+
+def byte_vocabulary() -> Vocabulary:
+    """One token a byte, its id the byte's value, and the end of sequence after them."""
+    # Not at the top: the tokenizers library is needed once, at start.
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE({char: byte for byte, char in enumerate(_byte_characters())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(_EOS, special=True, normalized=False)])
+    config = json.dumps({"eos_token": _EOS, "clean_up_tokenization_spaces": False})
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
+    return Vocabulary(ModelFiles(tokenizer.to_str().encode(), config, template), 257, 256, _LETTERS)
+
+
+def folder_vocabulary(folder: Path) -> Vocabulary:
+    """The tokenizer of a checkpoint in Hugging Face format. Raises ConfigError naming the file that is missing."""
+    from tokenizers import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"engine.model: {folder / 'tokenizer.json'} does not exist")
+    text = (folder / "tokenizer.json").read_bytes()
+    tokenizer = Tokenizer.from_buffer(text)
+    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    size = tokenizer.get_vocab_size()
+    config = _text_or(folder / "tokenizer_config.json", "{}")
+    files = ModelFiles(text, config, _chat_template(folder, config))
+    eos = _eos_token_id(json.loads(config), tokenizer.get_vocab(), size - 1)
+    return Vocabulary(files, size, eos, tuple(id for id in range(size) if id not in special and id != eos))
+
+
+def _text_or(path: Path, otherwise: str) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else otherwise
+
+
+def _chat_template(folder: Path, config: str) -> str:
+    template = json.loads(config).get("chat_template", "")
+    return _text_or(folder / "chat_template.jinja", template if isinstance(template, str) else "")
+
+
+def _eos_token_id(config: dict[str, object], vocabulary: dict[str, int], otherwise: int) -> int:
+    token = config.get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    return vocabulary.get(str(name), otherwise)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+class TokenStream:
+    """A request's ids, one after another: each a function of all ids before it and of the seed, and of nothing else.
+
+    So a request that is continued anywhere, from the ids so far, goes on as if it had never been interrupted.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, sampling: Sampling, end_probability: float) -> None:
+        self._vocabulary = vocabulary
+        self._end_below = int(end_probability * 2**32)
+        seed = sampling.seed if sampling.temperature > 0 and sampling.seed is not None else 0
+        self._hash = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds to the ids that the next one follows."""
+        self._hash.update(array("I", token_ids).tobytes())
+
+    def next(self) -> int:
+        """The id that comes after those so far. Does not add it."""
+        value = int.from_bytes(self._hash.digest(), "little")
+        if value & 0xFFFFFFFF < self._end_below:
+            return self._vocabulary.eos_token_id
+        return self._vocabulary.ordinary[(value >> 32) % len(self._vocabulary.ordinary)]
+
+
+def finish_reason(
+    token_id: int, generated: int, room: int, eos_token_id: int, sampling: Sampling
+) -> FinishReason | None:
+    """Whether the id that was just generated is the last: the `generated`th, with `room` left in the context."""
+    if generated >= sampling.min_tokens:
+        if token_id == eos_token_id and not sampling.ignore_eos:
+            return FinishReason.END_OF_SEQUENCE
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP_TOKEN
+    if generated >= sampling.max_tokens or room <= 0:
+        return FinishReason.LENGTH
+    return None
+
+
+def logprob(token_id: int, rivals: int, vocabulary: Vocabulary) -> TokenLogprob:
+    """A made-up probability of one half, and halves of halves for the rivals."""
+    others = (other for other in vocabulary.ordinary if other != token_id)
+    ranked = [token_id, *(next(others) for _ in range(rivals - 1))][:rivals]
+    return TokenLogprob(token_id, -0.6931472, tuple((id, -0.6931472 * (rank + 1)) for rank, id in enumerate(ranked)))
