@@ -1,0 +1,55 @@
+"""Calls on stubs whose failures are BatonErrors: `unary` for one answer, `stream` for many."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+from grpc import aio
+
+from rpc.errors import Cancelled
+from rpc.status import from_rpc_error
+
+Response = TypeVar("Response")
+
+
+async def unary(call: "aio.UnaryUnaryCall[Any, Response]") -> Response:
+    """Waits for the answer of a call: `await unary(stub.GetModel(request))`.
+
+    Raises the BatonError that the status stands for. Cancelling the waiting task cancels the call.
+    """
+    try:
+        return await call
+    except aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        _raise_if_only_the_call_was_cancelled()
+        raise
+    finally:
+        call.cancel()
+
+
+async def stream(call: "aio.UnaryStreamCall[Any, Response]") -> AsyncGenerator[Response, None]:
+    """Yields the answers of a call: `async with aclosing(stream(stub.Decode(request))) as responses: ...`.
+
+    Raises the BatonError that the status stands for. Closing the generator, or cancelling the task that reads it,
+    cancels the call.
+    """
+    try:
+        async for response in call:
+            yield response
+    except aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        _raise_if_only_the_call_was_cancelled()
+        raise
+    finally:
+        call.cancel()
+
+
+def _raise_if_only_the_call_was_cancelled() -> None:
+    # gRPC raises CancelledError in a task that nobody cancelled when a channel is closed under a running call.
+    # Python 3.10 cannot tell the two apart.
+    task = asyncio.current_task()
+    cancelling = getattr(task, "cancelling", None)
+    if cancelling is not None and not cancelling():
+        raise Cancelled("the call was cancelled on this side, or its channel was closed") from None

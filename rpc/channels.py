@@ -1,0 +1,39 @@
+"""Channels to peers, with the settings that every connection of the system shares."""
+
+from grpc import aio
+
+from rpc.tls import TlsConfig
+
+# Larger than any limit of ours, so that our limits answer first, with an error that names the field.
+MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+
+# A peer that answers nothing for 10 s is asked, and is gone if it stays silent for 3 s. Without http2.ping_timeout_ms
+# the answer is waited for by another clock, of a minute. gRPC ignores a key it does not know: tests hold these.
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    # A peer that comes back is found within seconds; by default up to two minutes pass between attempts.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+    # Workers are reached directly, whatever http_proxy says.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def open_channel(address: str, tls: TlsConfig | None = None) -> aio.Channel:
+    """A channel to `host:port`: `async with open_channel(address) as channel: ...`. Connects when first used.
+
+    With `tls` the peer must present a certificate of its `ca`; with its `cert` and `key` we present ours. Raises
+    ConfigError if these files cannot be read.
+    """
+    if tls is None:
+        return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return aio.secure_channel(address, tls.channel_credentials(), options=_CHANNEL_OPTIONS)

@@ -1,0 +1,52 @@
+"""Gives every log line of a call its request id, and writes one line at the call's end."""
+
+import time
+from typing import Any
+
+import grpc
+import structlog
+from grpc import aio
+
+from rpc.interceptors.behaviour import Behaviour, Context
+
+log = structlog.get_logger(__name__)
+
+_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+def log_call(method: str, behaviour: Behaviour) -> Behaviour:
+    """Binds request_id and method for the time of the call, and logs its status code and seconds.
+
+    Calls of gRPC's own services, health and reflection, are logged at debug: they come every few seconds.
+    """
+    write = log.debug if method.startswith("/grpc.") else log.info
+
+    async def logged(request: Any, context: Context) -> Any:
+        started = time.monotonic()
+        with structlog.contextvars.bound_contextvars(method=method, **_identity(request)):
+            # A task that is cancelled belongs to a caller who has left, or whose time is over.
+            code = "CANCELLED"
+            try:
+                response = await behaviour(request, context)
+                code = _code_name(context)
+                return response
+            except aio.AbortError:
+                code = _code_name(context)
+                raise
+            finally:
+                write("call ended", code=code, seconds=round(time.monotonic() - started, 6))
+
+    return logged
+
+
+def _code_name(context: Context) -> str:
+    # An int in gRPC until somebody aborts, whatever its stubs say.
+    code: grpc.StatusCode | int = context.code()
+    return _CODE_NAMES[code] if isinstance(code, int) else code.name
+
+
+def _identity(request: Any) -> dict[str, str]:
+    """The request's id, if it has one; a GenerateUnaryRequest has it one level down."""
+    inner = getattr(request, "request", request)
+    request_id = getattr(inner, "request_id", "")
+    return {"request_id": request_id} if request_id else {}

@@ -1,0 +1,116 @@
+"""Finds what is wrong with bytes that are not the message they should be: the parser says only that they are not."""
+
+from dataclasses import dataclass
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
+
+# Protobuf's parsers refuse more.
+_MAX_DEPTH = 100
+
+# Reading in Python is slow and holds the event loop: past this many fields the place is not worth the wait.
+_MAX_FIELDS = 20_000
+
+_NOT_A_MESSAGE = "is not a valid protobuf message"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Where a message is wrong: the path of a field, such as `chat.messages[0].role`, and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class _Broken(Exception):
+    """The walk ends: the bytes are wrong at `path`."""
+
+    def __init__(self, path: str, description: str) -> None:
+        super().__init__(path)
+        self.fault = Fault(path or "request", description)
+
+
+def find_fault(descriptor: Descriptor, wire: bytes) -> Fault:
+    """The first fault in bytes that could not be parsed as a message of `descriptor`.
+
+    `request` stands for the message as a whole, where no field can be named.
+    """
+    try:
+        _Walk(wire).message(descriptor, _Span(0, len(wire)), "", _MAX_DEPTH)
+    except _Broken as broken:
+        return broken.fault
+    return Fault("request", _NOT_A_MESSAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    start: int
+    end: int
+
+
+class _Walk:
+    """One pass over the bytes of a message, in the order in which they were sent."""
+
+    def __init__(self, wire: bytes) -> None:
+        self._wire = wire
+        self._fields_left = _MAX_FIELDS
+
+    def message(self, descriptor: Descriptor, span: _Span, path: str, depth: int) -> None:
+        if depth == 0:
+            raise _Broken(path, "is nested too deeply")
+        seen: dict[int, int] = {}
+        position = span.start
+        while position < span.end:
+            tag, position = self._varint(position, span.end, path)
+            field = descriptor.fields_by_number.get(tag >> 3)
+            here = path if field is None else _join(path, field, seen)
+            value = self._value(tag & 7, _Span(position, span.end), here)
+            if field is not None and tag & 7 == _LENGTH_DELIMITED:
+                self._check(field, value, here, depth)
+            position = value.end
+
+    def _check(self, field: FieldDescriptor, value: _Span, path: str, depth: int) -> None:
+        if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
+            self.message(field.message_type, value, path, depth - 1)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            try:
+                self._wire[value.start : value.end].decode()
+            except UnicodeDecodeError:
+                raise _Broken(path, "is not valid UTF-8") from None
+
+    def _value(self, wire_type: int, span: _Span, path: str) -> _Span:
+        """The bytes of a field's value, without its length."""
+        self._fields_left -= 1
+        if self._fields_left == 0:
+            raise _Broken("", _NOT_A_MESSAGE)
+        if wire_type == _VARINT:
+            return _Span(span.start, self._varint(span.start, span.end, path)[1])
+        if wire_type == _LENGTH_DELIMITED:
+            length, start = self._varint(span.start, span.end, path)
+        elif wire_type in _FIXED_SIZES:
+            length, start = _FIXED_SIZES[wire_type], span.start
+        else:
+            raise _Broken(path, f"has the unknown wire type {wire_type}")
+        if start + length > span.end:
+            raise _Broken(path, "is cut off")
+        return _Span(start, start + length)
+
+    def _varint(self, position: int, end: int, path: str) -> tuple[int, int]:
+        """The number at `position`, and where it ends."""
+        number = 0
+        for index, byte in enumerate(self._wire[position : min(position + 10, end)]):
+            number |= (byte & 0x7F) << (7 * index)
+            if byte < 0x80:
+                return number, position + index + 1
+        raise _Broken(path, "is cut off")
+
+
+def _join(path: str, field: FieldDescriptor, seen: dict[int, int]) -> str:
+    name = f"{path}.{field.name}" if path else field.name
+    if not field.is_repeated:
+        return name
+    index = seen.get(field.number, 0)
+    seen[field.number] = index + 1
+    return f"{name}[{index}]"

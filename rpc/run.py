@@ -1,0 +1,65 @@
+"""Running a process: its event loop, its signals, its exit code."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from rpc.causes import causes
+from rpc.errors import ConfigError
+
+try:
+    from uvloop import run as _run
+except ImportError:
+    from asyncio import run as _run
+
+log = structlog.get_logger(__name__)
+
+Main = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+
+
+def run(main: Main) -> None:
+    """Runs `main(stopping)` to its end, in uvloop where it is installed.
+
+    The first SIGTERM or SIGINT sets `stopping`, and main is to end in its own time; the second cancels it. A
+    ConfigError is one line on stderr and exit code 2, any other error is logged and exit code 1, a cancelled main is
+    128 + the signal's number. Returns only if main ended well.
+    """
+    exit_code = _run(_supervise(main))
+    if exit_code:
+        raise SystemExit(exit_code)
+
+
+async def _supervise(main: Main) -> int:
+    stopping = asyncio.Event()
+    signals: list[signal.Signals] = []
+    task = asyncio.ensure_future(main(stopping))
+
+    def on_signal(number: signal.Signals) -> None:
+        signals.append(number)
+        if stopping.is_set():
+            task.cancel()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 128 + signals[-1] if signals else 1
+    except Exception as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    found = [cause for cause in causes(error) if isinstance(cause, ConfigError)]
+    if found:
+        print(found[0].message, file=sys.stderr)
+        return 2
+    log.error("process failed", exc_info=error)
+    return 1

@@ -1,0 +1,116 @@
+"""Serving: a gRPC server for as long as a context is open, with health, reflection, and a drain at its end."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rpc.channels import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
+from rpc.errors import ConfigError
+from rpc.health import SERVICE_NAME as HEALTH_NAME
+from rpc.health import Health
+from rpc.interceptors.errors import answer_errors
+from rpc.interceptors.logging import log_call
+from rpc.interceptors.running import RunningCalls
+from rpc.interceptors.wrap import WrapMethods
+from rpc.tls import TlsConfig
+
+log = structlog.get_logger(__name__)
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    # Half of what our channels use; gRPC's default of 5 minutes would cut them off for pinging too often.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    # Otherwise a second process on the same port starts, and takes half of the calls.
+    ("grpc.so_reuseport", 0),
+)
+
+# How long cancelled calls may take to clean up before the server is left to its fate.
+_CLEANUP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A servicer, the generated function that adds it to a server, and its full name for reflection and health."""
+
+    name: str
+    add: Callable[[Any, aio.Server], None]
+    servicer: object
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is listening. `address` is `host:port` with the port that was really taken."""
+
+    address: str
+    port: int
+
+
+@asynccontextmanager
+async def serve(
+    listen: str,
+    services: Sequence[Service],
+    *,
+    health: Health,
+    tls: TlsConfig | None = None,
+    drain_seconds: float = 30.0,
+) -> AsyncGenerator[Server, None]:
+    """Serves at `listen`, a `host:port` where port 0 is any free one, until the context is left.
+
+    Its owner tells `health` when it is ready. At the end everything is NOT_SERVING, new calls are refused, and running
+    ones may go on for `drain_seconds`; then they are cancelled. When the context is left no servicer's code runs any
+    more. Raises ConfigError if it cannot listen there.
+    """
+    running = RunningCalls()
+    server = aio.server(interceptors=[WrapMethods([running.counted, log_call, answer_errors])], options=_OPTIONS)
+    _add(server, services, health)
+    port = _bind(server, listen, tls)
+    await server.start()
+    try:
+        yield Server(f"{listen.rpartition(':')[0]}:{port}", port)
+    finally:
+        health.close()
+        await _stop(server, running, drain_seconds)
+
+
+def _add(server: aio.Server, services: Sequence[Service], health: Health) -> None:
+    for service in services:
+        service.add(service.servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = [service.name for service in services]
+    health.know(names)
+    reflection.enable_server_reflection([*names, HEALTH_NAME, reflection.SERVICE_NAME], server)
+
+
+def _bind(server: aio.Server, listen: str, tls: TlsConfig | None) -> int:
+    try:
+        if tls is None:
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, tls.server_credentials())
+    except RuntimeError as error:
+        raise ConfigError(f"listen: cannot listen on {listen!r}; is the port taken?") from error
+
+
+async def _stop(server: aio.Server, running: RunningCalls, drain_seconds: float) -> None:
+    try:
+        await server.stop(drain_seconds)
+    except asyncio.CancelledError:
+        # The second signal: no more waiting.
+        await server.stop(None)
+        raise
+    finally:
+        await _wait_for_cleanup(running)
+
+
+async def _wait_for_cleanup(running: RunningCalls) -> None:
+    try:
+        await running.ended(_CLEANUP_SECONDS)
+    except TimeoutError:
+        log.warning("calls did not end when cancelled", calls=running.count)

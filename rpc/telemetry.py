@@ -1,0 +1,92 @@
+"""What a process tells its operators: structured logs on stderr, and metrics for Prometheus."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Literal
+
+import prometheus_client
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from rpc.errors import ConfigError
+
+LogFormat = Literal["json", "console"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_BUILD = prometheus_client.Info("baton_build", "The release that is running.")
+
+
+def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) -> None:
+    """Sends structlog's and the standard library's logs to stderr, one line an event.
+
+    Every line has ts (UTC, ISO 8601), level, event, the static fields (such as worker_id and role), and what is bound
+    to structlog's context variables (such as request_id). Called once, at start; a later call replaces the earlier.
+    """
+    shared = _shared_processors(static_fields)
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(format)],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
+
+
+@contextmanager
+def serve_metrics(listen: str) -> Iterator[int]:
+    """Serves the metrics of this process over HTTP at `host:port` while the context is open, and gives the port.
+
+    Port 0 is any free one; an empty `listen` serves nothing and gives 0. Raises ConfigError if it cannot listen there.
+    """
+    if not listen:
+        yield 0
+        return
+    _BUILD.info({"version": version("baton-serving")})
+    host, _, port = listen.rpartition(":")
+    try:
+        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"metrics_listen: cannot listen on {listen!r}: {error}") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:
+    def add_static_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        return {**static_fields, **event}
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        add_static_fields,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
+    ]
+
+
+def _renderers(format: LogFormat) -> list[Processor]:
+    if format == "console":
+        return [structlog.dev.ConsoleRenderer(timestamp_key="ts", colors=sys.stderr.isatty())]
+    return [
+        structlog.processors.format_exc_info,
+        _put_first,
+        structlog.processors.JSONRenderer(),
+    ]
+
+
+def _put_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    return {key: event[key] for key in ("ts", "level", "event")} | event
