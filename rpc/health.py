@@ -6,18 +6,21 @@ nothing any more, and one watcher that does not read blocks every change.
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
 from grpc import StatusCode, aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
+
+SERVING: int = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
-_Status = health_pb2.HealthCheckResponse.ServingStatus
-_Context = aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+_Context: TypeAlias = "aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]"
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health:
     """The health of a process and its services. "" is the process; it is NOT_SERVING until its owner says otherwise.
 
     A service that is known but was never set has the health of the process. To be used from one event loop.
@@ -47,13 +50,13 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Check(self, request: health_pb2.HealthCheckRequest, context: _Context) -> health_pb2.HealthCheckResponse:
         """The status now. NOT_FOUND for a service that is not known."""
         status = self._status(request.service)
-        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+        if status == SERVICE_UNKNOWN:
             await context.abort(StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
         """The status now and after every change, until `close`; SERVICE_UNKNOWN for one that is not known yet."""
-        sent: Any = None
+        sent: int | None = None
         while True:
             changed = self._changed
             status = self._status(request.service)
@@ -65,11 +68,11 @@ class Health(health_pb2_grpc.HealthServicer):
             else:
                 await changed.wait()
 
-    def _status(self, service: str) -> "_Status.ValueType":
+    def _status(self, service: str) -> int:
         if service not in self._serving and service not in self._known:
-            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            return SERVICE_UNKNOWN
         serving = self._serving.get(service, self._serving[""]) and not self._closed
-        return health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        return SERVING if serving else NOT_SERVING
 
     def _announce(self) -> None:
         self._changed.set()

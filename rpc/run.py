@@ -12,9 +12,9 @@ from rpc.causes import causes
 from rpc.errors import ConfigError
 
 try:
-    from uvloop import run as _run
+    from uvloop import run as run_in_loop
 except ImportError:
-    from asyncio import run as _run
+    from asyncio import run as run_in_loop  # type: ignore[assignment]
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ def run(main: Main) -> None:
     ConfigError is one line on stderr and exit code 2, any other error is logged and exit code 1, a cancelled main is
     128 + the signal's number. Returns only if main ended well.
     """
-    exit_code = _run(_supervise(main))
+    exit_code = run_in_loop(_supervise(main))
     if exit_code:
         raise SystemExit(exit_code)
 

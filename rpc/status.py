@@ -1,7 +1,7 @@
 """Errors as gRPC statuses and back: one table from class to code, `google.rpc` details for everything else."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
 from urllib.parse import quote
 
 import grpc
@@ -195,13 +195,12 @@ def _read_details(error: aio.AioRpcError) -> _Details:
 
 def _status_of(error: aio.AioRpcError) -> status_pb2.Status:
     """The rich status in the trailers; an empty one if there is none, or if a foreign server's is not readable."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
-            try:
-                return status_pb2.Status.FromString(value)
-            except DecodeError:
-                break
-    return status_pb2.Status()
+    trailers = cast("Iterable[tuple[str, bytes]]", error.trailing_metadata() or ())
+    wire = next((value for key, value in trailers if key == "grpc-status-details-bin"), b"")
+    try:
+        return status_pb2.Status.FromString(wire)
+    except DecodeError:
+        return status_pb2.Status()
 
 
 def _class_of(info: error_details_pb2.ErrorInfo) -> type[BatonError] | None:
@@ -239,4 +238,4 @@ def _restore(kind: type[BatonError], message: str, details: _Details) -> BatonEr
 def _retry_seconds(retry: error_details_pb2.RetryInfo) -> float:
     if not retry.HasField("retry_delay"):
         return _DEFAULT_RETRY_SECONDS
-    return retry.retry_delay.ToNanoseconds() / 1e9
+    return float(retry.retry_delay.ToNanoseconds() / 1e9)

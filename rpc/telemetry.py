@@ -89,4 +89,4 @@ def _renderers(format: LogFormat) -> list[Processor]:
 
 
 def _put_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return {key: event[key] for key in ("ts", "level", "event")} | event
+    return {"ts": event["ts"], "level": event["level"], "event": event["event"], **event}

@@ -26,15 +26,16 @@ class MalformedRequest:
 
 def tolerant(deserializer: Deserializer | None) -> Deserializer | None:
     """A deserializer that gives a MalformedRequest where a message's `FromString` raises; others are left alone."""
-    message: Any = getattr(deserializer, "__self__", None)
+    message = getattr(deserializer, "__self__", None)
     if deserializer is None or not (isinstance(message, type) and issubclass(message, Message)):
         return deserializer
+    descriptor: Any = message.DESCRIPTOR
 
     def parse(wire: bytes) -> Any:
         try:
             return deserializer(wire)
         except DecodeError:
-            fault = find_fault(message.DESCRIPTOR, wire)
+            fault = find_fault(descriptor, wire)
             return MalformedRequest(InvalidRequest.of(fault.field, fault.description))
 
     return parse

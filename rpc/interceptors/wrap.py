@@ -1,11 +1,10 @@
 """The interceptor of every server: wraps each method, once, in functions that see calls and never single messages."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from grpc import aio
-from typing_extensions import TypeAlias
 
 from rpc.interceptors.behaviour import Wrapper, as_coroutine
 from rpc.interceptors.parsing import refuse_malformed, tolerant
@@ -21,7 +20,7 @@ _CONSTRUCTORS: dict[tuple[bool, bool], Callable[..., Handler]] = {
 
 
 class WrapMethods(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Wraps every asynchronous method in `wrappers`, the first outermost. Requests that cannot be parsed are refused."""
+    """Wraps every method in `wrappers`, the first outermost, and refuses requests that cannot be parsed."""
 
     def __init__(self, wrappers: Sequence[Wrapper]) -> None:
         self._wrappers = (*wrappers, refuse_malformed)
