@@ -16,7 +16,7 @@ BUILD_REQUIREMENTS = ["hatchling", "editables"]
 
 
 class InstallFailed(Exception):
-    """pip ended with an error; the message is the end of its log."""
+    """There is no usable environment; the message says why."""
 
 
 def main() -> int:
@@ -29,7 +29,8 @@ def main() -> int:
     try:
         install(environment)
     except InstallFailed as failure:
-        print(f"\n{failure}\nThe whole log: {environment / 'install.log'}", file=sys.stderr)
+        clear_line()
+        print(failure, file=sys.stderr)
         return 1
     return 0
 
@@ -38,9 +39,7 @@ def install(environment: Path) -> None:
     """Fills `environment` with the project in editable mode, at the versions of constraints.txt."""
     started = time.monotonic()
     python = environment / "bin" / "python"
-    if not python.exists():
-        print(f"Creating {environment}", flush=True)
-        venv.create(environment, with_pip=True)
+    create(environment)
     log = environment / "install.log"
     log.write_text("")
     # The build's own tools first and pinned too: an isolated build would fetch whatever is newest.
@@ -48,6 +47,19 @@ def install(environment: Path) -> None:
     run_pip(python, log, ["--no-build-isolation", "--editable", f"{ROOT}[dev]"])
     clear_line()
     print(f"Installed into {environment} in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def create(environment: Path) -> None:
+    """Creates the environment, or mends one whose creation was interrupted."""
+    if (environment / "bin" / "pip").exists():
+        return
+    print(f"Creating {environment}", flush=True)
+    try:
+        venv.create(environment, with_pip=True)
+    except subprocess.CalledProcessError as error:
+        raise InstallFailed(
+            f"{sys.executable} cannot create virtual environments (on Debian and Ubuntu: apt install python3-venv)"
+        ) from error
 
 
 def run_pip(python: Path, log: Path, arguments: list[str]) -> None:
@@ -60,7 +72,8 @@ def run_pip(python: Path, log: Path, arguments: list[str]) -> None:
             file.write(line)
             show(line)
     if pip.returncode != 0:
-        raise InstallFailed("\n".join(log.read_text().splitlines()[-LOG_LINES_SHOWN:]))
+        tail = "\n".join(log.read_text().splitlines()[-LOG_LINES_SHOWN:])
+        raise InstallFailed(f"{tail}\nThe whole log: {log}")
 
 
 def show(line: str) -> None:

@@ -1,0 +1,82 @@
+# Every task of the project. `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# What `make up` starts.
+PREFILL ?= 1
+DECODE ?= 1
+ENGINE ?= pytorch
+MODEL ?= models/demo
+
+# What `make test` runs: `make test TESTS="tests/client -k doctor"`.
+TESTS ?= tests
+JOBS ?= 2
+
+INSTALLED := $(VENV)/.installed
+PROTOS := $(shell find protos -name '*.proto')
+STUBS := protos/descriptors.binpb
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install protos up down status logs doctor test lint check format clean
+
+help: ## List what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  make up PREFILL=$(PREFILL) DECODE=$(DECODE) ENGINE=$(ENGINE) MODEL=$(MODEL)   (these are the defaults)"
+
+install: $(INSTALLED) ## Create or renew .venv, at the versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt tools/install.py
+	@$(PYTHON) tools/install.py $(VENV)
+	@touch $@
+
+protos: $(STUBS) ## Install if needed, and generate the Python stubs and the descriptor set
+
+# The stubs that this run has not written belong to protos that are gone.
+$(STUBS): $(PROTOS) $(INSTALLED)
+	@echo "Generating stubs for $(words $(PROTOS)) protos"
+	@touch $(VENV)/.generating
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
+		--python_out=protos --grpc_python_out=protos --mypy_out=quiet:protos --mypy_grpc_out=quiet:protos \
+		--descriptor_set_out=$@ --include_imports $(PROTOS)
+	@find protos/baton -name '*_pb2*.py*' ! -path '*/__pycache__/*' ! -newer $(VENV)/.generating -delete
+
+up: $(STUBS) ## Start etcd, the workers and a router here, and wait for a first answer
+	@$(BIN)/baton up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)
+
+down: ## End everything that `make up` started
+	@test ! -x $(BIN)/baton || $(BIN)/baton down
+
+status: $(STUBS) ## Show the processes of `make up`
+	@$(BIN)/baton status
+
+logs: $(STUBS) ## Follow the logs of `make up`
+	@$(BIN)/baton logs --follow
+
+doctor: $(STUBS) ## Say what is wrong with this installation
+	@$(BIN)/baton doctor
+
+test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+lint: $(STUBS) ## Check style, types, import directions and protos
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@tools/buf/check.sh
+
+check: lint test ## Everything that CI runs
+
+format: $(STUBS) ## Put the code into shape
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+clean: down ## Remove what was generated, except .venv
+	@rm -rf .baton dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis tools/buf/node_modules
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find protos -name '*_pb2*.py*' -delete
+	@rm -f $(STUBS)

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Lints protos/ with buf, and says how it is formatted otherwise. Needs node; without it CI fails and a laptop skips.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+if ! command -v npm >/dev/null; then
+    if [ -n "${CI:-}" ]; then
+        echo "buf: npm was not found, and CI does not skip this: install Node.js" >&2
+        exit 1
+    fi
+    echo "buf: SKIPPED, protos/ was not linted: npm was not found (install Node.js)" >&2
+    exit 0
+fi
+
+buf=node_modules/.bin/buf
+if [ ! -x "$buf" ] || [ package-lock.json -nt "$buf" ]; then
+    npm ci --silent --ignore-scripts
+    touch "$buf"
+fi
+"./$buf" lint ../../protos
+"./$buf" format --diff --exit-code ../../protos
+echo "buf: protos/ is clean"
