@@ -2,13 +2,14 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from rpc.errors import ConfigError
 
@@ -82,7 +83,7 @@ class _Document:
 
     def explain(self, model: type[BaseModel], error: ValidationError) -> Iterator[str]:
         for fault in error.errors(include_url=False, include_input=False, include_context=False):
-            key = self._path(fault["loc"])
+            key = self._path(fault)
             origin = "override" if self._is_overridden(key) else self._file
             message = fault["msg"].removeprefix("Value error, ")
             if fault["type"] == "extra_forbidden":
@@ -100,17 +101,18 @@ class _Document:
             section = section[name]
         return True
 
-    def _path(self, location: Sequence[int | str]) -> str:
+    def _path(self, fault: ErrorDetails) -> str:
         """pydantic's location as the user wrote it: without the tags of unions, which are in no file."""
         path = ""
         value: Any = self.tree
-        for index, part in enumerate(location):
-            last = index == len(location) - 1
+        for part in fault["loc"]:
             if isinstance(part, int) and isinstance(value, list):
                 path, value = f"{path}[{part}]", value[part]
-            elif isinstance(value, dict) and (part in value or last):
-                path, value = f"{path}.{part}".lstrip("."), value.get(part)
-        return path
+            elif isinstance(value, dict) and part in value:
+                path, value = f"{path}.{part}", value[part]
+        if fault["type"] == "missing":
+            path = f"{path}.{fault['loc'][-1]}"
+        return path.removeprefix(".")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -130,9 +132,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse(origin: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: is not YAML: {' '.join(str(error).split())}") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key may not come twice: the second would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, (position, _) in zip(keys, node.value, strict=True):
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", position.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _suggestion(model: type[BaseModel], location: Sequence[int | str]) -> str:
@@ -167,8 +180,4 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, default=_plain, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+    return json.dumps(to_jsonable_python(value), ensure_ascii=False)

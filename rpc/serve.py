@@ -90,6 +90,8 @@ def _add(server: aio.Server, services: Sequence[Service], health: Health) -> Non
 
 
 def _bind(server: aio.Server, listen: str, tls: TlsConfig | None) -> int:
+    if not listen.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"listen: {listen!r} is not host:port")
     try:
         if tls is None:
             return server.add_insecure_port(listen)

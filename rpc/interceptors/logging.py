@@ -24,16 +24,16 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
     async def logged(request: Any, context: Context) -> Any:
         started = time.monotonic()
         with structlog.contextvars.bound_contextvars(method=method, **_identity(request)):
-            # A task that is cancelled belongs to a caller who has left, or whose time is over.
-            code = "CANCELLED"
+            ended = False
             try:
                 response = await behaviour(request, context)
-                code = _code_name(context)
+                ended = True
                 return response
             except aio.AbortError:
-                code = _code_name(context)
+                ended = True
                 raise
             finally:
+                code = _code_name(context) if ended else _abandoned_code_name(context)
                 write("call ended", code=code, seconds=round(time.monotonic() - started, 6))
 
     return logged
@@ -43,6 +43,11 @@ def _code_name(context: Context) -> str:
     # An int in gRPC until somebody aborts, whatever its stubs say.
     code: grpc.StatusCode | int = context.code()
     return _CODE_NAMES[code] if isinstance(code, int) else code.name
+
+
+def _abandoned_code_name(context: Context) -> str:
+    """Why nobody waits for the answer: the caller has left, or its time is over."""
+    return "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
 
 
 def _identity(request: Any) -> dict[str, str]:
