@@ -79,6 +79,9 @@ _MESSAGE_BYTES = 1536
 _VIOLATIONS_BYTES = 1536
 _NAME_BYTES = 256
 
+# What gRPC does not percent-encode, besides letters, digits and -._~
+_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"
+
 _DEFAULT_RETRY_SECONDS = 1.0
 
 
@@ -168,15 +171,12 @@ def _retry_info(seconds: float) -> error_details_pb2.RetryInfo:
 
 def _cut(text: str, limit: int) -> str:
     """`text` in at most `limit` bytes of percent-encoding, which is never shorter than its UTF-8."""
-    text = text[:limit].encode("utf-8", "replace").decode()
-    encoded = quote(text, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}")
-    if len(encoded) <= limit:
+    text = text[: limit + 1].encode("utf-8", "replace").decode()
+    if len(quote(text, safe=_PLAIN)) <= limit:
         return text
-    room = limit - len("...")
-    kept = len(text)
-    while len(quote(text[:kept], safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}")) > room:
-        kept = kept * 9 // 10
-    return text[:kept] + "..."
+    while len(quote(text, safe=_PLAIN)) > limit - len("..."):
+        text = text[: len(text) * 9 // 10]
+    return text + "..."
 
 
 def _read_details(error: aio.AioRpcError) -> _Details:

@@ -39,6 +39,6 @@ def _to_answer(method: str, error: Exception) -> BatonError:
 
 
 async def _abort(context: Context, error: BatonError) -> None:
-    structlog.contextvars.bind_contextvars(reason=error.reason, error=error.message)
     status = to_status(error)
+    structlog.contextvars.bind_contextvars(reason=error.reason, error=status.details)
     await context.abort(status.code, status.details, status.trailing_metadata)

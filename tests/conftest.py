@@ -1,0 +1,1 @@
+"""Fixtures that all tests share. This file also puts tests/ on the import path, for `support`."""
