@@ -1,0 +1,107 @@
+"""Follows a namespace's workers in etcd through every interruption."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+
+import structlog
+from baton.etcd.v1 import kv_pb2, watch_pb2
+
+from discovery.backoff import Backoff
+from discovery.etcd.client import EtcdClient, Listing
+from discovery.keys import WorkerKeys
+from discovery.latest import Latest
+from discovery.membership import Membership
+from discovery.record import WorkerRecord
+from rpc.errors import BatonError, PermissionDenied, Unauthenticated
+
+_log = structlog.get_logger(__name__)
+
+
+class WorkerWatch:
+    """The workers of one namespace, for one reader.
+
+    Lists, then watches from the next revision. When the watch breaks, for whatever reason, it lists again rather than
+    to resume at the last revision: the outcome is the same, and the listing is also right when that revision was
+    compacted, or belongs to data that were lost since. For `grace_seconds` after that nobody is taken for gone.
+    """
+
+    def __init__(self, client: EtcdClient, keys: WorkerKeys, grace_seconds: float) -> None:
+        self._client = client
+        self._keys = keys
+        self._grace_seconds = grace_seconds
+        self._membership = Membership()
+        self._latest: Latest[tuple[WorkerRecord, ...]] = Latest()
+        self._settling: asyncio.TimerHandle | None = None
+        self._listed = False
+
+    async def views(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
+        """See `Registry.watch`."""
+        following = asyncio.create_task(self._follow())
+        following.add_done_callback(lambda _: self._latest.close())
+        try:
+            async with aclosing(self._latest.values()) as views:
+                async for workers in views:
+                    yield workers
+            await following
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+            if self._settling is not None:
+                self._settling.cancel()
+
+    async def _follow(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                listing = await self._client.list_range(self._keys.prefix, self._keys.end)
+                self._take(listing)
+                async with self._client.watch(self._keys.prefix, self._keys.end, listing) as stream:
+                    if backoff.waiting:
+                        _log.info("worker watch goes on", workers=len(listing.entries))
+                    backoff.reset()
+                    async for events in stream.events():
+                        self._apply(events)
+            except BatonError as error:
+                if not self._listed and isinstance(error, (Unauthenticated, PermissionDenied)):
+                    raise
+                if not backoff.waiting:
+                    _log.warning("worker watch interrupted", error=error.message)
+            await asyncio.sleep(backoff.next_seconds())
+
+    def _take(self, listing: Listing) -> None:
+        if self._listed:
+            self._doubt()
+        self._listed = True
+        self._membership.replace(dict(self._readable(listing.entries)))
+        self._latest.set(self._membership.workers)
+
+    def _apply(self, events: Iterable[watch_pb2.Event]) -> None:
+        for event in events:
+            records = () if event.deleted else tuple(self._readable([event.kv]))
+            for key, record in records:
+                self._membership.put(key, record)
+            if not records:
+                self._membership.remove(event.kv.key)
+        self._latest.set(self._membership.workers)
+
+    def _readable(self, entries: Iterable[kv_pb2.KeyValue]) -> Iterable[tuple[bytes, WorkerRecord]]:
+        for entry in entries:
+            try:
+                record = WorkerRecord.from_json(entry.value)
+                if self._keys.of(record.worker_id) != entry.key:
+                    raise ValueError(f"worker_id {record.worker_id!r} is not that of the key")
+            except (ValueError, BatonError) as error:
+                _log.warning("worker record left out", key=entry.key.decode(errors="replace"), error=str(error))
+            else:
+                yield entry.key, record
+
+    def _doubt(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+        self._membership.doubt()
+        self._settling = asyncio.get_running_loop().call_later(self._grace_seconds, self._settle)
+
+    def _settle(self) -> None:
+        self._membership.settle()
+        self._latest.set(self._membership.workers)
