@@ -40,9 +40,9 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
 
 
 def _code_name(context: Context) -> str:
-    # An int in gRPC until somebody aborts, whatever its stubs say.
-    code: grpc.StatusCode | int = context.code()
-    return _CODE_NAMES[code] if isinstance(code, int) else code.name
+    # Whatever its stubs say: None or 0 until somebody sets or aborts with a code, and then an int or an enum.
+    code: grpc.StatusCode | int | None = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else _CODE_NAMES[code or 0]
 
 
 def _abandoned_code_name(context: Context) -> str:

@@ -114,7 +114,10 @@ async def test_every_error_comes_back_as_what_it_was(kind: type[BatonError]) -> 
 
 async def test_an_invalid_request_names_its_fields_in_bad_request() -> None:
     bad = detail(await over_the_wire(example(InvalidRequest)), error_details_pb2.BadRequest)
-    assert [(v.field, v.description) for v in bad.field_violations] == [("sampling.top_p", "is 2"), ("model", "is empty")]
+    assert [(v.field, v.description) for v in bad.field_violations] == [
+        ("sampling.top_p", "is 2"),
+        ("model", "is empty"),
+    ]
 
 
 async def test_an_overload_says_when_to_come_back() -> None:
@@ -224,18 +227,16 @@ async def test_an_error_passes_through_two_servers_unchanged() -> None:
 
 
 async def test_an_error_after_messages_keeps_its_details() -> None:
-    async def generate(request: object, context: object) -> None:
-        await context.write(generate_pb2.GenerateResponse(sequence=0))
+    async def generate(request: object, context: aio.ServicerContext) -> None:
+        await context.write(generate_pb2.GenerateResponse(sequence=7))
         raise errors.HandoffLost("handoff h1: the lease ran out", stage="decode")
 
+    received = []
     async with scripted(Generate=generate) as peer:
         call = peer.stub.Generate(generate_pb2.GenerateRequest())
-        assert [message.sequence async for message in take(call, 1)] == [0]
-        error = await status_of(call)
-    assert error.code() is StatusCode.ABORTED
-    assert detail(error, error_details_pb2.ErrorInfo).metadata["stage"] == "decode"
-
-
-async def take(call: aio.UnaryStreamCall, count: int) -> object:
-    for _ in range(count):
-        yield await call.read()
+        received.append((await call.read()).sequence)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call.read()
+    assert received == [7]
+    assert caught.value.code() is StatusCode.ABORTED
+    assert detail(caught.value, error_details_pb2.ErrorInfo).metadata["stage"] == "decode"

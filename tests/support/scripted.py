@@ -71,5 +71,3 @@ def raw(channel: aio.Channel, method: str, *, streams: bool) -> Callable[[bytes]
     """A method called with bytes of the test's choice."""
     kind = channel.unary_stream if streams else channel.unary_unary
     return kind(f"/{NAME}/{method}", request_serializer=None, response_deserializer=None)
-
-

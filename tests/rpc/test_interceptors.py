@@ -1,0 +1,162 @@
+"""What surrounds a call on the server: errors of both kinds of streams, and one log line."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1 import model_pb2
+from grpc import StatusCode, aio
+from structlog.testing import capture_logs
+from support.scripted import scripted, status_of, until
+
+from rpc.aio import TaskGroup
+from rpc.errors import HandoffLost, NoWorker
+
+Stream = Callable[[pb.GenerateRequest, Any], Any]
+
+
+def writing(error: BaseException) -> Stream:
+    async def generate(request: pb.GenerateRequest, context: aio.ServicerContext) -> None:
+        await context.write(pb.GenerateResponse(sequence=0))
+        raise error
+
+    return generate
+
+
+def yielding(error: BaseException) -> Stream:
+    async def generate(request: pb.GenerateRequest, context: object) -> AsyncGenerator[pb.GenerateResponse, None]:
+        yield pb.GenerateResponse(sequence=0)
+        raise error
+
+    return generate
+
+
+def answering(error: BaseException) -> Callable[[model_pb2.GetModelRequest, Any], Any]:
+    async def get_model(request: model_pb2.GetModelRequest, context: object) -> model_pb2.GetModelResponse:
+        raise error
+
+    return get_model
+
+
+async def failure(**methods: Callable[..., Any]) -> aio.AioRpcError:
+    async with scripted(**methods) as peer:
+        if "Generate" in methods:
+            return await status_of(peer.stub.Generate(pb.GenerateRequest(request_id="r-1")))
+        return await status_of(peer.stub.GetModel(model_pb2.GetModelRequest()))
+
+
+@pytest.mark.parametrize("stream", [writing, yielding])
+async def test_an_error_ends_a_stream_with_its_status(stream: Callable[[BaseException], Stream]) -> None:
+    error = await failure(Generate=stream(HandoffLost("h-1 is gone")))
+    assert (error.code(), error.details()) == (StatusCode.ABORTED, "h-1 is gone")
+
+
+@pytest.mark.parametrize("stream", [writing, yielding])
+async def test_an_unexpected_error_in_a_stream_is_internal(stream: Callable[[BaseException], Stream]) -> None:
+    assert (await failure(Generate=stream(KeyError("secret")))).code() is StatusCode.INTERNAL
+
+
+async def test_an_unexpected_error_is_logged_with_its_traceback() -> None:
+    with capture_logs() as lines:
+        await failure(GetModel=answering(ZeroDivisionError("by zero")))
+    (line,) = [line for line in lines if line["event"] == "call failed"]
+    assert isinstance(line["exc_info"], ZeroDivisionError)
+    assert line["exc_info"].__traceback__ is not None
+
+
+async def test_an_error_that_a_task_group_wrapped_keeps_its_status() -> None:
+    async def get_model(request: object, context: object) -> None:
+        async with TaskGroup() as tasks:
+            tasks.create_task(answering(NoWorker("none is ready"))(model_pb2.GetModelRequest(), context))
+
+    error = await failure(GetModel=get_model)
+    assert (error.code(), error.details()) == (StatusCode.UNAVAILABLE, "none is ready")
+
+
+async def test_an_unexpected_error_beside_a_known_one_is_internal() -> None:
+    async def get_model(request: object, context: object) -> None:
+        async with TaskGroup() as tasks:
+            for error in (NoWorker("none is ready"), KeyError("bug")):
+                tasks.create_task(answering(error)(model_pb2.GetModelRequest(), context))
+
+    assert (await failure(GetModel=get_model)).code() is StatusCode.INTERNAL
+
+
+async def test_a_status_that_a_servicer_aborted_with_is_kept() -> None:
+    async def get_model(request: object, context: aio.ServicerContext) -> None:
+        await context.abort(StatusCode.DATA_LOSS, "as I said")
+
+    error = await failure(GetModel=get_model)
+    assert (error.code(), error.details()) == (StatusCode.DATA_LOSS, "as I said")
+
+
+async def test_a_method_that_is_left_out_is_unimplemented() -> None:
+    error = await failure()
+    assert error.code() is StatusCode.UNIMPLEMENTED
+    assert error.details() == "this method is not implemented here"
+
+
+@pytest.mark.parametrize("kind", ["writes", "yields"])
+async def test_cancelling_a_stream_ends_the_servicer_in_its_own_task(kind: str) -> None:
+    ended: list[bool] = []
+    tasks: set[object] = set()
+
+    async def tokens() -> AsyncGenerator[pb.GenerateResponse, None]:
+        tasks.add(asyncio.current_task())
+        try:
+            while True:
+                yield pb.GenerateResponse(token=pb.TokenDelta(text="x" * 10_000))
+        finally:
+            tasks.add(asyncio.current_task())
+            ended.append(True)
+
+    async def writes(request: object, context: aio.ServicerContext) -> None:
+        generator = tokens()
+        try:
+            async for token in generator:
+                await context.write(token)
+        finally:
+            await generator.aclose()
+
+    async def yields(request: object, context: object) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async for token in (generator := tokens()):
+            try:
+                yield token
+            except GeneratorExit:
+                await generator.aclose()
+                raise
+
+    async with scripted(Generate={"writes": writes, "yields": yields}[kind]) as peer:
+        call = peer.stub.Generate(pb.GenerateRequest())
+        await call.read()
+        await asyncio.sleep(0.05)  # lets flow control block the servicer in a write
+        call.cancel()
+        await until(lambda: bool(ended))
+    assert len(tasks) == 1
+
+
+async def test_a_cancelled_stream_logs_no_error() -> None:
+    async def generate(request: object, context: aio.ServicerContext) -> None:
+        while True:
+            await context.write(pb.GenerateResponse(token=pb.TokenDelta(text="x" * 10_000)))
+
+    with capture_logs() as lines:
+        async with scripted(Generate=generate) as peer:
+            call = peer.stub.Generate(pb.GenerateRequest(request_id="r-1"))
+            await call.read()
+            call.cancel()
+            await until(lambda: bool(lines))
+    assert [(line["event"], line["code"]) for line in lines] == [("call ended", "CANCELLED")]
+
+
+async def test_a_call_whose_deadline_passes_is_logged_as_such() -> None:
+    async def get_model(request: object, context: object) -> None:
+        await asyncio.Event().wait()
+
+    with capture_logs() as lines:
+        async with scripted(GetModel=get_model) as peer:
+            await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=0.05))
+            await until(lambda: bool(lines))
+    assert lines[0]["code"] == "DEADLINE_EXCEEDED"
