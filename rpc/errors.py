@@ -143,6 +143,12 @@ class Draining(Unavailable):
     reason = "DRAINING"
 
 
+class MediaUnavailable(Unavailable):
+    """A media item could not be fetched from where its URI points: retry later. No worker is at fault."""
+
+    reason = "MEDIA_UNAVAILABLE"
+
+
 class DeadlineExceeded(BatonError):
     """The caller's time is over; the message says at which stage."""
 

@@ -33,6 +33,7 @@ WIRE = {
     "Unavailable": ("UNAVAILABLE", "WORKER_UNAVAILABLE"),
     "NoWorker": ("UNAVAILABLE", "NO_WORKER"),
     "Draining": ("UNAVAILABLE", "DRAINING"),
+    "MediaUnavailable": ("UNAVAILABLE", "MEDIA_UNAVAILABLE"),
     "DeadlineExceeded": ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     "Cancelled": ("CANCELLED", "CANCELLED"),
     "EngineFailed": ("INTERNAL", "ENGINE_FAILED"),
