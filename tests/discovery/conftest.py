@@ -1,0 +1,52 @@
+"""Real etcd servers for the tests of discovery: a shared one, and one to break."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+from support.etcd_server import EtcdServer
+
+from discovery.etcd import EtcdConfig, EtcdRegistry
+
+# The shortest lease that etcd grants.
+TTL_SECONDS = 2
+
+OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
+
+
+@pytest.fixture(scope="session")
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """An etcd that all tests share; nobody breaks it."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd") / "shared")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd of the test's own, to kill, freeze and wipe."""
+    server = EtcdServer(tmp_path / "own")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace that no other test uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def open_etcd(namespace: str) -> OpenEtcd:
+    """Opens a registry on `endpoints` in the test's namespace, with short times."""
+
+    def open_(*endpoints: str, **more: object) -> EtcdRegistry:
+        short = {"call_timeout_seconds": 0.5, "start_timeout_seconds": 10.0}
+        config = EtcdConfig.model_validate({"endpoints": endpoints, **short, **more})
+        return EtcdRegistry(config, namespace, TTL_SECONDS)
+
+    return open_
