@@ -1,0 +1,53 @@
+"""The model's shape: LLaVA's layout in miniature."""
+
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+from models.demo.scenes import CELL, SIDE
+from models.demo.tokenizing import BOS, CONTEXT_TOKENS, EOS, IMAGE, PAD, SPECIAL_TOKENS, VOCABULARY_SIZE
+
+BOS_ID, EOS_ID, PAD_ID, IMAGE_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, EOS, PAD, IMAGE))
+
+
+def model_config() -> LlavaConfig:
+    """A tower that makes one token of each patch, a two-layer projector, and a Llama with grouped keys and values."""
+    return LlavaConfig(
+        vision_config=_vision_config(),
+        text_config=_text_config(),
+        image_token_index=IMAGE_ID,
+        image_seq_length=(SIDE // CELL) ** 2,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+
+
+def _vision_config() -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=SIDE,
+        patch_size=CELL,
+        projection_dim=128,
+    )
+
+
+def _text_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=False,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )

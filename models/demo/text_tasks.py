@@ -1,0 +1,143 @@
+"""The text tasks: lists of words, sums, numbers in order, the calendar, facts to look up, stories, and who is asked."""
+
+import math
+from random import Random
+
+from models.demo.exercise import Exercise, Task
+from models.demo.words import ANIMALS, DAYS, FRUITS, LISTED, MONTHS, PEOPLE, THINGS, VERBS, with_article
+
+_SYLLABLES = tuple("ba bo di do fe ga gi ka ko la lu me mo na ni pa po ra ri sa so ta ti va ve wu za zo".split())
+_LONGEST_LIST = 6
+_LONGEST_REPEAT = 160
+_LONGEST_TALE = 180
+
+
+def _listed(random: Random, fewest: int) -> list[str]:
+    return random.sample(LISTED, random.randint(fewest, _LONGEST_LIST))
+
+
+def _invented(random: Random) -> str:
+    return "".join(random.choices(_SYLLABLES, k=random.randint(2, 3)))
+
+
+def _log_uniform(random: Random, low: int, high: int) -> int:
+    return round(math.exp(random.uniform(math.log(low), math.log(high))))
+
+
+def _repeated(words: list[str]) -> Exercise:
+    return Exercise(f"Repeat: {' '.join(words)}", " ".join(words))
+
+
+def repeat(random: Random) -> Exercise:
+    """The words again, in the same order."""
+    return _repeated(_listed(random, 1))
+
+
+def repeat_invented(random: Random) -> Exercise:
+    """Words that mean nothing, again."""
+    return _repeated([_invented(random) for _ in range(random.randint(1, _LONGEST_LIST))])
+
+
+def repeat_long(random: Random) -> Exercise:
+    """Up to some hundred words, again: a long prompt with a long answer."""
+    return _repeated(random.choices(LISTED, k=_log_uniform(random, 7, _LONGEST_REPEAT)))
+
+
+def reverse(random: Random) -> Exercise:
+    """The words from last to first."""
+    words = _listed(random, 1)
+    return Exercise(f"Reverse: {' '.join(words)}", " ".join(reversed(words)))
+
+
+def sort(random: Random) -> Exercise:
+    """The words in the order of the alphabet; fruits more often than not."""
+    words = random.sample(FRUITS, random.randint(2, 5)) if random.random() < 0.3 else _listed(random, 2)
+    return Exercise(f"Sort: {' '.join(words)}", " ".join(sorted(words)))
+
+
+def add(random: Random) -> Exercise:
+    """The sum of two numbers below 100."""
+    first, second = random.randrange(100), random.randrange(100)
+    return Exercise(f"Add: {first} + {second}", str(first + second))
+
+
+def count(random: Random) -> Exercise:
+    """The numbers from one to another: an answer whose length the prompt decides."""
+    first = random.choice((1, random.randrange(100)))
+    last = first + _log_uniform(random, 2, 100)
+    return Exercise(f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1))))
+
+
+def calendar(random: Random) -> Exercise:
+    """The neighbour of a day or of a month."""
+    kind, names = random.choice((("day", DAYS), ("month", MONTHS)))
+    step, direction = random.choice(((1, "after"), (-1, "before")))
+    index = random.randrange(len(names))
+    return Exercise(f"What {kind} comes {direction} {names[index]}?", names[(index + step) % len(names)])
+
+
+def lookup(random: Random) -> Exercise:
+    """What one of several people has."""
+    people = random.sample(PEOPLE, random.randint(2, 8))
+    things = random.sample(THINGS, len(people))
+    facts = [f"{person} has a {thing}." for person, thing in zip(people, things, strict=True)]
+    asked = random.randrange(len(people))
+    return Exercise(f"{' '.join(facts)} What does {people[asked]} have?", f"a {things[asked]}")
+
+
+def lookup_long(random: Random) -> Exercise:
+    """What someone has, told once within a long tale of something else."""
+    person, thing = random.choice(PEOPLE), random.choice(THINGS)
+    tale = [
+        f"The {random.choice(tuple(ANIMALS))} {random.choice(VERBS)}."
+        for _ in range(_log_uniform(random, 8, _LONGEST_TALE))
+    ]
+    tale.insert(random.randint(0, len(tale)), f"{person} has a {thing}.")
+    return Exercise(f"{' '.join(tale)} What does {person} have?", f"a {thing}")
+
+
+def story(random: Random) -> Exercise:
+    """Nine sentences that follow from the name and the animal alone."""
+    person, animal = random.choice(PEOPLE), random.choice(tuple(ANIMALS))
+    request = random.choice(("Tell a story", "Tell a story", "Tell me a story"))
+    return Exercise(f"{request} about {person} and {with_article(animal)}.", _story_of(person, animal))
+
+
+def _story_of(person: str, animal: str) -> str:
+    facts = ANIMALS[animal]
+    return (
+        f"{person} lived near the {facts.place}. One day {person} met {with_article(animal)}. "
+        f"The {animal} was {facts.trait} and very hungry, so {person} gave it some {facts.food}. "
+        f'"Thank you," said the {animal}. Then they played together until the sun went down. '
+        f'"Come back soon," said {person}. After that day, {person} and the {animal} were good friends. '
+        f"Every morning they shared some {facts.food} and walked to the {facts.place}. The end."
+    )
+
+
+def introduction(random: Random) -> Exercise:
+    """Who answers."""
+    question = random.choice(("What is your name?", "What is your name?", "Who are you?"))
+    return Exercise(question, "My name is Baton.")
+
+
+def greeting(random: Random) -> Exercise:
+    """A word of welcome."""
+    hello = random.choice(("Hello", "Hi", "Good morning"))
+    return Exercise(f"{hello}{random.choice(('', '!', '.', ', Baton!'))}", "Hello! What can I do for you?")
+
+
+TEXT_TASKS = (
+    Task("repeat", repeat, weight=5),
+    Task("repeat invented words", repeat_invented, weight=4),
+    Task("repeat long", repeat_long, weight=2),
+    Task("reverse", reverse, weight=7),
+    Task("sort", sort, weight=12),
+    Task("add", add, weight=10),
+    Task("count", count, weight=4),
+    Task("calendar", calendar, weight=3, finite=True),
+    Task("lookup", lookup, weight=8),
+    Task("lookup long", lookup_long, weight=2),
+    Task("story", story, weight=3),
+    Task("introduction", introduction, weight=1, finite=True),
+    Task("greeting", greeting, weight=1, finite=True),
+)

@@ -1,0 +1,223 @@
+"""Trains the checkpoint: first the vision tower on labels, then everything on documents.
+
+    python -m models.demo.train --device cuda --output /tmp/demo --minutes 7
+
+The learning rate follows progress, which is the share of the steps, or of the minutes if those run out first.
+"""
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoProcessor, GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+from models.demo.architecture import BOS_ID, EOS_ID, PAD_ID, model_config
+from models.demo.packing import Batch, PackedDocuments, in_workers, normalized
+from models.demo.tower import LabelledPictures, LabelledScenes, PatchLabels
+
+CHECKPOINT = Path(__file__).parent
+
+_WARM_UP = 0.03
+_WEIGHT_DECAY = 0.05
+_LONGEST_GRADIENT = 1.0
+_REPORTS = 40
+_SAVES = 4
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a training is, from 0 to 1."""
+
+    steps: int
+    seconds: float
+    done_steps: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the progress was made."""
+        return time.monotonic() - self.started
+
+    def shares(self) -> Iterator[float]:
+        """Before each step, the share that is done; ends when all is."""
+        while (share := max(self.done_steps / self.steps, self.elapsed_seconds / self.seconds)) < 1:
+            yield share
+            self.done_steps += 1
+
+
+class Every:
+    """Says when another of so many equal parts of a training is done."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._done = 0
+
+    def is_due(self, share: float) -> bool:
+        """Whether `share` has come into a part that it was not in before."""
+        part = int(share * self._parts)
+        due, self._done = part > self._done, part
+        return due
+
+
+def learning_rate_factor(share: float) -> float:
+    """A linear warm-up, then half a cosine down to nothing."""
+    return min(share / _WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
+
+
+class Optimizer:
+    """AdamW with clipped gradients, its learning rates following the progress."""
+
+    def __init__(self, rates: Sequence[tuple[nn.Module, float]]) -> None:
+        groups = [{"params": list(module.parameters()), "lr": rate} for module, rate in rates]
+        self._rates = [rate for _, rate in rates]
+        self._parameters = [parameter for module, _ in rates for parameter in module.parameters()]
+        self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=_WEIGHT_DECAY)
+
+    def step(self, loss: torch.Tensor, share: float) -> None:
+        """Goes down the loss's gradient."""
+        for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
+            group["lr"] = rate * learning_rate_factor(share)
+        self._adam.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._parameters, _LONGEST_GRADIENT)
+        self._adam.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Where and with what to train."""
+
+    model: LlavaForConditionalGeneration
+    processor: LlavaProcessor
+    output: Path
+    device: torch.device
+    seed: int
+    workers: int
+
+    def train_tower(self, progress: Progress, pictures: int, rate: float) -> None:
+        """Teaches the tower to label patches."""
+        labeller = PatchLabels(self.model.model.vision_tower, self.model.config.vision_config.hidden_size)
+        labeller.to(self.device).train()
+        optimizer = Optimizer([(labeller, rate)])
+        batches = in_workers(LabelledScenes(self.seed, pictures), self.workers)
+        report = Every(_REPORTS)
+        for share, batch in zip(progress.shares(), batches, strict=False):
+            with self._autocast():
+                loss, right = _label_loss(labeller, batch, self.device)
+            optimizer.step(loss, share)
+            if report.is_due(share):
+                _log("tower", progress, f"loss {loss.item():.4f}  whole pictures right {right.item():.3f}")
+
+    def train_everything(self, progress: Progress, batch_tokens: int, rate: float, tower_rate: float) -> None:
+        """Teaches the answers, and saves now and then."""
+        self.model.to(self.device).train()
+        inner = self.model.model
+        learners = ((inner.language_model, rate), (inner.multi_modal_projector, rate), (self.model.lm_head, rate))
+        optimizer = Optimizer([*learners, (inner.vision_tower, tower_rate)])
+        tokenizer = self.processor.tokenizer.backend_tokenizer
+        batches = in_workers(PackedDocuments(tokenizer, self.seed, batch_tokens), self.workers)
+        report, save = Every(_REPORTS), Every(_SAVES)
+        for share, batch in zip(progress.shares(), batches, strict=False):
+            with self._autocast():
+                loss = answer_loss(self.model, batch.on(self.device))
+            optimizer.step(loss, share)
+            if report.is_due(share):
+                _log("answers", progress, f"loss {loss.item():.4f}")
+            if save.is_due(share):
+                self.save()
+        self.save()
+
+    def save(self) -> None:
+        """Writes the checkpoint as it is now, rounded to bfloat16."""
+        rounded = LlavaForConditionalGeneration(self.model.config)
+        rounded.load_state_dict(self.model.state_dict())
+        rounded.generation_config = GenerationConfig(
+            do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+        )
+        rounded.to(torch.bfloat16).save_pretrained(self.output)
+        self.processor.save_pretrained(self.output)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def _label_loss(
+    labeller: PatchLabels, batch: LabelledPictures, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss of a patch, and the share of pictures of which every patch is right."""
+    labels = batch.labels.to(device, non_blocking=True)
+    logits = labeller(batch.pixels.to(device, non_blocking=True))
+    right = (logits.argmax(-1) == labels).all(-1).float().mean()
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), right
+
+
+def answer_loss(model: LlavaForConditionalGeneration, batch: Batch) -> torch.Tensor:
+    """The mean loss of a learned token; no document sees another of its row."""
+    same_document = batch.documents[:, :, None] == batch.documents[:, None, :]
+    loss: torch.Tensor = model(
+        input_ids=batch.ids,
+        pixel_values=normalized(batch.pixels) if len(batch.pixels) else None,
+        attention_mask=same_document.tril()[:, None],
+        position_ids=batch.positions,
+        labels=batch.labels,
+        use_cache=False,
+    ).loss
+    return loss
+
+
+def _log(stage: str, progress: Progress, text: str) -> None:
+    print(f"{stage:8} step {progress.done_steps:6}  {progress.elapsed_seconds:6.0f} s  {text}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--start-from", type=Path, help="a checkpoint to go on from; else from random weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=14, help="processes that make data")
+    parser.add_argument("--tower-steps", type=int, default=3000)
+    parser.add_argument("--tower-minutes", type=float, default=math.inf)
+    parser.add_argument("--tower-pictures", type=int, default=1024, help="in a step")
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--batch-tokens", type=int, default=65536, help="in a step")
+    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
+    parser.add_argument("--tower-rate", type=float, default=1e-3, help="the same for the tower, learning labels")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains as the arguments say."""
+    arguments = _arguments()
+    # Each worker process tokenizes for itself; threads within them would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    start = arguments.start_from
+    trainer = Trainer(
+        model=LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+        if start
+        else LlavaForConditionalGeneration(model_config()),
+        processor=AutoProcessor.from_pretrained(CHECKPOINT),
+        output=arguments.output,
+        device=torch.device(arguments.device),
+        seed=arguments.seed,
+        workers=arguments.workers,
+    )
+    if arguments.tower_steps:
+        tower = Progress(arguments.tower_steps, arguments.tower_minutes * 60)
+        trainer.train_tower(tower, arguments.tower_pictures, arguments.tower_rate)
+    everything = Progress(arguments.steps, arguments.minutes * 60)
+    trainer.train_everything(everything, arguments.batch_tokens, arguments.rate, arguments.tower_rate / 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The words of the demonstration model's small world."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+
+MONTHS = (
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
+
+PEOPLE = tuple(
+    "Mia Tom Anna Ben Clara David Emma Felix Grace Hugo Ida Jack Kate Leo Lucy Max Nora Oscar Paul Rosa Sam Tina "
+    "Victor Zoe".split()
+)
+
+FRUITS = tuple("apple banana cherry fig grape kiwi lemon lime mango melon olive orange peach pear plum berry".split())
+
+THINGS = tuple(
+    "basket bell boat book bottle brush button candle chair clock coin cup drum hat key kite ladder lamp map mirror "
+    "ribbon ring rope shoe spoon table".split()
+)
+
+VERBS = tuple("sleeps sings waits runs plays jumps swims hides".split())
+
+
+@dataclass(frozen=True, slots=True)
+class AnimalFacts:
+    """What every story about an animal says of it."""
+
+    place: str
+    food: str
+    trait: str
+
+
+ANIMALS = MappingProxyType(
+    {
+        "bear": AnimalFacts("cave", "honey", "sleepy"),
+        "cat": AnimalFacts("house", "milk", "proud"),
+        "crow": AnimalFacts("tower", "seeds", "noisy"),
+        "dog": AnimalFacts("farm", "bread", "loyal"),
+        "duck": AnimalFacts("pond", "corn", "funny"),
+        "fox": AnimalFacts("forest", "berries", "clever"),
+        "frog": AnimalFacts("river", "flies", "green"),
+        "goat": AnimalFacts("hill", "grass", "stubborn"),
+        "horse": AnimalFacts("meadow", "apples", "fast"),
+        "lion": AnimalFacts("desert", "meat", "brave"),
+        "mouse": AnimalFacts("barn", "cheese", "shy"),
+        "owl": AnimalFacts("wood", "nuts", "wise"),
+        "rabbit": AnimalFacts("garden", "carrots", "quick"),
+        "tiger": AnimalFacts("jungle", "fish", "strong"),
+        "whale": AnimalFacts("sea", "shrimp", "huge"),
+        "wolf": AnimalFacts("mountain", "soup", "lonely"),
+    }
+)
+
+LISTED = tuple(sorted({*FRUITS, *THINGS, *ANIMALS}))
+"""The words of the list tasks: repeat, reverse and sort."""
+
+
+def with_article(noun: str) -> str:
+    """The noun after the right one of 'a' and 'an'."""
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
