@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import structlog
@@ -83,6 +84,8 @@ async def serve(
 def _add(server: aio.Server, services: Sequence[Service], health: Health) -> None:
     for service in services:
         service.add(service.servicer, server)
+        # Reflection describes what has been imported, and generated services do not import their own description.
+        import_module(service.add.__module__.removesuffix("_grpc"))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = [service.name for service in services]
     health.know(names)
@@ -90,7 +93,9 @@ def _add(server: aio.Server, services: Sequence[Service], health: Health) -> Non
 
 
 def _bind(server: aio.Server, listen: str, tls: TlsConfig | None) -> int:
-    if not listen.rpartition(":")[2].isdecimal():
+    host, _, port = listen.rpartition(":")
+    # gRPC takes 99999 for port 34463, and a missing one for 443.
+    if not (host and port.isdecimal() and int(port) < 2**16):
         raise ConfigError(f"listen: {listen!r} is not host:port")
     try:
         if tls is None:

@@ -56,7 +56,7 @@ def serve_metrics(listen: str) -> Iterator[int]:
     host, _, port = listen.rpartition(":")
     try:
         server, thread = prometheus_client.start_http_server(int(port), host.strip("[]"))
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"metrics_listen: cannot listen on {listen!r}: {error}") from error
     try:
         yield server.server_port

@@ -1,0 +1,66 @@
+"""A certificate authority for one test, and what it signs for 127.0.0.1."""
+
+import datetime
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two PEM files that belong together."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """A self-signed authority; its certificate is the file `ca`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._certificate = self._sign(name, self._key, authority=True)
+        self.ca = self._write(f"{name}-ca.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str) -> Pair:
+        """A certificate for `name` at 127.0.0.1, for servers and for clients."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign(name, key, authority=False)
+        private = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return Pair(
+            self._write(f"{name}.pem", certificate.public_bytes(serialization.Encoding.PEM)),
+            self._write(f"{name}-key.pem", private),
+        )
+
+    def _sign(self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        addresses = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        return (
+            x509.CertificateBuilder()
+            .subject_name(_named(name))
+            .issuer_name(_named(self._name))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(hours=1))
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            .add_extension(addresses, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _write(self, name: str, content: bytes) -> Path:
+        path = self._folder / name
+        path.write_bytes(content)
+        return path
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
