@@ -1,0 +1,164 @@
+"""The engine's own thread: commands in through a queue, outcomes out by one call into the event loop a step."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import structlog
+import torch
+from typing_extensions import Self
+
+from rpc.errors import BatonError, EngineFailed
+from services.engine import EngineLoad
+from services.engines.pytorch.core import EngineCore
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Outcome = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Generic[T]):
+    """Something to be done on the thread between two steps, and the future of its result."""
+
+    run: Callable[[EngineCore], T]
+    result: "asyncio.Future[T]"
+
+
+class EngineLoop:
+    """Steps an EngineCore on a thread for as long as the context is open.
+
+    `healthy` turns false when that ends: everything that waits fails then, and so does every later call.
+    """
+
+    def __init__(self, core: EngineCore, threads: int | None) -> None:
+        self._core = core
+        self._threads = threads
+        self._commands: queue.SimpleQueue[Command[Any] | None] = queue.SimpleQueue()
+        self._outcomes: list[Outcome] = []
+        self._gate = threading.Lock()
+        self._failure: BatonError | None = None
+        self._thread = threading.Thread(target=self._main, name="baton-engine", daemon=True)
+        self.load: EngineLoad = core.load()
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread is at work."""
+        return self._failure is None
+
+    async def call(self, run: Callable[[EngineCore], T]) -> T:
+        """Runs `run` between two steps; also if the caller is cancelled meanwhile."""
+        return await asyncio.shield(self._post(run))
+
+    async def settle(self, run: Callable[[EngineCore], int]) -> int:
+        """Like `call`, but not to be interrupted; 0 if the engine is gone, and with it all that it had."""
+        try:
+            result = self._post(run)
+        except EngineFailed:
+            return 0
+        cancelled = False
+        while not result.done():
+            try:
+                await asyncio.wait([result])
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        return 0 if isinstance(result.exception(), EngineFailed) else result.result()
+
+    def notify(self, outcome: Outcome) -> None:
+        """Has `outcome` called in the event loop after this step. For the engine's thread only."""
+        self._outcomes.append(outcome)
+
+    def _post(self, run: Callable[[EngineCore], T]) -> "asyncio.Future[T]":
+        command = Command(run, self._loop.create_future())
+        with self._gate:
+            if self._failure is not None:
+                raise self._failure
+            self._commands.put(command)
+        return command.result
+
+    def _main(self) -> None:
+        failure: BatonError = EngineFailed("the engine's thread has ended")
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            with torch.inference_mode():
+                self._run()
+            failure = EngineFailed("the engine has been closed")
+        except RuntimeError as error:  # what PyTorch raises for all that goes wrong in it
+            _log.error("engine failed", error=str(error), exc_info=True)
+            failure = EngineFailed(f"the engine failed: {error}")
+        finally:
+            self._end(failure)
+
+    def _run(self) -> None:
+        """Steps for as long as there is work, and waits for a command where there is none."""
+        busy = False
+        while self._obey(wait=not busy):
+            busy = self._core.step()
+            self._publish()
+
+    def _obey(self, *, wait: bool) -> bool:
+        """Runs the commands that are there, or the next one to come; False if one of them is to stop."""
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            self._execute(command)
+            wait = False
+        return True
+
+    def _execute(self, command: Command[Any]) -> None:
+        try:
+            value = command.run(self._core)
+        except BatonError as error:
+            self.notify(partial(_set_error, command.result, error))
+        else:
+            self.notify(partial(_set_result, command.result, value))
+
+    def _publish(self) -> None:
+        """Hands over what a step has brought. The load is set first: whoever hears that blocks are back finds them."""
+        self.load = self._core.load()
+        if self._outcomes:
+            outcomes, self._outcomes = self._outcomes, []
+            self._loop.call_soon_threadsafe(_deliver, outcomes)
+
+    def _end(self, failure: BatonError) -> None:
+        with self._gate:
+            self._failure = failure
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                self.notify(partial(_set_error, command.result, failure))
+        self._core.fail_all(failure)
+        self._publish()
+
+
+def _deliver(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        outcome()
+
+
+def _set_result(future: "asyncio.Future[Any]", value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_error(future: "asyncio.Future[Any]", error: BatonError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,100 @@
+"""Loading a checkpoint: the module that computes logits, and what is to be known of it."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from rpc.errors import ConfigError
+from services.engines.pytorch import attention
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.support import TextShape, text_shape
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, ready to be called."""
+
+    module: PreTrainedModel
+    shape: TextShape
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+
+class LlavaTextModel(LlavaForConditionalGeneration):
+    """LLaVA without its vision tower and projector: what prefill and decode need of it."""
+
+    _keys_to_ignore_on_load_unexpected = (r"vision_tower", r"multi_modal_projector")
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__(config)
+        del self.model.vision_tower
+        del self.model.multi_modal_projector
+
+
+def load_model(config: PyTorchConfig) -> LoadedModel:
+    """Reads the checkpoint from its folder. Raises ConfigError if it is not there or cannot be served."""
+    model_config = _read_config(config.model)
+    shape = text_shape(model_config, config.max_context_tokens)
+    device = _device(config)
+    dtype = _dtype(config, device, model_config)
+    attention.register()
+    kind = LlavaTextModel if isinstance(model_config, LlavaConfig) else AutoModelForCausalLM
+    _quiet()
+    module = kind.from_pretrained(config.model, local_files_only=True, attn_implementation=attention.NAME, dtype=dtype)
+    module.requires_grad_(False).eval().to(device)
+    return LoadedModel(module, shape, device, dtype, _eos_token_ids(config.model, model_config))
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"engine.model: {folder} is not a checkpoint folder: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"engine.model: {folder / 'config.json'} cannot be read: {error}") from error
+
+
+def _device(config: PyTorchConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda was asked for and PyTorch finds none")
+    wanted = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if wanted == "cuda" else torch.device("cpu")
+
+
+def _dtype(config: PyTorchConfig, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:
+    if config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu"):
+        return torch.float32
+    stored = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
+    whole = config.dtype == "auto" and stored in (torch.float32, "float32")
+    return torch.float32 if whole else torch.bfloat16
+
+
+def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Every id that ends an answer, from the generation settings and the model's configuration."""
+    sources: list[object] = [config, config.get_text_config()]
+    if (folder / "generation_config.json").is_file():
+        sources.insert(0, GenerationConfig.from_pretrained(folder, local_files_only=True))
+    found: list[int] = []
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def _quiet() -> None:
+    """Progress bars and load reports belong to a person at a terminal, not to a worker's log."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity(logging.ERROR)

@@ -1,0 +1,35 @@
+"""One step: the chunks through the model, and a token for each sequence that has come to its end."""
+
+from collections.abc import Sequence
+
+import torch
+
+from services.engines.pytorch.batch import BatchBuilder, Chunk, KvCache
+from services.engines.pytorch.model import LoadedModel
+from services.engines.pytorch.sampling import Chosen, sample
+
+
+class Runner:
+    """Owns the model. Must be used by one thread, under `torch.inference_mode`."""
+
+    def __init__(self, model: LoadedModel, cache: KvCache) -> None:
+        self._module = model.module
+        self._builder = BatchBuilder(cache, model.shape.query_heads, model.dtype)
+
+    def run(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, Chosen | None]]:
+        """Computes the chunks' KV into their blocks; with each chunk the token that was sampled after it, if any."""
+        step = self._builder.build(chunks)
+        output = self._module(
+            input_ids=step.token_ids,
+            position_ids=step.positions,
+            use_cache=False,
+            logits_to_keep=step.last_rows,
+            paged_batch=step.paged,
+        )
+        sampling = [chunk for chunk in step.chunks if chunk.samples]
+        chosen = self._sample(output.logits[0], sampling) if sampling else []
+        results = iter(chosen)
+        return [(chunk, next(results) if chunk.samples else None) for chunk in step.chunks]
+
+    def _sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[Chosen]:
+        return sample(logits.float(), [chunk.sequence.sampler for chunk in chunks])

@@ -1,0 +1,202 @@
+"""How the next tokens of a batch are chosen from its logits."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.engine import Prompt, Sampling, TokenLogprob
+from services.engines.pytorch import truncation
+from services.engines.pytorch.noise import gumbel, row_key
+
+
+class SamplerState:
+    """What choosing a request's tokens needs to remember from one to the next."""
+
+    __slots__ = ("_counts", "_prompt", "_seen", "ends", "position", "sampling", "seed")
+
+    def __init__(self, prompt: Prompt, sampling: Sampling, eos_token_ids: frozenset[int]) -> None:
+        self._prompt = prompt
+        self.sampling = sampling
+        self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self.ends = sorted(sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids))
+        self.position = len(prompt.context)
+        self._counts: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
+
+    @property
+    def generated(self) -> int:
+        """Ids after the prompt so far."""
+        return self.position - len(self._prompt.token_ids)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        options = self.sampling
+        return options.repetition_penalty != 1.0 or options.presence_penalty != 0.0 or options.frequency_penalty != 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is the answer, whatever else was said."""
+        return (
+            self.sampling.temperature == 0.0
+            and not self.penalises
+            and not self.sampling.logit_bias
+            and self.sampling.logprobs is None
+            and self.generated >= self.sampling.min_tokens
+        )
+
+    def history(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How often each id was generated, and which ids occur at all, for logits of the shape and device of `like`."""
+        if self._counts is None or self._seen is None:
+            self._counts = torch.zeros_like(like)
+            self._seen = torch.zeros_like(like, dtype=torch.bool)
+            self._seen[torch.tensor(self._prompt.context, device=like.device)] = True
+            for token in self._prompt.emitted:
+                self._counts[token] += 1
+        return self._counts, self._seen
+
+    def append(self, token_id: int) -> None:
+        """Takes note of a chosen token."""
+        self.position += 1
+        if self._counts is not None and self._seen is not None:
+            self._counts[token_id] += 1
+            self._seen[token_id] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The outcome for one row; `token_id` is None where the logits were not numbers."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Chosen]:
+    """Chooses a token for each row of `logits` `[rows, vocabulary]`, float32, which it may overwrite.
+
+    The result of a row does not depend on the other rows.
+    """
+    if all(state.is_plain for state in states):
+        values, ids = logits.max(dim=-1)
+        return [Chosen(token if good else None) for token, good in zip(ids.tolist(), _numbers(values), strict=True)]
+    good = _numbers(logits.amax(dim=-1))
+    reports = _logprob_reports(logits, states)
+    _adjust(logits, states)
+    ids = _choose(logits, states)
+    return [
+        Chosen(token, report(token) if report else None) if fine else Chosen(None)
+        for token, report, fine in zip(ids, reports, good, strict=True)
+    ]
+
+
+def _numbers(values: torch.Tensor) -> list[bool]:
+    finite: list[bool] = torch.isfinite(values).tolist()
+    return finite
+
+
+def _logprob_reports(
+    logits: torch.Tensor, states: Sequence[SamplerState]
+) -> list[Callable[[int], TokenLogprob] | None]:
+    """For each row that asked, what turns its chosen id into its report; from the logits as the model gave them."""
+    reports: list[Callable[[int], TokenLogprob] | None] = [None] * len(states)
+    rows = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+    if not rows:
+        return reports
+    logprobs = logits[torch.tensor(rows, device=logits.device)].log_softmax(dim=-1)
+    widest = max(states[row].sampling.logprobs or 0 for row in rows)
+    top = logprobs.topk(widest, dim=-1)
+    for index, (row, values, ids) in enumerate(zip(rows, top.values.tolist(), top.indices.tolist(), strict=True)):
+        count = states[row].sampling.logprobs or 0
+        rivals = tuple(zip(ids[:count], values[:count], strict=True))
+        reports[row] = _Report(logprobs[index], rivals)
+    return reports
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    logprobs: torch.Tensor
+    rivals: tuple[tuple[int, float], ...]
+
+    def __call__(self, token_id: int) -> TokenLogprob:
+        return TokenLogprob(token_id, float(self.logprobs[token_id]), self.rivals)
+
+
+def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    """Applies penalties, biases and the ban on ending too early, in place."""
+    _penalise(logits, states)
+    for row, state in enumerate(states):
+        if state.sampling.logit_bias:
+            ids = torch.tensor(list(state.sampling.logit_bias), device=logits.device)
+            logits[row, ids] += torch.tensor(list(state.sampling.logit_bias.values()), device=logits.device)
+        if state.generated < state.sampling.min_tokens and state.ends:
+            logits[row, torch.tensor(state.ends, device=logits.device)] = -torch.inf
+
+
+def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    rows = [row for row, state in enumerate(states) if state.penalises]
+    if not rows:
+        return
+    histories = [states[row].history(logits[row]) for row in rows]
+    counts = torch.stack([history[0] for history in histories])
+    seen = torch.stack([history[1] for history in histories])
+    index = torch.tensor(rows, device=logits.device)
+    chosen = [states[row].sampling for row in rows]
+    repetition = _column(logits, [options.repetition_penalty for options in chosen])
+    presence = _column(logits, [options.presence_penalty for options in chosen])
+    frequency = _column(logits, [options.frequency_penalty for options in chosen])
+    part = logits[index]
+    repeated = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where(seen, repeated, part)
+    logits[index] = part - frequency * counts - presence * (counts > 0)
+
+
+def _choose(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
+    """The likeliest id of greedy rows, a drawn one of the others."""
+    ids: list[int] = logits.argmax(dim=-1).tolist()
+    cut = [
+        row for row, state in enumerate(states) if state.sampling.temperature > 0 and truncation.cuts(state.sampling)
+    ]
+    whole = [
+        row
+        for row, state in enumerate(states)
+        if state.sampling.temperature > 0 and not truncation.cuts(state.sampling)
+    ]
+    for rows, draw in ((cut, _draw_cut), (whole, _draw_whole)):
+        if rows:
+            drawn = draw(_scaled(logits, rows, states), [states[row] for row in rows])
+            for row, token in zip(rows, drawn.tolist(), strict=True):
+                ids[row] = token
+    return ids
+
+
+def _scaled(logits: torch.Tensor, rows: Sequence[int], states: Sequence[SamplerState]) -> torch.Tensor:
+    temperatures = _column(logits, [states[row].sampling.temperature for row in rows])
+    return logits[torch.tensor(rows, device=logits.device)] / temperatures
+
+
+def _draw_whole(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """Draws from the whole vocabulary, a few rows at a time so that the noise stays in the processor's cache."""
+    truncation.apply_min_p(logits, [state.sampling for state in states])
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    keys = _keys(logits, states)
+    rows = max(1, (1 << 17) // logits.shape[1]) if logits.device.type == "cpu" else len(states)
+    parts = zip(logits.split(rows), keys.split(rows), strict=True)
+    return torch.cat([(part + gumbel(part_keys, ids)).argmax(dim=-1) for part, part_keys in parts])
+
+
+def _draw_cut(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """Draws from the likeliest tokens only."""
+    kept = truncation.keep(logits, [state.sampling for state in states])
+    noisy = kept.logits + gumbel(_keys(logits, states), kept.token_ids.to(torch.int32))
+    return kept.token_ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _keys(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    keys = [row_key(state.seed, state.position) for state in states]
+    return torch.tensor(keys, dtype=torch.int32, device=logits.device)
+
+
+def _column(logits: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=logits.dtype, device=logits.device).unsqueeze(1)
