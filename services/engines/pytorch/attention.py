@@ -70,6 +70,6 @@ def _attend_to_blocks(group: PagedGroup, layer: LayerViews, query: torch.Tensor,
     shape = (count, -1, group.mask.shape[-1], head_dim)
     keys = layer.keys.index_select(0, group.rows).view(shape)
     values = layer.values.index_select(0, group.rows).view(shape)
-    query = query.unflatten(1, (count, width)).permute(1, 0, 2, 3).reshape(count, keys.shape[1], -1, head_dim)
+    query = query.view(heads, count, width, head_dim).permute(1, 0, 2, 3).reshape(count, keys.shape[1], -1, head_dim)
     answer = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scaling)
     return answer.view(count, heads, width, head_dim).transpose(1, 2).reshape(tokens, heads, head_dim)

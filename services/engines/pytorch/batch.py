@@ -37,7 +37,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class LayerViews:
-    """One layer's part of the pool: KV of a block and head as a row of `keys`, of a token and head as one of `key_slots`.
+    """One layer's part of the pool: `keys` has a row for each block and head, `key_slots` for each token and head.
 
     The views start at the layer's own offset, so that the same row numbers serve every layer.
     """
@@ -130,7 +130,7 @@ class StepInput:
 
 
 class BatchBuilder:
-    """Lays the chunks of a step out: decoding sequences first, in groups of similar length, then one chunk after another."""
+    """Lays the chunks of a step out: decoding sequences first, in groups of similar length, then the longer chunks."""
 
     def __init__(self, cache: KvCache, query_heads: int, dtype: torch.dtype) -> None:
         self._cache = cache

@@ -2,8 +2,6 @@
 
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 

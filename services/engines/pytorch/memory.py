@@ -1,4 +1,4 @@
-"""The pool's memory: one tensor of blocks that other processes can map, and the bytes of a block for whoever moves it."""
+"""The pool's memory: one tensor of blocks that other processes can map, and the bytes of those that are moved."""
 
 import mmap
 import os
@@ -119,7 +119,7 @@ class DeviceMemory(BlockMemory):
         self._block_bytes = layout.block_bytes
         self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def num_blocks(self) -> int:
@@ -165,7 +165,7 @@ class DeviceMemory(BlockMemory):
         return torch.empty((count, self._block_bytes), dtype=torch.uint8, pin_memory=True)
 
     def _views(self, staging: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
-        whole = memoryview(staging.view(-1).numpy())
+        whole = staging.view(-1).numpy().data
         views, start = [], 0
         for run in runs(block_ids):
             views.append(whole[start : start + run.count * self._block_bytes])

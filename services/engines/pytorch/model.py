@@ -33,10 +33,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-class LlavaTextModel(LlavaForConditionalGeneration):
+class LlavaTextModel(LlavaForConditionalGeneration):  # type: ignore[no-untyped-call]
     """LLaVA without its vision tower and projector: what prefill and decode need of it."""
 
-    _keys_to_ignore_on_load_unexpected = (r"vision_tower", r"multi_modal_projector")
+    _keys_to_ignore_on_load_unexpected = [r"vision_tower", r"multi_modal_projector"]  # noqa: RUF012
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ def load_model(config: PyTorchConfig) -> LoadedModel:
     kind = LlavaTextModel if isinstance(model_config, LlavaConfig) else AutoModelForCausalLM
     _quiet()
     module = kind.from_pretrained(config.model, local_files_only=True, attn_implementation=attention.NAME, dtype=dtype)
-    module.requires_grad_(False).eval().to(device)
+    module = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
     return LoadedModel(module, shape, device, dtype, _eos_token_ids(config.model, model_config))
 
 
@@ -62,9 +62,10 @@ def _read_config(folder: Path) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"engine.model: {folder} is not a checkpoint folder: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError) as error:
         raise ConfigError(f"engine.model: {folder / 'config.json'} cannot be read: {error}") from error
+    return found
 
 
 def _device(config: PyTorchConfig) -> torch.device:
@@ -96,5 +97,5 @@ def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
 
 def _quiet() -> None:
     """Progress bars and load reports belong to a person at a terminal, not to a worker's log."""
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity(logging.ERROR)

@@ -1,5 +1,7 @@
 """What a request must be like before the engine takes it."""
 
+from collections.abc import Iterable
+
 from rpc.errors import FieldViolation, InvalidRequest
 from services.engine import ModelFacts, Prompt, Sampling
 
@@ -44,5 +46,5 @@ def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
         raise InvalidRequest(violations)
 
 
-def _within(ids: "frozenset[int] | object", facts: ModelFacts) -> bool:
-    return all(0 <= token < facts.vocab_size for token in ids)  # type: ignore[attr-defined]
+def _within(ids: Iterable[int], facts: ModelFacts) -> bool:
+    return all(0 <= token < facts.vocab_size for token in ids)

@@ -84,10 +84,10 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Chosen]
     good = _numbers(logits.amax(dim=-1))
     reports = _logprob_reports(logits, states)
     _adjust(logits, states)
-    ids = _choose(logits, states)
+    chosen = _choose(logits, states)
     return [
         Chosen(token, report(token) if report else None) if fine else Chosen(None)
-        for token, report, fine in zip(ids, reports, good, strict=True)
+        for token, report, fine in zip(chosen, reports, good, strict=True)
     ]
 
 
@@ -182,8 +182,12 @@ def _draw_whole(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.T
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     keys = _keys(logits, states)
     rows = max(1, (1 << 17) // logits.shape[1]) if logits.device.type == "cpu" else len(states)
-    parts = zip(logits.split(rows), keys.split(rows), strict=True)
-    return torch.cat([(part + gumbel(part_keys, ids)).argmax(dim=-1) for part, part_keys in parts])
+    starts = range(0, len(states), rows)
+    return torch.cat([_likeliest(logits[a : a + rows] + gumbel(keys[a : a + rows], ids)) for a in starts])
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=-1)
 
 
 def _draw_cut(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
         self._ending: Event | None = None
         self._ended = False
 
-    async def asend(self, value: None) -> Tokens | Finished:
+    async def asend(self, _value: None = None, /) -> Tokens | Finished:
         """The next item. Raises what ended the generation, if it failed."""
         if self._ended:
             raise StopAsyncIteration
@@ -44,7 +44,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
         return item
 
     async def athrow(
-        self, typ: Any, val: BaseException | object = None, tb: TracebackType | None = None, /
+        self, typ: Any, val: BaseException | object = None, _tb: TracebackType | None = None, /
     ) -> Tokens | Finished:
         """Ends the generation and raises what was thrown."""
         await self._end()

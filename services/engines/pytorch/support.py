@@ -108,10 +108,9 @@ def _context_limit(text: PreTrainedConfig) -> int:
     limit = int(text.max_position_embeddings)
     if _rope_type(text) == "longrope":
         parameters = getattr(text, "rope_parameters", None) or {}
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", limit
-        )
-        return min(limit, int(original))
+        of_the_model = getattr(text, "original_max_position_embeddings", None)
+        original = parameters.get("original_max_position_embeddings") or of_the_model
+        return min(limit, int(original or limit))
     return limit
 
 
