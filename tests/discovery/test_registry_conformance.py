@@ -10,7 +10,7 @@ from support.worker_views import Views, eventually, worker
 
 from discovery.etcd import EtcdConfig, EtcdRegistry
 from discovery.memory import MemoryRegistry
-from discovery.registry import Registry
+from discovery.registry import Registry, WorkerRecord
 from rpc.aio import timeout
 from rpc.errors import ConfigError
 
@@ -41,6 +41,13 @@ async def registry(open_registry: OpenRegistry, namespace: str) -> AsyncIterator
         yield opened
 
 
+@pytest.fixture
+async def pair(open_registry: OpenRegistry, namespace: str) -> AsyncIterator[tuple[Registry, Registry]]:
+    """One namespace's registry as two processes have it."""
+    async with open_registry(namespace) as here, open_registry(namespace) as there:
+        yield here, there
+
+
 async def test_the_first_view_comes_at_once_also_if_nobody_is_registered(registry: Registry) -> None:
     async with Views(registry) as views:
         await views.until(lambda workers: workers == ())
@@ -58,16 +65,16 @@ async def test_a_watcher_that_comes_later_sees_who_is_registered(registry: Regis
         assert len(views.all) == 1
 
 
-async def test_another_process_sees_the_worker(open_registry: OpenRegistry, namespace: str) -> None:
-    async with open_registry(namespace) as here, open_registry(namespace) as there:
-        async with here.register(worker("w1")), Views(there) as views:
-            await views.until_ids("w1")
+async def test_another_process_sees_the_worker(pair: tuple[Registry, Registry]) -> None:
+    here, there = pair
+    async with here.register(worker("w1")), Views(there) as views:
+        await views.until_ids("w1")
 
 
 async def test_workers_are_in_the_order_of_their_ids(registry: Registry) -> None:
-    async with Views(registry) as views:
-        async with registry.register(worker("b")), registry.register(worker("c")), registry.register(worker("a")):
-            await views.until_ids("a", "b", "c")
+    async with registry.register(worker("b")), registry.register(worker("c")), registry.register(worker("a")):
+        view = await _first_view(registry)
+    assert [one.worker_id for one in view] == ["a", "b", "c"]
 
 
 async def test_leaving_the_context_removes_the_worker(registry: Registry) -> None:
@@ -107,11 +114,15 @@ async def test_an_update_is_seen(registry: Registry) -> None:
         await views.until(lambda workers: workers == (replace(worker("w1"), draining=True),))
 
 
+async def _first_view(registry: Registry) -> tuple[WorkerRecord, ...]:
+    async with aclosing(registry.watch()) as views:
+        return await anext(views)
+
+
 async def test_an_update_has_returned_when_others_can_see_it(registry: Registry) -> None:
     async with registry.register(worker("w1")) as registration:
         await registration.update(replace(worker("w1"), draining=True))
-        async with aclosing(registry.watch()) as views:
-            assert (await anext(views))[0].draining
+        assert await _first_view(registry) == (replace(worker("w1"), draining=True),)
 
 
 async def test_an_update_to_another_worker_id_is_refused(registry: Registry) -> None:
@@ -121,10 +132,10 @@ async def test_an_update_to_another_worker_id_is_refused(registry: Registry) -> 
 
 
 async def test_namespaces_do_not_see_each_other(open_registry: OpenRegistry, namespace: str) -> None:
-    async with open_registry(namespace) as ours, open_registry(f"{namespace}-2") as theirs:
-        async with Views(ours) as views, theirs.register(worker("theirs")), ours.register(worker("ours")):
+    async with open_registry(namespace) as ours, open_registry(f"{namespace}-2") as theirs, Views(ours) as views:
+        async with theirs.register(worker("theirs")), ours.register(worker("ours")):
             await views.until_ids("ours")
-            assert all(one.worker_id == "ours" for view in views.all for one in view)
+        assert all(one.worker_id == "ours" for view in views.all for one in view)
 
 
 async def test_changes_while_the_reader_is_busy_are_merged(registry: Registry) -> None:
@@ -149,22 +160,20 @@ async def test_no_view_is_the_same_as_the_one_before(registry: Registry) -> None
         assert all(before != after for before, after in zip(views.all, views.all[1:], strict=False))
 
 
-async def test_of_two_processes_under_one_worker_id_the_higher_epoch_stays(
-    open_registry: OpenRegistry, namespace: str
-) -> None:
-    async with open_registry(namespace) as here, open_registry(namespace) as there, Views(here) as views:
-        async with here.register(worker("w1", 5)) as newer, there.register(worker("w1", 4)) as older:
-            await eventually(lambda: newer.registered and not older.registered)
-            await views.until(lambda workers: workers == (worker("w1", 5),))
+async def test_of_two_processes_under_one_worker_id_the_higher_epoch_stays(pair: tuple[Registry, Registry]) -> None:
+    here, there = pair
+    async with here.register(worker("w1", 5)) as newer, there.register(worker("w1", 4)) as older, Views(here) as views:
+        await eventually(lambda: newer.registered and not older.registered)
+        await views.until(lambda workers: workers == (worker("w1", 5),))
 
 
-async def test_the_lower_epoch_comes_back_when_the_higher_has_gone(open_registry: OpenRegistry, namespace: str) -> None:
-    async with open_registry(namespace) as here, open_registry(namespace) as there, Views(here) as views:
-        async with there.register(worker("w1", 4)) as older:
-            async with here.register(worker("w1", 5)):
-                await eventually(lambda: not older.registered)
-            await eventually(lambda: older.registered)
-            await views.until(lambda workers: workers == (worker("w1", 4),))
+async def test_the_lower_epoch_comes_back_when_the_higher_has_gone(pair: tuple[Registry, Registry]) -> None:
+    here, there = pair
+    async with there.register(worker("w1", 4)) as older, Views(here) as views:
+        async with here.register(worker("w1", 5)):
+            await eventually(lambda: not older.registered)
+        await eventually(lambda: older.registered)
+        await views.until(lambda workers: workers == (worker("w1", 4),))
 
 
 @pytest.mark.parametrize("worker_id", ["", "a/b", "../x", "ä", "w" * 201])

