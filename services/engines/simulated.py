@@ -120,9 +120,7 @@ class SimulatedEngine:
         finally:
             self._drop(claim)
 
-    async def decode(
-        self, source: Prompt | PulledKv, sampling: Sampling
-    ) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         """Generates to the end. See DecodeEngine."""
         sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._sequence(source, sampling)
         try:
@@ -306,6 +304,8 @@ class SimulatedEngine:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
         sequence.clock.start()
+        if sequence.missing == 1 and not sequence.held:
+            sequence.clock.decode()
         self._running[sequence] = None
         return True
 

@@ -1,0 +1,70 @@
+"""`python -m services CONFIG.yaml key=value...`: runs a worker until SIGTERM; `--print-config` shows its settings."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from rpc.config import Loaded, load
+from rpc.errors import ConfigError
+from rpc.run import run
+from rpc.telemetry import configure_logging, serve_metrics
+from services.config import WorkerConfig
+from services.host import host_worker
+from services.settle import do_while
+
+
+def main() -> None:
+    """Exit codes: 0 after a drain, 1 if the engine fails, 2 if the configuration is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m services", description="Runs a Baton worker.")
+    parser.add_argument("config", help="a YAML file, such as deploy/config/worker.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument("--print-config", action="store_true", help="show every setting and its source, and exit")
+    arguments = parser.parse_args()
+    loaded = _load(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print("\n".join(loaded.describe()))
+        return
+    config = loaded.value
+    configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
+    run(partial(_work, config))
+
+
+def _load(path: str, overrides: list[str]) -> Loaded[WorkerConfig]:
+    try:
+        return load(WorkerConfig, path, overrides)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
+    with serve_metrics(config.metrics_listen), _abandoned_on(stopping) as ready:
+        async with host_worker(config) as worker:
+            ready.set()
+            await do_while(worker.supervise(), stopping.wait())
+
+
+@contextmanager
+def _abandoned_on(stopping: asyncio.Event) -> Iterator[asyncio.Event]:
+    """Cancels the task if it is to stop before it is ready: a model that is being loaded has nothing to drain."""
+    ready = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    watcher = asyncio.ensure_future(stopping.wait())
+
+    def abandon(stopped: "asyncio.Future[object]") -> None:
+        if not stopped.cancelled() and not ready.is_set():
+            task.cancel()
+
+    watcher.add_done_callback(abandon)
+    try:
+        yield ready
+    finally:
+        watcher.cancel()
+
+
+if __name__ == "__main__":
+    main()

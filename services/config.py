@@ -1,0 +1,53 @@
+"""What can be set of a worker."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from discovery.config import RegistryConfig
+from rpc.config import Section
+from rpc.telemetry import LogFormat, LogLevel
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.simulated_config import SimulatedConfig
+from services.identity import ROLES, Role
+
+EngineConfig = Annotated[PyTorchConfig | SimulatedConfig, Field(discriminator="kind")]
+TransportName = Literal["shm", "tcp"]
+
+
+class HandoffConfig(Section):
+    """The key `handoff`."""
+
+    lease_seconds: float = Field(default=10.0, gt=0, description="How long a handoff is held unless it is renewed.")
+
+
+class LogConfig(Section):
+    """The key `log`."""
+
+    format: LogFormat = "json"
+    level: LogLevel = "info"
+
+
+class WorkerConfig(Section):
+    """A worker process."""
+
+    namespace: str = Field(default="default", min_length=1)
+    worker_id: str = Field(default="", description="Generated if empty.")
+    roles: tuple[Role, ...] = Field(default=("prefill", "decode"), min_length=1)
+    listen: str = "127.0.0.1:0"
+    advertise: str = Field(default="", description="Where others reach it; what it really listens on if empty.")
+    registry: RegistryConfig = RegistryConfig()
+    engine: EngineConfig = SimulatedConfig()
+    handoff: HandoffConfig = HandoffConfig()
+    transports: tuple[TransportName, ...] = Field(default=("shm", "tcp"), min_length=1)
+    metrics_listen: str = ""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    log: LogConfig = LogConfig()
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _roles_are_known(cls, roles: object) -> object:
+        for index, role in enumerate(roles if isinstance(roles, (list, tuple)) else ()):
+            if role not in ROLES:
+                raise ValueError(f"roles[{index}]: {role!r} is no role; valid are {', '.join(ROLES)}")
+        return roles

@@ -1,0 +1,312 @@
+"""Between messages and values. Whatever comes off the wire is checked here, and named by its field if it is wrong."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2, worker_pb2
+from baton.inference.v1 import cluster_service_pb2, model_pb2, sampling_pb2, timing_pb2
+from google.protobuf.duration_pb2 import Duration
+
+from rpc.errors import FieldViolation, InvalidRequest, Unsupported
+from services.aborting import Aborted
+from services.decoding import Accepted
+from services.draining import Progress
+from services.engine import (
+    EngineLoad,
+    Finished,
+    FinishReason,
+    HeldKv,
+    KvLayout,
+    ModelFacts,
+    Prompt,
+    Sampling,
+    TokenLogprob,
+    Tokens,
+)
+from services.handoffs import Handoff, Timing
+from services.leases import Lease
+from services.owner import OfferedPool, Owner
+from services.prefilling import Prefilled
+
+_REASONS = {
+    FinishReason.END_OF_SEQUENCE: sampling_pb2.FINISH_REASON_END_OF_SEQUENCE,
+    FinishReason.STOP_TOKEN: sampling_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+}
+
+# What each parameter may be. None of them is NaN: every comparison with it is false.
+_RANGES = {
+    "temperature": lambda value: 0 <= value < math.inf,
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value < math.inf,
+    "presence_penalty": lambda value: -2 <= value <= 2,
+    "frequency_penalty": lambda value: -2 <= value <= 2,
+}
+_PASSED_ON = (*_RANGES, "top_k", "seed")
+
+
+def prompt(message: prompt_pb2.Prompt, emitted: Iterable[int] = ()) -> Prompt:
+    """The ids to continue. Raises InvalidRequest if there are none."""
+    if not message.token_ids:
+        raise InvalidRequest.of("prompt.token_ids", "is empty")
+    return Prompt(tuple(message.token_ids), tuple(emitted), message.cache_salt)
+
+
+def sampling(message: prompt_pb2.Sampling) -> Sampling:
+    """How to sample; what is unset gets Sampling's defaults. Raises InvalidRequest naming every wrong field."""
+    params, stop = message.params, message.stop
+    violations = [*_wrong_params(params), *_wrong_stop(stop)]
+    if violations:
+        raise InvalidRequest(violations)
+    if params.HasField("n") and params.n != 1:
+        raise Unsupported("sampling.params.n: a worker gives one answer; it can do n = 1")
+    return Sampling(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=frozenset(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        logit_bias=dict(params.logit_bias),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        **{name: getattr(params, name) for name in _PASSED_ON if params.HasField(name)},  # type: ignore[arg-type]
+    )
+
+
+def _wrong_params(params: sampling_pb2.SamplingParams) -> list[FieldViolation]:
+    wrong = [
+        name for name, is_right in _RANGES.items() if params.HasField(name) and not is_right(getattr(params, name))
+    ]  # type: ignore[arg-type]
+    violations = [
+        FieldViolation(f"sampling.params.{name}", f"{getattr(params, name)} is out of range") for name in wrong
+    ]
+    for token_id, bias in params.logit_bias.items():
+        if not -100 <= bias <= 100:
+            violations.append(
+                FieldViolation(f"sampling.params.logit_bias[{token_id}]", f"{bias} is not within -100 and 100")
+            )
+    return violations
+
+
+def _wrong_stop(stop: prompt_pb2.StopConditions) -> list[FieldViolation]:
+    violations = []
+    if not stop.max_tokens:
+        violations.append(FieldViolation("sampling.stop.max_tokens", "is 0 or unset; at least 1 is needed"))
+    if stop.min_tokens > stop.max_tokens:
+        violations.append(FieldViolation("sampling.stop.min_tokens", f"is over max_tokens, {stop.max_tokens}"))
+    return violations
+
+
+def handoff(message: handoff_pb2.KvHandoff) -> Handoff:
+    """A handoff as its reader sees it. Its numbers are checked against the pools before they are used."""
+    return Handoff(
+        handoff_id=message.handoff_id,
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        address=message.address,
+        lease_seconds=_seconds(message.lease),
+        layout_digest=message.layout_digest,
+        num_tokens=message.num_tokens,
+        num_bytes=message.num_bytes,
+        block_ids=tuple(message.block_ids),
+        first_token=message.first_token.token_id,
+    )
+
+
+def prefill_response(owner: Owner, prefilled: Prefilled) -> prefill_pb2.PrefillResponse:
+    """The answer that hands over, or, of a request that has ended already, its only token."""
+    kv = prefilled.kv
+    handed_over = _handoff(owner, prefilled)
+    handed_over.first_token.CopyFrom(_first_token(kv))
+    handed_over.usage.CopyFrom(handoff_pb2.PromptUsage(prompt_tokens=kv.num_tokens, cached_tokens=kv.cached_tokens))
+    timings = [
+        Timing(timing_pb2.STAGE_PREFILL_QUEUE, kv.queue_seconds),
+        Timing(timing_pb2.STAGE_PREFILL_COMPUTE, kv.compute_seconds),
+    ]
+    return prefill_pb2.PrefillResponse(handoff=handed_over, timings=_timings(timings, owner.identity.worker_id))
+
+
+def _handoff(owner: Owner, prefilled: Prefilled) -> handoff_pb2.KvHandoff:
+    message = handoff_pb2.KvHandoff(
+        worker_id=owner.identity.worker_id,
+        epoch=owner.identity.epoch,
+        address=owner.identity.address,
+        layout_digest=owner.layout.digest,
+    )
+    if prefilled.lease:
+        kv = prefilled.kv
+        message.handoff_id = prefilled.lease.handoff_id
+        message.lease.CopyFrom(duration(prefilled.lease.remaining_seconds))
+        message.num_tokens = kv.num_tokens
+        message.num_bytes = len(kv.block_ids) * owner.layout.block_bytes
+        message.block_ids.extend(kv.block_ids)
+        message.prefix_hash = kv.prefix_hash
+    return message
+
+
+def _first_token(kv: HeldKv) -> handoff_pb2.FirstToken:
+    return handoff_pb2.FirstToken(
+        token_id=kv.first_token,
+        logprob=_logprob(kv.logprob) if kv.logprob else None,
+        finish_reason=_REASONS[kv.finish_reason] if kv.finish_reason else None,
+    )
+
+
+def decode_response(worker_id: str, event: Accepted | Tokens | Finished) -> decode_pb2.DecodeResponse:
+    """One event of a decode."""
+    match event:
+        case Tokens(ids, logprobs):
+            tokens = decode_pb2.DecodedTokens(token_ids=ids, logprobs=[_logprob(one) for one in logprobs])
+            return decode_pb2.DecodeResponse(tokens=tokens)
+        case Accepted(timings):
+            accepted = decode_pb2.DecodeAccepted(timings=_timings(timings, worker_id))
+            return decode_pb2.DecodeResponse(accepted=accepted)
+        case Finished():
+            return decode_pb2.DecodeResponse(finished=_finished(worker_id, event))
+
+
+def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
+    timings = [Timing(timing_pb2.STAGE_DECODE_QUEUE, event.queue_seconds)]
+    if event.prefill_seconds:
+        timings.append(Timing(timing_pb2.STAGE_PREFILL_COMPUTE, event.prefill_seconds))
+    timings.append(Timing(timing_pb2.STAGE_DECODE, event.decode_seconds))
+    return decode_pb2.DecodeFinished(
+        reason=_REASONS[event.reason],
+        usage=handoff_pb2.PromptUsage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens),
+        timings=_timings(timings, worker_id),
+    )
+
+
+def _timings(timings: Sequence[Timing], worker_id: str) -> list[timing_pb2.StageTiming]:
+    return [
+        timing_pb2.StageTiming(
+            stage=timing.stage,
+            duration=duration(timing.seconds),
+            worker_id=worker_id,
+            num_bytes=timing.num_bytes,
+            transport=timing.transport,
+        )
+        for timing in timings
+    ]
+
+
+def _logprob(value: TokenLogprob) -> sampling_pb2.TokenLogprob:
+    top = [sampling_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in value.top]
+    return sampling_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+
+
+def get_pool_response(pool: OfferedPool) -> handoff_pb2.GetPoolResponse:
+    """How to read this worker's pool."""
+    return handoff_pb2.GetPoolResponse(
+        worker_id=pool.owner.identity.worker_id,
+        epoch=pool.owner.identity.epoch,
+        layout=layout(pool.owner.layout),
+        num_blocks=pool.num_blocks,
+        endpoints=pool.endpoints,
+    )
+
+
+def renew_response(remaining: Iterable[tuple[str, float]]) -> handoff_pb2.RenewResponse:
+    """What remains of each lease, by handoff id."""
+    leases = [
+        handoff_pb2.HandoffLease(handoff_id=handoff_id, still_valid=seconds > 0, remaining=duration(seconds))
+        for handoff_id, seconds in remaining
+    ]
+    return handoff_pb2.RenewResponse(leases=leases)
+
+
+def list_response(leases: Iterable[Lease]) -> handoff_pb2.ListResponse:
+    """Every held handoff, without its secret."""
+    handoffs = [
+        handoff_pb2.HeldHandoff(
+            request_id=lease.request_id,
+            num_blocks=len(lease.kv.block_ids),
+            age=duration(lease.age_seconds),
+            remaining=duration(lease.remaining_seconds),
+        )
+        for lease in leases
+    ]
+    return handoff_pb2.ListResponse(handoffs=handoffs)
+
+
+def model_card(facts: ModelFacts) -> worker_pb2.ModelCard:
+    """All that a router needs to know."""
+    return worker_pb2.ModelCard(
+        name=facts.name,
+        limits=model_pb2.ModelLimits(
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.vocab_size,
+            max_logprobs=facts.max_logprobs,
+        ),
+        capabilities=model_pb2.ModelCapabilities(chat=bool(facts.files.chat_template), logprobs=facts.max_logprobs > 0),
+        layout=layout(facts.layout),
+        eos_token_ids=facts.eos_token_ids,
+        tokenizer_json=facts.files.tokenizer_json,
+        tokenizer_config_json=facts.files.tokenizer_config_json,
+        chat_template=facts.files.chat_template,
+    )
+
+
+def worker_load(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
+    """What the engine says of itself."""
+    return cluster_service_pb2.WorkerLoad(
+        running=load.running,
+        waiting=load.waiting,
+        waiting_prefill_tokens=load.waiting_prefill_tokens,
+        blocks_total=load.blocks_total,
+        blocks_used=load.blocks_used,
+        blocks_held=load.blocks_held,
+    )
+
+
+def interval_seconds(request: worker_pb2.WatchLoadRequest) -> float:
+    """How often to look; not more often than every 10 ms."""
+    return max(0.01, _seconds(request.interval)) if request.HasField("interval") else 0.1
+
+
+def grace_seconds(request: worker_pb2.DrainRequest) -> float | None:
+    """How long what runs may go on; None if the request does not say."""
+    return max(0.0, _seconds(request.grace)) if request.HasField("grace") else None
+
+
+def abort_response(aborted: Aborted) -> worker_pb2.AbortResponse:
+    """What an abort has done."""
+    return worker_pb2.AbortResponse(
+        found=aborted.found,
+        stage=aborted.stage,
+        tokens_discarded=aborted.tokens_discarded,
+        blocks_freed=aborted.blocks_freed,
+        milliseconds=aborted.seconds * 1000,
+    )
+
+
+def drain_response(progress: Progress) -> worker_pb2.DrainResponse:
+    """How far a drain is."""
+    return worker_pb2.DrainResponse(
+        running=progress.running, handoffs_held=progress.handoffs_held, drained=progress.drained
+    )
+
+
+def layout(value: KvLayout) -> handoff_pb2.KvLayout:
+    """A pool's layout, with its digest."""
+    return handoff_pb2.KvLayout(
+        digest=value.digest,
+        model=value.model,
+        dtype=value.dtype,
+        num_layers=value.num_layers,
+        kv_factor=value.kv_factor,
+        kv_heads=value.kv_heads,
+        block_tokens=value.block_tokens,
+        head_dim=value.head_dim,
+        block_bytes=value.block_bytes,
+    )
+
+
+def _seconds(message: Duration) -> float:
+    return message.ToNanoseconds() / 1e9
+
+
+def duration(seconds: float) -> Duration:
+    """Relative time, to the nanosecond."""
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message

@@ -1,0 +1,38 @@
+"""DecodeService: runs a request to its end, from a handoff or from the prompt."""
+
+from contextlib import aclosing
+from typing import Any
+
+from baton.engine.v1 import decode_pb2, decode_pb2_grpc
+from grpc import aio
+
+from services import convert
+from services.calls import Calls
+from services.decoding import Decoder, Work
+from services.identity import Identity
+
+Context = aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """The decode role of a worker."""
+
+    def __init__(self, identity: Identity, calls: Calls, decoder: Decoder) -> None:
+        self._identity = identity
+        self._calls = calls
+        self._decoder = decoder
+
+    # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
+        with self._calls.run("decode", request.request_id, request.model) as call:
+            async with aclosing(self._decoder.decode(_work(request), call)) as events:
+                async for event in events:
+                    await context.write(convert.decode_response(self._identity.worker_id, event))
+
+
+def _work(request: decode_pb2.DecodeRequest) -> Work:
+    return Work(
+        prompt=convert.prompt(request.prompt, request.emitted),
+        sampling=convert.sampling(request.sampling),
+        handoff=convert.handoff(request.handoff) if request.HasField("handoff") else None,
+    )

@@ -1,0 +1,58 @@
+"""A request's second half: its KV is pulled, or its prompt run here, and then it is decoded to its end."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from services import limits
+from services.calls import Call
+from services.engine import Engine, Finished, Prompt, PulledKv, Sampling, Tokens
+from services.handoffs import Handoff, Timing
+from services.pull import Puller
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The cache is here and confirmed, or the prompt is queued. With a handoff: what waiting and pulling took."""
+
+    timings: tuple[Timing, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be decoded. Without a handoff the prompt is run here."""
+
+    prompt: Prompt
+    sampling: Sampling
+    handoff: Handoff | None
+
+
+class Decoder:
+    """Runs decodes on an engine, pulling what was computed elsewhere."""
+
+    def __init__(self, engine: Engine, puller: Puller) -> None:
+        self._engine = engine
+        self._puller = puller
+
+    async def decode(self, work: Work, call: Call) -> AsyncGenerator[Accepted | Tokens | Finished, None]:
+        """Accepted, tokens, Finished. Raises what Puller.pull and the engine raise.
+
+        Closing it, or cancelling the task that reads it, frees everything on both workers.
+        """
+        limits.check(self._engine.facts, work.prompt, work.sampling)
+        async with self._source(work, call) as (source, accepted):
+            yield accepted
+            call.tokens = len(work.prompt.context)
+            async with aclosing(self._engine.decode(source, work.sampling)) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        call.tokens += len(event.ids)
+                    yield event
+
+    @asynccontextmanager
+    async def _source(self, work: Work, call: Call) -> AsyncIterator[tuple[Prompt | PulledKv, Accepted]]:
+        if work.handoff is None:
+            yield work.prompt, Accepted()
+            return
+        async with self._puller.pull(work.handoff, work.prompt, call) as pulled:
+            yield pulled.kv, Accepted(pulled.timings)

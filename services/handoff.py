@@ -1,0 +1,37 @@
+"""HandoffService: the owner's side of every handoff."""
+
+from typing import Any
+
+from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
+
+from services import convert
+from services.leases import LeaseTable
+from services.owner import OfferedPool
+
+
+class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
+    """Lets the holders of handoffs read the pool, and keep and end their leases."""
+
+    def __init__(self, pool: OfferedPool, leases: LeaseTable) -> None:
+        self._pool = pool
+        self._identity = pool.owner.identity
+        self._leases = leases
+
+    async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: Any) -> handoff_pb2.GetPoolResponse:
+        self._identity.require_epoch(request.epoch)
+        self._pool.owner.require_layout(request.layout_digest)
+        return convert.get_pool_response(self._pool)
+
+    async def Renew(self, request: handoff_pb2.RenewRequest, context: Any) -> handoff_pb2.RenewResponse:
+        self._identity.require_epoch(request.epoch)
+        return convert.renew_response(
+            [(handoff_id, self._leases.renew(handoff_id)) for handoff_id in request.handoff_ids]
+        )
+
+    async def Release(self, request: handoff_pb2.ReleaseRequest, context: Any) -> handoff_pb2.ReleaseResponse:
+        self._identity.require_epoch(request.epoch)
+        released = await self._leases.release(request.handoff_id, request.reader)
+        return handoff_pb2.ReleaseResponse(still_valid=released.still_valid, blocks_freed=released.blocks_freed)
+
+    async def List(self, request: handoff_pb2.ListRequest, context: Any) -> handoff_pb2.ListResponse:
+        return convert.list_response(self._leases.held)

@@ -1,0 +1,139 @@
+"""A whole worker, put together: engine, leases, transports, servicers, server, and its record in the registry."""
+
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from discovery.config import open_registry
+from discovery.registry import Registry, WorkerRecord
+from rpc.errors import EngineFailed
+from rpc.health import Health
+from rpc.serve import serve
+from services import metrics
+from services.calls import Calls
+from services.config import WorkerConfig
+from services.draining import Drainer
+from services.engine import Engine, EngineLoad
+from services.engines.factory import open_engine
+from services.identity import Identity
+from services.leases import LeaseTable
+from services.registering import Announcement
+from services.servicers import ROLE_SERVICES, Parts, open_services
+from services.watching import watch
+
+log = structlog.get_logger(__name__)
+
+_LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that serves. To end it, leave its context: that drains it."""
+
+    identity: Identity
+    engine: Engine
+    leases: LeaseTable
+    drainer: Drainer
+    health: Health
+
+    @property
+    def worker_id(self) -> str:
+        return self.identity.worker_id
+
+    @property
+    def address(self) -> str:
+        return self.identity.address
+
+    @property
+    def epoch(self) -> int:
+        return self.identity.epoch
+
+    async def supervise(self) -> None:
+        """Keeps the metrics up to date, until cancelled. Raises EngineFailed once the engine is not healthy any more."""
+        async with aclosing(watch(self._state, _LOOK_SECONDS)) as states:
+            async for healthy, load, held in states:
+                metrics.observe(load, held)
+                if not healthy:
+                    self.health.set("", False)
+                    raise EngineFailed("the engine has failed", worker_id=self.worker_id)
+
+    def _state(self) -> tuple[bool, EngineLoad, int]:
+        return self.engine.healthy, self.engine.load(), len(self.leases)
+
+
+@asynccontextmanager
+async def host_worker(config: WorkerConfig, registry: Registry | None = None) -> AsyncIterator[Worker]:
+    """A worker of this configuration, ready and registered; in `registry` if one is given.
+
+    Leaving drains it: it is deregistered, refuses what is new, and gives what runs `drain_seconds`, and what is held
+    one lease. Raises ConfigError, Unavailable without a registry, and EngineFailed if the model cannot be loaded.
+    """
+    async with AsyncExitStack() as stack:
+        if registry is None:
+            registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
+        engine = await stack.enter_async_context(open_engine(config.engine))
+        metrics.MODEL_LOAD_SECONDS.set(engine.facts.load_seconds)
+        identity = Identity(config.worker_id or _new_worker_id(config), config.roles, engine.facts.name)
+        yield await stack.enter_async_context(_serve(config, registry, engine, identity))
+
+
+@asynccontextmanager
+async def _serve(config: WorkerConfig, registry: Registry, engine: Engine, identity: Identity) -> AsyncIterator[Worker]:
+    announcement, health = Announcement(registry), Health()
+    async with AsyncExitStack() as stack:
+        leases = await stack.enter_async_context(LeaseTable(config.handoff.lease_seconds))
+        calls = Calls(identity)
+        drainer = Drainer(calls, leases, announcement, config.drain_seconds)
+        worker = Worker(identity, engine, leases, drainer, health)
+        services = await stack.enter_async_context(
+            open_services(config, Parts(identity, engine, leases, calls, drainer))
+        )
+        server = await stack.enter_async_context(serve(config.listen, services, health=health, drain_seconds=0))
+        identity.address = config.advertise or _reachable(server.address)
+        health.set("", True)
+        try:
+            await announcement.announce(_record(worker))
+            log.info("worker ready", worker_id=worker.worker_id, address=worker.address, roles=identity.roles)
+            yield worker
+        finally:
+            await _leave(worker, announcement)
+
+
+async def _leave(worker: Worker, announcement: Announcement) -> None:
+    """Takes no more work, and sees what there is to its end; peers may pull and release all the while."""
+    await announcement.withdraw()
+    for name in ("", *ROLE_SERVICES):
+        worker.health.set(name, False)
+    if not worker.engine.healthy:
+        return
+    async with aclosing(worker.drainer.drain()) as stages:
+        async for progress in stages:
+            log.info("draining", running=progress.running, handoffs_held=progress.handoffs_held)
+
+
+def _record(worker: Worker) -> WorkerRecord:
+    facts = worker.engine.facts
+    return WorkerRecord(
+        worker_id=worker.worker_id,
+        epoch=worker.epoch,
+        address=worker.address,
+        roles=worker.identity.roles,
+        model=facts.name,
+        engine=facts.engine,
+        layout_digest=facts.layout.digest,
+        max_context_tokens=facts.max_context_tokens,
+    )
+
+
+def _new_worker_id(config: WorkerConfig) -> str:
+    return f"{'-'.join(config.roles)}-{secrets.token_hex(4)}"
+
+
+def _reachable(address: str) -> str:
+    """The address as others can use it: of a server that listens everywhere, this host's name."""
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address

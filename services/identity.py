@@ -1,0 +1,36 @@
+"""Who a worker is: what others call it, and which life of its process this is."""
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rpc.errors import ModelNotFound, RoleMismatch, StaleEpoch
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+@dataclass(slots=True)
+class Identity:
+    """A worker's names. `address` is filled once its server listens; nothing else ever changes."""
+
+    worker_id: str
+    roles: tuple[Role, ...]
+    model: str
+    epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
+    address: str = ""
+
+    def require_role(self, role: Role) -> None:
+        """Raises RoleMismatch naming the roles that there are."""
+        if role not in self.roles:
+            raise RoleMismatch(f"worker {self.worker_id} does not {role}: its roles are {', '.join(self.roles)}")
+
+    def require_model(self, model: str) -> None:
+        """Raises ModelNotFound if another model is asked for; an empty name is any."""
+        if model and model != self.model:
+            raise ModelNotFound(f"worker {self.worker_id} does not serve {model!r}: it serves {self.model!r}")
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raises StaleEpoch if another life of this process is meant."""
+        if epoch != self.epoch:
+            raise StaleEpoch(f"worker {self.worker_id} is in epoch {self.epoch}; the call is for {epoch}")

@@ -1,0 +1,138 @@
+"""The workers whose KV is read here: a channel to each, and its pool, opened once an epoch."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import structlog
+from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
+from typing_extensions import Self
+
+from rpc.calls import unary
+from rpc.channels import open_channel
+from rpc.errors import HandoffLost, LayoutMismatch, StaleEpoch
+from services.engine import KvLayout
+from services.handoffs import Handoff
+from services.transports.transport import PoolReader, Transport, TransportUnavailable
+
+log = structlog.get_logger(__name__)
+
+_REMEMBERED = 64
+_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Another worker's pool, and the transport that reads it."""
+
+    num_blocks: int
+    transport: str
+    reader: PoolReader
+
+
+class Peer:
+    """One life of another worker's process."""
+
+    def __init__(self, address: str) -> None:
+        self.users = 0
+        self._channel = open_channel(address)
+        self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
+        self._opening = asyncio.Lock()
+        self._pool: Pool | None = None
+
+    async def pool(self, handoff: Handoff, transports: Sequence[Transport], layout: KvLayout) -> Pool:
+        """How to read the pool. Raises what GetPool answers, and HandoffLost where it can be read in no way."""
+        async with self._opening:
+            if self._pool is None:
+                request = handoff_pb2.GetPoolRequest(epoch=handoff.epoch, layout_digest=layout.digest)
+                offer = await unary(self.stub.GetPool(request, timeout=_TIMEOUT_SECONDS))
+                _check(offer, handoff, layout)
+                self._pool = await _open(offer, transports, layout.block_bytes)
+            return self._pool
+
+    async def close(self) -> None:
+        """Lets go of the pool and the channel."""
+        if self._pool is not None:
+            self._pool.reader.close()
+        await self._channel.close()
+
+
+class Peers:
+    """The peers of late, by address and epoch. An async context manager, which closes them."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[tuple[str, int], Peer] = OrderedDict()
+        self._forgotten: list[Peer] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for peer in [*self._forgotten, *self._peers.values()]:
+            await peer.close()
+
+    @asynccontextmanager
+    async def use(self, handoff: Handoff) -> AsyncIterator[Peer]:
+        """The peer that a handoff is from; it is not closed while it is used."""
+        key = (handoff.address, handoff.epoch)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = Peer(handoff.address)
+        self._peers.move_to_end(key)
+        peer.users += 1
+        try:
+            yield peer
+        finally:
+            peer.users -= 1
+            await self._close_unused()
+
+    def forget(self, handoff: Handoff) -> None:
+        """Begins anew next time: the peer is gone, or cannot be read any more as it was."""
+        peer = self._peers.pop((handoff.address, handoff.epoch), None)
+        if peer is not None:
+            self._forgotten.append(peer)
+
+    async def _close_unused(self) -> None:
+        surplus = len(self._peers) - _REMEMBERED
+        for key in [key for key, peer in self._peers.items() if not peer.users][: max(0, surplus)]:
+            self._forgotten.append(self._peers.pop(key))
+        closing = [peer for peer in self._forgotten if not peer.users]
+        self._forgotten = [peer for peer in self._forgotten if peer.users]
+        for peer in closing:
+            await peer.close()
+
+
+def _check(offer: handoff_pb2.GetPoolResponse, handoff: Handoff, layout: KvLayout) -> None:
+    """Refuses a pool that is not the one meant. It was not the caller who got this wrong."""
+    if offer.epoch != handoff.epoch:
+        raise StaleEpoch(f"{handoff.address} is in epoch {offer.epoch}; the handoff is of {handoff.epoch}")
+    if offer.layout.digest != layout.digest:
+        raise LayoutMismatch(
+            f"the pool at {handoff.address} has layout {offer.layout.digest}; here it is {layout.digest}"
+        )
+    if not offer.num_blocks or offer.layout.block_bytes != layout.block_bytes:
+        raise HandoffLost(f"the pool at {handoff.address} has {offer.num_blocks} x {offer.layout.block_bytes} bytes")
+
+
+async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transport], block_bytes: int) -> Pool:
+    """By the first of the owner's endpoints that works here."""
+    known = {transport.name: transport for transport in transports}
+    refusals = []
+    for endpoint in offer.endpoints:
+        name = endpoint.WhichOneof("endpoint") or ""
+        if name not in known:
+            refusals.append(f"{name}: not supported here")
+            continue
+        try:
+            reader = await known[name].open(endpoint, offer.num_blocks, block_bytes)
+        except TransportUnavailable as error:
+            refusals.append(f"{name}: {error}")
+            continue
+        log.info("opened a pool", owner=offer.worker_id, transport=name, refused=refusals)
+        return Pool(offer.num_blocks, name, reader)
+    raise HandoffLost(f"no way to read the pool of {offer.worker_id}: {'; '.join(refusals)}")

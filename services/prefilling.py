@@ -1,0 +1,32 @@
+"""A request's first half: its prompt's KV is computed and put under a lease."""
+
+from dataclasses import dataclass
+
+from services import limits
+from services.calls import Call
+from services.engine import Engine, HeldKv, Prompt, Sampling
+from services.leases import Lease, LeaseTable
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A first token, and the lease on what it was computed from; no lease if it ended the request."""
+
+    kv: HeldKv
+    lease: Lease | None
+
+
+class Prefiller:
+    """Runs prompts on an engine, and gives what they leave to the lease table."""
+
+    def __init__(self, engine: Engine, leases: LeaseTable) -> None:
+        self._engine = engine
+        self._leases = leases
+
+    async def prefill(self, request_id: str, prompt: Prompt, sampling: Sampling, call: Call) -> Prefilled:
+        """Computes and holds. Raises what the engine raises; cancelling it frees everything."""
+        limits.check(self._engine.facts, prompt, sampling)
+        call.tokens = len(prompt.context)
+        kv = await self._engine.prefill(prompt, sampling)
+        # From the engine's hands to the table's without an await in between: nothing can be lost here.
+        return Prefilled(kv, self._leases.hold(request_id, kv) if kv.finish_reason is None else None)

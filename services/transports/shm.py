@@ -1,0 +1,144 @@
+"""The transport of one host: the pool is a file in memory, which the reader maps and copies from."""
+
+import asyncio
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+from baton.engine.v1 import handoff_pb2
+
+from services.engine import BlockMemory
+from services.settle import settle
+from services.transports.transport import Transfer, TransferFailed, TransportUnavailable
+
+Bytes = npt.NDArray[np.uint8]
+
+# What is copied between two looks at the clock and at whether anybody still wants it.
+_STRIDE_BYTES = 4 * 1024 * 1024
+# Few and large runs are copied one by one; many small ones are gathered in one call.
+_GATHER_BELOW_BYTES = 256 * 1024
+
+
+def host_id() -> str:
+    """Equal in two processes exactly if each can open the other's files in memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
+
+
+def endpoint(memory: BlockMemory) -> handoff_pb2.TransportEndpoint | None:
+    """How others map this pool; None if it is not in host memory."""
+    if memory.file_descriptor is None:
+        return None
+    shm = handoff_pb2.ShmEndpoint(
+        host_id=host_id(),
+        path=f"/proc/{os.getpid()}/fd/{memory.file_descriptor}",
+        size=memory.num_blocks * memory.block_bytes,
+    )
+    return handoff_pb2.TransportEndpoint(shm=shm)
+
+
+class ShmTransport:
+    """Maps pools read-only. What is mapped stays readable when its owner is gone."""
+
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="shm")
+
+    def __enter__(self) -> "ShmTransport":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown()
+
+    async def open(self, endpoint: handoff_pb2.TransportEndpoint, num_blocks: int, block_bytes: int) -> "ShmPool":
+        """Maps the pool. See Transport."""
+        shm = endpoint.shm
+        if shm.host_id != host_id():
+            raise TransportUnavailable("the pool is in the memory of another host, container or user")
+        if shm.size < num_blocks * block_bytes:
+            raise TransportUnavailable(f"{shm.size} bytes are too few for {num_blocks} blocks")
+        return ShmPool(_map(shm.path, num_blocks * block_bytes), block_bytes, self._threads)
+
+
+class ShmPool:
+    """One mapped pool."""
+
+    def __init__(self, mapping: mmap.mmap, block_bytes: int, threads: ThreadPoolExecutor) -> None:
+        self._mapping = mapping
+        self._blocks: Bytes = np.frombuffer(mapping, np.uint8).reshape(-1, block_bytes)
+        self._threads = threads
+
+    async def pull(self, transfer: Transfer) -> None:
+        """Copies in a thread. See PoolReader."""
+        unwanted = Event()
+        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy, transfer, unwanted)
+        try:
+            await asyncio.shield(copying)
+        finally:
+            unwanted.set()
+            await settle(copying)
+
+    def close(self) -> None:
+        """Drops the mapping, with the last view of it."""
+        self._blocks = np.empty((0, 1), np.uint8)
+
+    def _copy(self, transfer: Transfer, unwanted: Event) -> None:
+        writer = transfer.memory.write(transfer.destination)
+        for into, ids in _pieces(writer.views, transfer.source, self._blocks.shape[1]):
+            if unwanted.is_set():
+                return
+            if time.monotonic() > transfer.deadline:
+                raise TransferFailed("copying took too long")
+            _gather(self._blocks, ids, into)
+        writer.commit()
+
+
+def _map(path: str, size: int) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportUnavailable(f"cannot open {path}: {error.strerror}") from error
+    try:
+        if os.fstat(descriptor).st_size < size:
+            raise TransportUnavailable(f"{path} is smaller than the pool")
+        return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise TransportUnavailable(f"cannot map {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _pieces(
+    views: Sequence[memoryview], source: Sequence[int], block_bytes: int
+) -> Iterator[tuple[Bytes, "npt.NDArray[np.int64]"]]:
+    """The destination in strides, as blocks, each with the ids of the blocks that belong there."""
+    ids = np.asarray(source, dtype=np.int64)
+    stride = max(1, _STRIDE_BYTES // block_bytes)
+    position = 0
+    for view in views:
+        blocks: Bytes = np.frombuffer(view, np.uint8).reshape(-1, block_bytes)
+        for start in range(0, len(blocks), stride):
+            into = blocks[start : start + stride]
+            yield into, ids[position : position + len(into)]
+            position += len(into)
+
+
+def _gather(pool: Bytes, ids: "npt.NDArray[np.int64]", into: Bytes) -> None:
+    """Copies blocks `ids` of the pool, neighbours together."""
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+    if into.nbytes < _GATHER_BELOW_BYTES * len(starts) and len(starts) > 1:
+        # Never out of bounds: the ids are checked. Any other mode copies twice.
+        np.take(pool, ids, axis=0, out=into, mode="clip")
+        return
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        into[start:end] = pool[ids[start] : ids[start] + end - start]

@@ -1,0 +1,48 @@
+"""WorkerService: what every worker answers, whatever its roles."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from baton.engine.v1 import worker_pb2, worker_pb2_grpc
+
+from rpc.errors import Unsupported
+from services import convert
+from services.aborting import Aborter
+from services.draining import Drainer
+from services.engine import Engine
+from services.watching import watch
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """The model, the load, and the ends of requests and of the worker itself."""
+
+    def __init__(self, engine: Engine, aborter: Aborter, drainer: Drainer) -> None:
+        self._engine = engine
+        self._aborter = aborter
+        self._drainer = drainer
+
+    async def GetModel(self, request: worker_pb2.GetModelRequest, context: Any) -> worker_pb2.GetModelResponse:
+        return worker_pb2.GetModelResponse(card=convert.model_card(self._engine.facts))
+
+    async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
+        return worker_pb2.GetLoadResponse(load=convert.worker_load(self._engine.load()))
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
+        async for load in watch(self._engine.load, convert.interval_seconds(request)):
+            yield worker_pb2.WatchLoadResponse(load=convert.worker_load(load))
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
+        return convert.abort_response(await self._aborter.abort(request.request_id))
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.DrainResponse, None]:
+        async for progress in self._drainer.drain(convert.grace_seconds(request)):
+            yield convert.drain_response(progress)
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> worker_pb2.SubscribeKvEventsResponse:
+        raise Unsupported(f"the {self._engine.facts.engine} engine does not tell what its prefix cache holds")
