@@ -3,8 +3,10 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,17 +35,6 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-class LlavaTextModel(LlavaForConditionalGeneration):  # type: ignore[no-untyped-call]
-    """LLaVA without its vision tower and projector: what prefill and decode need of it."""
-
-    _keys_to_ignore_on_load_unexpected = [r"vision_tower", r"multi_modal_projector"]  # noqa: RUF012
-
-    def __init__(self, config: LlavaConfig) -> None:
-        super().__init__(config)
-        del self.model.vision_tower
-        del self.model.multi_modal_projector
-
-
 def load_model(config: PyTorchConfig) -> LoadedModel:
     """Reads the checkpoint from its folder. Raises ConfigError if it is not there or cannot be served."""
     model_config = _read_config(config.model)
@@ -51,11 +42,30 @@ def load_model(config: PyTorchConfig) -> LoadedModel:
     device = _device(config)
     dtype = _dtype(config, device, model_config)
     attention.register()
-    kind = LlavaTextModel if isinstance(model_config, LlavaConfig) else AutoModelForCausalLM
-    _quiet()
-    module = kind.from_pretrained(config.model, local_files_only=True, attn_implementation=attention.NAME, dtype=dtype)
+    module = _read_weights(config.model, model_config, dtype)
     module = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
     return LoadedModel(module, shape, device, dtype, _eos_token_ids(config.model, model_config))
+
+
+def _read_weights(folder: Path, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all its weights; of LLaVA, which prefill and decode need without its eyes, the text side."""
+    is_llava = isinstance(model_config, LlavaConfig)
+    kind = LlavaForConditionalGeneration if is_llava else AutoModelForCausalLM
+    _quiet()
+    try:
+        loaded: Any = kind.from_pretrained(
+            folder, local_files_only=True, attn_implementation=attention.NAME, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"engine.model: the weights in {folder} cannot be read: {error}") from error
+    module, report = loaded
+    # The library fills what is missing with random numbers.
+    if report["missing_keys"]:
+        raise ConfigError(f"engine.model: {folder} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}")
+    if is_llava:
+        del module.model.vision_tower, module.model.multi_modal_projector
+    found: PreTrainedModel = module
+    return found
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
