@@ -1,0 +1,62 @@
+"""The router's configuration, as deploy/config/router.yaml holds it."""
+
+from pydantic import Field
+
+from discovery.config import RegistryConfig
+from rpc.config import Section
+from rpc.telemetry import LogFormat, LogLevel
+
+
+class LogConfig(Section):
+    """How log lines look and which are written."""
+
+    format: LogFormat = "console"
+    level: LogLevel = "info"
+
+
+class LimitsConfig(Section):
+    """What one request may ask, whatever the model. Texts are counted in characters."""
+
+    request_timeout_seconds: float = Field(default=600.0, gt=0)  # for clients that set no deadline
+    max_stop_strings: int = Field(default=16, ge=0)
+    max_stop_string_length: int = Field(default=256, ge=1)
+    max_waiting_tokens: int = Field(
+        default=1024, ge=1
+    )  # unread by a slow client, before its decode stream is read no further
+
+
+class RetryConfig(Section):
+    """How often a request is run again after a worker has failed it."""
+
+    max_attempts: int = Field(default=3, ge=1)  # of each of prefill and decode, the first one included
+    budget_ratio: float = Field(default=0.1, ge=0)  # retries that each request earns for all
+    budget_floor: int = Field(default=32, ge=1)  # retries to start with, and the least that come back with time
+
+
+class RoutingConfig(Section):
+    """Where requests run."""
+
+    local_prefill_tokens: int = Field(default=0, ge=0)  # a shorter prompt runs whole on its decode worker; 0 is off
+    session_slack: float = Field(default=8.0, ge=0)  # how much busier, in requests, a session's own worker may be
+
+
+class ProbeConfig(Section):
+    """How the router convinces itself that a worker is there."""
+
+    interval_seconds: float = Field(default=1.0, gt=0)
+    timeout_seconds: float = Field(default=1.0, gt=0)
+
+
+class RouterConfig(Section):
+    """Everything that can be set for `python -m router`."""
+
+    namespace: str = "default"
+    listen: str = "127.0.0.1:7070"
+    metrics_listen: str = ""  # empty serves no metrics
+    drain_seconds: float = Field(default=30.0, ge=0)
+    registry: RegistryConfig = RegistryConfig()
+    log: LogConfig = LogConfig()
+    limits: LimitsConfig = LimitsConfig()
+    retry: RetryConfig = RetryConfig()
+    routing: RoutingConfig = RoutingConfig()
+    probe: ProbeConfig = ProbeConfig()

@@ -1,0 +1,80 @@
+"""The calls of one request to its workers: bounded by its deadline, counted as load, with errors that say where."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
+from baton.inference.v1 import timing_pb2
+
+from router.deadline import Deadline
+from router.ledger import Ledger
+from router.requests import RunningRequest
+from router.worker import Worker
+from rpc.calls import stream, unary
+from rpc.errors import BatonError, DeadlineExceeded, Draining, NoWorker, Unavailable
+
+_RELEASE_SECONDS = 2.0
+
+
+class Hops:
+    """One request's way to workers. Leaving or cancelling a call stops it on the worker."""
+
+    def __init__(self, running: RunningRequest, ledger: Ledger, deadline: Deadline) -> None:
+        self._running = running
+        self._ledger = ledger
+        self._deadline = deadline
+
+    async def prefill(self, worker: Worker, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillResponse:
+        """Runs the prompt. The blocks that the answer names are held for whoever releases them."""
+        tokens = len(request.prompt.token_ids)
+        with self._at(timing_pb2.STAGE_PREFILL_COMPUTE, worker), worker.carrying(tokens):
+            response = await unary(worker.prefill.Prefill(request, timeout=self._deadline.remaining_seconds))
+        self._ledger.add(response.timings, worker.record.worker_id)
+        return response
+
+    @asynccontextmanager
+    async def decode(
+        self, worker: Worker, request: decode_pb2.DecodeRequest
+    ) -> AsyncGenerator[AsyncGenerator[decode_pb2.DecodeResponse, None], None]:
+        """The worker's responses, for as long as the context is open."""
+        tokens = 0 if request.HasField("handoff") else len(request.prompt.token_ids)
+        with self._at(timing_pb2.STAGE_DECODE, worker), worker.carrying(tokens):
+            call = worker.decode.Decode(request, timeout=self._deadline.remaining_seconds)
+            async with aclosing(stream(call)) as responses:
+                yield responses
+
+    async def release(self, owner: Worker, handoff: handoff_pb2.KvHandoff) -> None:
+        """Gives a handoff's blocks back, now and in spite of a cancellation. The lease is the backstop."""
+        releasing = asyncio.ensure_future(self._release(owner, handoff))
+        try:
+            await asyncio.shield(releasing)
+        except asyncio.CancelledError:
+            await asyncio.wait([releasing], timeout=_RELEASE_SECONDS)
+            raise
+
+    async def _release(self, owner: Worker, handoff: handoff_pb2.KvHandoff) -> None:
+        request = handoff_pb2.ReleaseRequest(
+            handoff_id=handoff.handoff_id, epoch=handoff.epoch, reader=f"router:{self._running.request_id}"
+        )
+        try:
+            await unary(owner.handoff.Release(request, timeout=_RELEASE_SECONDS))
+        except BatonError:
+            # The owner is away, and will find out by the lease.
+            return
+
+    @contextmanager
+    def _at(self, stage: timing_pb2.Stage.ValueType, worker: Worker) -> Iterator[None]:
+        """Says of every error where it happened, and leaves a worker that is away alone for a while."""
+        self._ledger.stage = stage
+        self._running.visit(worker)
+        try:
+            yield
+        except DeadlineExceeded:
+            raise self._deadline.exceeded(worker.record.worker_id) from None
+        except BatonError as error:
+            error.stage = error.stage or self._ledger.stage_name
+            error.worker_id = error.worker_id or worker.record.worker_id
+            if isinstance(error, Unavailable) and not isinstance(error, (Draining, NoWorker)):
+                worker.suspect(f"a call to it failed: {error.message}")
+            raise

@@ -1,0 +1,73 @@
+"""A whole router in this process: what it watches, what it serves, and when it says that it is ready."""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from baton.inference.v1 import (
+    cluster_service_pb2,
+    cluster_service_pb2_grpc,
+    inference_service_pb2,
+    inference_service_pb2_grpc,
+)
+
+from discovery.config import open_registry
+from discovery.registry import Registry
+from router.cluster import Cluster, watch_cluster
+from router.config import RouterConfig
+from router.pipeline import Pipeline
+from router.placement import Placer
+from router.retry import Retries
+from router.service import ClusterServicer, InferenceServicer
+from router.tokenization import Tokenization
+from rpc.aio import TaskGroup
+from rpc.health import Health
+from rpc.serve import Service, serve
+from rpc.telemetry import serve_metrics
+
+_INFERENCE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_CLUSTER = cluster_service_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router that is listening at `address`."""
+
+    address: str
+    cluster: Cluster
+
+
+@asynccontextmanager
+async def host_router(config: RouterConfig, registry: Registry | None = None) -> AsyncGenerator[Router, None]:
+    """Runs a router until the context is left, on the registry given, or else on the one that `config` names.
+
+    It is SERVING while any model has a ready decode worker. Raises ConfigError, before anything listens.
+    """
+    async with AsyncExitStack() as stack:
+        if registry is None:
+            registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
+        cluster = await stack.enter_async_context(watch_cluster(registry, config.probe))
+        stack.enter_context(serve_metrics(config.metrics_listen))
+        health = Health()
+        group = await stack.enter_async_context(TaskGroup())
+        reporting = group.create_task(_report_health(cluster, health))
+        stack.callback(reporting.cancel)
+        server = await stack.enter_async_context(
+            serve(config.listen, _services(config, cluster), health=health, drain_seconds=config.drain_seconds)
+        )
+        yield Router(server.address, cluster)
+
+
+def _services(config: RouterConfig, cluster: Cluster) -> list[Service]:
+    pipeline = Pipeline(cluster, Placer(cluster, config.routing), Retries(config.retry), config.limits)
+    inference = InferenceServicer(pipeline, Tokenization(cluster), cluster)
+    return [
+        Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
+        Service(_CLUSTER, cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(cluster)),
+    ]
+
+
+async def _report_health(cluster: Cluster, health: Health) -> None:
+    async for ready in cluster.readiness():
+        health.set("", ready)
+        health.set(_INFERENCE, ready)

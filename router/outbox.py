@@ -1,0 +1,122 @@
+"""The writing side of a stream: whatever waits goes out as one message, and nothing waits for more to come."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from typing_extensions import Self
+
+from router.answer import Piece
+
+Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
+
+_FLUSH_SECONDS = 1.0
+
+
+class Outbox:
+    """Messages on their way to one client. An async context manager: its task writes, its owner adds.
+
+    Leaving it well waits until all is written. After a failure what waits is still written, for a second at most;
+    after a cancellation it is dropped. What writing raises is raised to the owner.
+    """
+
+    def __init__(self, request_id: str, send: Send, max_waiting_tokens: int) -> None:
+        self._request_id = request_id
+        self._send = send
+        self._most = max_waiting_tokens
+        self._started: generate_pb2.Started | None = None
+        self._finished: generate_pb2.Finished | None = None
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[sampling_pb2.TokenLogprob] = []
+        self._sequence = 0
+        self._closed = False
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._writer = asyncio.create_task(self._write())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._wake.set()
+        if isinstance(error, asyncio.CancelledError):
+            self._writer.cancel()
+        try:
+            await asyncio.wait([self._writer], timeout=_FLUSH_SECONDS if error else None)
+        finally:
+            self._writer.cancel()
+        if error is None:
+            await self._writer
+        else:
+            await asyncio.gather(self._writer, return_exceptions=True)
+
+    def start(self, started: generate_pb2.Started) -> None:
+        """Adds the first message."""
+        self._started = started
+        self._wake.set()
+
+    async def put(self, piece: Piece) -> None:
+        """Adds tokens. Waits while the client is too far behind, so that its worker is not read any further."""
+        self._text += piece.text
+        self._token_ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        self._wake.set()
+        if len(self._token_ids) >= self._most or self._writer.done():
+            await self._wait_for_room()
+
+    def finish(self, text: str, finished: generate_pb2.Finished) -> None:
+        """Adds the last text and the last message."""
+        self._text += text
+        self._finished = finished
+        self._wake.set()
+
+    async def _wait_for_room(self) -> None:
+        while len(self._token_ids) >= self._most and not self._writer.done():
+            self._room.clear()
+            room = asyncio.ensure_future(self._room.wait())
+            try:
+                await asyncio.wait([room, self._writer], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                room.cancel()
+        if self._writer.done():
+            self._writer.result()
+
+    async def _write(self) -> None:
+        while not (self._closed and self._is_empty):
+            await self._wake.wait()
+            self._wake.clear()
+            if self._started is not None:
+                started, self._started = self._started, None
+                await self._send(self._message(started=started))
+            if self._token_ids or self._text:
+                await self._send(self._message(token=self._take()))
+            if self._finished is not None and not self._token_ids and not self._text:
+                finished, self._finished = self._finished, None
+                await self._send(self._message(finished=finished))
+
+    @property
+    def _is_empty(self) -> bool:
+        return not (self._started or self._token_ids or self._text or self._finished)
+
+    def _take(self) -> generate_pb2.TokenDelta:
+        delta = generate_pb2.TokenDelta(text=self._text, token_ids=self._token_ids, logprobs=self._logprobs)
+        self._text, self._token_ids, self._logprobs = "", [], []
+        self._room.set()
+        return delta
+
+    def _message(
+        self,
+        started: generate_pb2.Started | None = None,
+        token: generate_pb2.TokenDelta | None = None,
+        finished: generate_pb2.Finished | None = None,
+    ) -> generate_pb2.GenerateResponse:
+        message = generate_pb2.GenerateResponse(
+            request_id=self._request_id, sequence=self._sequence, started=started, token=token, finished=finished
+        )
+        self._sequence += 1
+        return message

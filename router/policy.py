@@ -1,0 +1,123 @@
+"""Which worker a request goes to: filter, score and pick, three pure functions."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from discovery.registry import WorkerRecord
+
+
+class Candidate(Protocol):
+    """What the policy knows of a worker."""
+
+    @property
+    def record(self) -> WorkerRecord: ...
+
+    @property
+    def problem(self) -> str:
+        """Why nothing should be sent to it now; empty if it is ready."""
+
+    @property
+    def requests(self) -> int:
+        """Requests that it runs or that wait for it, as far as can be known here."""
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that wait for it, as far as can be known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a worker must have. Empty texts and sets ask for nothing."""
+
+    role: str
+    model: str
+    context_tokens: int
+    layout_digest: str = ""
+    tried: frozenset[str] = frozenset()  # worker ids that have failed this request
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A worker that cannot be taken, and why."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """The workers that could be taken, as positions in what was filtered, and the others."""
+
+    able: tuple[int, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def reasons(self) -> str:
+        """Why each one was left out, in words."""
+        return "; ".join(f"{one.worker_id}: {one.reason}" for one in self.left_out) or "none is registered"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What makes one able worker better than another. `slack` is how much busier a session's own worker may be."""
+
+    prompt_tokens: int
+    session_key: str = ""
+    slack: float = 0.0
+    turn: int = 0  # differs from request to request, so that equals take turns
+
+
+def filter(workers: Sequence[Candidate], need: Need) -> Filtered:
+    """Separates workers that can do it from those that cannot."""
+    reasons = [_reason_against(worker, need) for worker in workers]
+    return Filtered(
+        tuple(index for index, reason in enumerate(reasons) if not reason),
+        tuple(
+            LeftOut(worker.record.worker_id, reason) for worker, reason in zip(workers, reasons, strict=True) if reason
+        ),
+    )
+
+
+def score(worker: Candidate, wish: Wish) -> float:
+    """How long a request would wait there, in requests; less is better.
+
+    Prompt tokens that wait count as requests of this prompt's length: that many must be computed before it.
+    """
+    return worker.requests + worker.waiting_tokens / max(1, wish.prompt_tokens)
+
+
+def pick(workers: Sequence[Candidate], wish: Wish) -> int:
+    """The position of the worker to take: a session's own unless it is too busy, else the least busy, by turns."""
+    scores = [score(worker, wish) for worker in workers]
+    least = min(scores)
+    if wish.session_key:
+        own = max(range(len(workers)), key=lambda index: _affinity(wish.session_key, workers[index].record.worker_id))
+        if scores[own] <= least + wish.slack:
+            return own
+    equals = [index for index, value in enumerate(scores) if value == least]
+    return equals[wish.turn % len(equals)]
+
+
+def _reason_against(worker: Candidate, need: Need) -> str:
+    record = worker.record
+    if record.model != need.model:
+        return f"serves {record.model}"
+    if need.role not in record.roles:
+        return f"has no {need.role} role"
+    if record.draining:
+        return "is draining"
+    if worker.problem:
+        return worker.problem
+    if record.worker_id in need.tried:
+        return "has failed this request"
+    if need.layout_digest and record.layout_digest != need.layout_digest:
+        return f"its KV layout {record.layout_digest[:12]} differs from {need.layout_digest[:12]}"
+    if record.max_context_tokens < need.context_tokens:
+        return f"its context ends at {record.max_context_tokens} tokens"
+    return ""
+
+
+def _affinity(session_key: str, worker_id: str) -> bytes:
+    """Highest for one worker per key; when a worker goes, only its own sessions move (rendezvous hashing)."""
+    return hashlib.blake2b(f"{session_key}\0{worker_id}".encode(), digest_size=8).digest()

@@ -1,0 +1,92 @@
+"""The requests that run on this router, by their ids, and how one is cancelled from outside."""
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from baton.engine.v1 import worker_pb2
+from baton.inference.v1 import generate_pb2
+
+from router.worker import Worker
+from rpc.calls import unary
+from rpc.errors import BatonError, RequestExists, RequestNotFound
+
+_ABORT_SECONDS = 5.0
+
+
+class RunningRequest:
+    """A request from its arrival to its end. `workers` are those it was ever sent to; `task` does its work."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.workers: list[Worker] = []
+        self.task: asyncio.Task[None] | None = None
+        self.cancelled_because = ""
+        self._ended = asyncio.Event()
+
+    def visit(self, worker: Worker) -> None:
+        """Notes a worker that is about to get the request."""
+        if worker not in self.workers:
+            self.workers.append(worker)
+
+    def end(self) -> None:
+        """Notes that nothing of it runs here any more."""
+        self._ended.set()
+
+    async def cancel(self, reason: str) -> Sequence[generate_pb2.CancelReceipt]:
+        """Stops it on all its workers, then here, and returns what the workers confirmed."""
+        self.cancelled_because = reason
+        answers = await asyncio.gather(*(_abort(worker, self.request_id) for worker in tuple(self.workers)))
+        if self.task is not None:
+            self.task.cancel()
+        await self._ended.wait()
+        return [receipt for answer in answers for receipt in answer]
+
+
+class RequestTable:
+    """All running requests. No two have the same id."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, RunningRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @contextmanager
+    def enter(self, request_id: str) -> Iterator[RunningRequest]:
+        """A request for the time of the context; an empty id is filled. Raises RequestExists."""
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._running:
+            raise RequestExists(f"a request {request_id!r} is running")
+        running = self._running[request_id] = RunningRequest(request_id)
+        try:
+            yield running
+        finally:
+            del self._running[request_id]
+            running.end()
+
+    def find(self, request_id: str) -> RunningRequest:
+        """The running request of that id. Raises RequestNotFound."""
+        if request_id not in self._running:
+            raise RequestNotFound(f"no request {request_id!r} runs here")
+        return self._running[request_id]
+
+
+async def _abort(worker: Worker, request_id: str) -> Sequence[generate_pb2.CancelReceipt]:
+    """What a worker confirms to have stopped: one receipt, or none if it had nothing, or could not be reached."""
+    try:
+        request = worker_pb2.AbortRequest(request_id=request_id)
+        answer = await unary(worker.control.Abort(request, timeout=_ABORT_SECONDS))
+    except BatonError:
+        return []
+    if not answer.found:
+        return []
+    receipt = generate_pb2.CancelReceipt(
+        stage=answer.stage,
+        worker_id=worker.record.worker_id,
+        tokens_discarded=answer.tokens_discarded,
+        blocks_freed=answer.blocks_freed,
+        milliseconds=answer.milliseconds,
+    )
+    return [receipt]

@@ -1,0 +1,188 @@
+"""One worker as a router sees it: its channel, whether it is well, how busy it is, and what was sent to it."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+from baton.engine.v1 import decode_pb2_grpc, handoff_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.inference.v1 import cluster_service_pb2
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from discovery.backoff import Backoff
+from discovery.registry import WorkerRecord
+from router.config import ProbeConfig
+from router.model import ServedModel
+from rpc.aio import TaskGroup
+from rpc.calls import stream, unary
+from rpc.channels import open_channel
+from rpc.errors import BatonError
+
+_NOT_CHECKED = "its health check has not answered yet"
+_NO_CARD = "its model card has not been read yet"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
+
+
+class Worker:
+    """A worker of one epoch. Created by `connect`; its stubs may be used until `idle`, also after it has left.
+
+    It is sent work only while its card is known and both ways of asking for its health say so: Watch pushes changes,
+    Check notices a process that hangs.
+    """
+
+    def __init__(self, record: WorkerRecord, channel: aio.Channel, changed: Callable[[], None]) -> None:
+        self.record = record
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.handoff = handoff_pb2_grpc.HandoffServiceStub(channel)
+        self.control = worker_pb2_grpc.WorkerServiceStub(channel)
+        self.model: ServedModel | None = None
+        self.load = cluster_service_pb2.WorkerLoad()
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._changed = changed
+        self._watch_problem = self._check_problem = _NOT_CHECKED
+        self._load_at = time.monotonic()
+        self._sent_requests = self._sent_requests_at_load = 0
+        self._sent_tokens = self._sent_tokens_at_load = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def problem(self) -> str:
+        """Why nothing should be sent to it now; empty if it is ready."""
+        return self._watch_problem or self._check_problem or ("" if self.model else _NO_CARD)
+
+    @property
+    def requests(self) -> int:
+        """What it reported, and what was sent or has ended here since."""
+        reported = self.load.running + self.load.waiting
+        return max(0, reported + self._sent_requests - self._sent_requests_at_load)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that it reported waiting, and what was sent or has ended here since."""
+        return max(0, self.load.waiting_prefill_tokens + self._sent_tokens - self._sent_tokens_at_load)
+
+    @property
+    def load_age_seconds(self) -> float:
+        """How old the reported load is."""
+        return time.monotonic() - self._load_at
+
+    @contextmanager
+    def carrying(self, prompt_tokens: int) -> Iterator[None]:
+        """Counts a request that is there, and `prompt_tokens` of a prompt that it has to compute."""
+        self._sent_requests += 1
+        self._sent_tokens += prompt_tokens
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._sent_requests -= 1
+            self._sent_tokens -= prompt_tokens
+            if not self._sent_requests:
+                self._idle.set()
+
+    def suspect(self, problem: str) -> None:
+        """Leaves it out until its next check answers: a call to it has just failed."""
+        self._check_problem = problem
+        self._changed()
+
+    async def idle(self) -> None:
+        """Waits until nothing runs there for this router."""
+        await self._idle.wait()
+
+    async def watch_health(self) -> None:
+        """Follows what the worker says of itself, for ever."""
+        backoff = Backoff()
+        while True:
+            try:
+                call = self._health.Watch(health_pb2.HealthCheckRequest())
+                async with aclosing(stream(call)) as responses:
+                    async for response in responses:
+                        backoff.reset()
+                        serving = response.status == _SERVING
+                        self._note_watch("" if serving else "it says that it is not serving")
+                self._note_watch("its health stream ended")
+            except BatonError as error:
+                self._note_watch(f"its health stream failed: {error.message}")
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def check_health(self, probe: ProbeConfig) -> None:
+        """Asks again and again, for ever: a process that hangs says nothing of itself."""
+        while True:
+            self._note_check(await self._check(probe.timeout_seconds))
+            await asyncio.sleep(probe.interval_seconds)
+
+    async def watch_load(self) -> None:
+        """Follows how busy the worker says it is, for ever."""
+        backoff = Backoff()
+        while True:
+            try:
+                async with aclosing(stream(self.control.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
+                    async for response in responses:
+                        backoff.reset()
+                        self._note_load(response.load)
+            except BatonError:
+                # Its health tells whether it can be used; without news of its load only what was sent counts.
+                pass
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def read_card(self, load_card: LoadCard) -> None:
+        """Reads the model card, once."""
+        backoff = Backoff()
+        while self.model is None:
+            try:
+                response = await unary(self.control.GetModel(worker_pb2.GetModelRequest(), timeout=30.0))
+                self.model = await load_card(response.card)
+            except BatonError:
+                await asyncio.sleep(backoff.next_seconds())
+        self._changed()
+
+    async def _check(self, timeout_seconds: float) -> str:
+        try:
+            request = health_pb2.HealthCheckRequest()
+            response = await unary(self._health.Check(request, timeout=timeout_seconds, wait_for_ready=False))
+        except BatonError as error:
+            return f"its health check failed: {error.message}"
+        return "" if response.status == _SERVING else "it says that it is not serving"
+
+    def _note_watch(self, problem: str) -> None:
+        if problem != self._watch_problem:
+            self._watch_problem = problem
+            self._changed()
+
+    def _note_check(self, problem: str) -> None:
+        if problem != self._check_problem:
+            self._check_problem = problem
+            self._changed()
+
+    def _note_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
+        self.load = load
+        self._load_at = time.monotonic()
+        self._sent_requests_at_load = self._sent_requests
+        self._sent_tokens_at_load = self._sent_tokens
+
+
+@asynccontextmanager
+async def connect(
+    record: WorkerRecord, probe: ProbeConfig, load_card: LoadCard, changed: Callable[[], None]
+) -> AsyncGenerator[Worker, None]:
+    """A worker that is watched while the context is open. At its end what still runs there is waited for."""
+    async with open_channel(record.address) as channel:
+        worker = Worker(record, channel, changed)
+        async with TaskGroup() as group:
+            tasks = [
+                group.create_task(worker.watch_health()),
+                group.create_task(worker.check_health(probe)),
+                group.create_task(worker.watch_load()),
+                group.create_task(worker.read_card(load_card)),
+            ]
+            try:
+                yield worker
+            finally:
+                for task in tasks:
+                    task.cancel()
+        await worker.idle()
