@@ -1,6 +1,7 @@
 """Calls on stubs whose failures are BatonErrors: `unary` for one answer, `stream` for many."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
@@ -49,7 +50,8 @@ async def stream(call: "aio.UnaryStreamCall[Any, Response]") -> AsyncGenerator[R
 def _raise_if_only_the_call_was_cancelled() -> None:
     # gRPC raises CancelledError in a task that nobody cancelled when a channel is closed under a running call.
     # Python 3.10 cannot tell the two apart.
+    if sys.version_info < (3, 11):
+        return
     task = asyncio.current_task()
-    cancelling = getattr(task, "cancelling", None)
-    if cancelling is not None and not cancelling():
+    if task is not None and not task.cancelling():
         raise Cancelled("the call was cancelled on this side, or its channel was closed") from None

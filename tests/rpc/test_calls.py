@@ -86,6 +86,16 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
             await unary(InferenceServiceStub(channel).GetModel(model_pb2.GetModelRequest()))
 
 
+async def test_peers_are_reached_directly_whatever_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def get_model(request: model_pb2.GetModelRequest, context: object) -> model_pb2.GetModelResponse:
+        return model_pb2.GetModelResponse()
+
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with scripted(GetModel=get_model) as peer:
+        await unary(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=5))
+
+
 async def test_a_deadline_that_passes_is_deadline_exceeded() -> None:
     async with scripted(GetModel=Hanging().answer) as peer:
         with pytest.raises(DeadlineExceeded):

@@ -88,8 +88,10 @@ async def test_a_status_that_a_servicer_aborted_with_is_kept() -> None:
     async def get_model(request: object, context: aio.ServicerContext) -> None:
         await context.abort(StatusCode.DATA_LOSS, "as I said")
 
-    error = await failure(GetModel=get_model)
+    with capture_logs() as lines:
+        error = await failure(GetModel=get_model)
     assert (error.code(), error.details()) == (StatusCode.DATA_LOSS, "as I said")
+    assert [(line["event"], line["code"]) for line in lines] == [("call ended", "DATA_LOSS")]
 
 
 async def test_a_method_that_is_left_out_is_unimplemented() -> None:

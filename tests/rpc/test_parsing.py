@@ -95,9 +95,9 @@ def test_a_fault_of_a_handoff_is_found_behind_its_packed_ids() -> None:
 def test_a_bomb_of_nested_messages_is_found_and_not_followed() -> None:
     wire = b""
     for _ in range(2000):
-        wire = _field(5, _field(1, _field(2, _field(6, wire))))  # Value.struct > fields > value > list of values
+        wire = _field(5, _field(1, _field(2, wire)))  # Value.struct_value > Struct.fields > entry.value
     fault = find_fault(pb.ChatInput.DESCRIPTOR, _field(2, _field(1, _field(2, wire))))
-    assert fault.description in ("is nested too deeply", "is not a valid protobuf message")
+    assert fault.description == "is nested too deeply"
 
 
 def test_the_search_gives_up_in_a_long_message() -> None:
