@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from rpc.config import Loaded, load
 from rpc.errors import ConfigError
@@ -55,7 +56,7 @@ def _abandoned_on(stopping: asyncio.Event) -> Iterator[asyncio.Event]:
     assert task is not None
     watcher = asyncio.ensure_future(stopping.wait())
 
-    def abandon(stopped: "asyncio.Future[object]") -> None:
+    def abandon(stopped: "asyncio.Future[Any]") -> None:
         if not stopped.cancelled() and not ready.is_set():
             task.cancel()
 

@@ -43,6 +43,7 @@ _RANGES = {
     "presence_penalty": lambda value: -2 <= value <= 2,
     "frequency_penalty": lambda value: -2 <= value <= 2,
 }
+_NEEDED = ("handoff_id", "address")
 _PASSED_ON = (*_RANGES, "top_k", "seed")
 
 
@@ -97,7 +98,13 @@ def _wrong_stop(stop: prompt_pb2.StopConditions) -> list[FieldViolation]:
 
 
 def handoff(message: handoff_pb2.KvHandoff) -> Handoff:
-    """A handoff as its reader sees it. Its numbers are checked against the pools before they are used."""
+    """A handoff as its reader sees it. Its numbers are checked against the pools before they are used.
+
+    Raises InvalidRequest if it does not say what is held, or where.
+    """
+    violations = [FieldViolation(f"handoff.{name}", "is empty") for name in _NEEDED if not getattr(message, name)]
+    if violations:
+        raise InvalidRequest(violations)
     return Handoff(
         handoff_id=message.handoff_id,
         worker_id=message.worker_id,
@@ -117,7 +124,9 @@ def prefill_response(owner: Owner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     kv = prefilled.kv
     handed_over = _handoff(owner, prefilled)
     handed_over.first_token.CopyFrom(_first_token(kv))
-    handed_over.usage.CopyFrom(handoff_pb2.PromptUsage(prompt_tokens=kv.num_tokens, cached_tokens=kv.cached_tokens))
+    handed_over.usage.CopyFrom(
+        handoff_pb2.PromptUsage(prompt_tokens=prefilled.prompt_tokens, cached_tokens=kv.cached_tokens)
+    )
     timings = [
         Timing(timing_pb2.STAGE_PREFILL_QUEUE, kv.queue_seconds),
         Timing(timing_pb2.STAGE_PREFILL_COMPUTE, kv.compute_seconds),

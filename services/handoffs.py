@@ -38,13 +38,10 @@ def check_handoff(handoff: Handoff, prompt: Prompt, layout: KvLayout) -> None:
     """Raises LayoutMismatch, or InvalidRequest naming every field that contradicts the prompt or another field."""
     if handoff.layout_digest != layout.digest:
         raise LayoutMismatch(
-            f"the handoff of worker {handoff.worker_id} has KV layout {handoff.layout_digest}; here it is {layout.digest}"
+            f"the handoff of worker {handoff.worker_id} has KV layout {handoff.layout_digest}, "
+            f"the blocks here have {layout.digest}"
         )
-    violations = [
-        FieldViolation(f"handoff.{name}", "is empty")
-        for name in ("handoff_id", "address")
-        if not getattr(handoff, name)
-    ]
+    violations = []
     blocks = len(handoff.block_ids)
     if not (handoff.num_tokens > 0 and -(-handoff.num_tokens // layout.block_tokens) == blocks):
         text = f"{handoff.num_tokens} tokens do not fill {blocks} blocks of {layout.block_tokens}"

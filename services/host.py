@@ -53,7 +53,7 @@ class Worker:
         return self.identity.epoch
 
     async def supervise(self) -> None:
-        """Keeps the metrics up to date, until cancelled. Raises EngineFailed once the engine is not healthy any more."""
+        """Keeps the metrics up to date, until cancelled. Raises EngineFailed once the engine is not healthy."""
         async with aclosing(watch(self._state, _LOOK_SECONDS)) as states:
             async for healthy, load, held in states:
                 metrics.observe(load, held)

@@ -138,6 +138,9 @@ class LeaseTable:
         return [self._end_one(lease, still_valid=still_valid) for lease in tuple(leases)]
 
     def _end_one(self, lease: Lease, *, still_valid: bool) -> "asyncio.Task[Released]":
+        if not lease.remaining_seconds:
+            metrics.LEASE_EXPIRIES.inc()
+            log.info("handoff lease expired", request_id=lease.request_id, blocks=len(lease.kv.block_ids))
         del self._leases[lease.handoff_id]
         task = self._group.create_task(_free(lease, still_valid=still_valid))
         self._freeing.add(task)
@@ -158,8 +161,6 @@ class LeaseTable:
             if first.remaining_seconds:
                 await asyncio.sleep(first.remaining_seconds)
             elif self._leases.get(first.handoff_id) is first:
-                metrics.LEASE_EXPIRIES.inc()
-                log.info("handoff lease expired", request_id=first.request_id, blocks=len(first.kv.block_ids))
                 self._end_one(first, still_valid=False)
 
 

@@ -1,7 +1,7 @@
 """The workers whose KV is read here: a channel to each, and its pool, opened once an epoch."""
 
 import asyncio
-from collections import OrderedDict
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import structlog
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from typing_extensions import Self
 
+from rpc.aio import TaskGroup
 from rpc.calls import unary
 from rpc.channels import open_channel
 from rpc.errors import HandoffLost, LayoutMismatch, StaleEpoch
@@ -20,7 +21,8 @@ from services.transports.transport import PoolReader, Transport, TransportUnavai
 
 log = structlog.get_logger(__name__)
 
-_REMEMBERED = 64
+_SWEEP_SECONDS = 5.0
+_IDLE_SECONDS = 300.0
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -38,6 +40,7 @@ class Peer:
 
     def __init__(self, address: str) -> None:
         self.users = 0
+        self.used_at = time.monotonic()
         self._channel = open_channel(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
         self._opening = asyncio.Lock()
@@ -61,18 +64,25 @@ class Peer:
 
 
 class Peers:
-    """The peers of late, by address and epoch. An async context manager, which closes them."""
+    """The peers of late, by address and epoch. An async context manager, which closes them.
+
+    Whoever was not needed for a while is closed: a mapped pool is memory, also after its owner is gone.
+    """
 
     def __init__(self) -> None:
-        self._peers: OrderedDict[tuple[str, int], Peer] = OrderedDict()
+        self._peers: dict[tuple[str, int], Peer] = {}
         self._forgotten: list[Peer] = []
 
     async def __aenter__(self) -> Self:
+        self._group = await TaskGroup().__aenter__()
+        self._sweeping = self._group.create_task(self._sweep())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._sweeping.cancel()
+        await self._group.__aexit__(None, None, None)
         for peer in [*self._forgotten, *self._peers.values()]:
             await peer.close()
 
@@ -83,13 +93,12 @@ class Peers:
         peer = self._peers.get(key)
         if peer is None:
             peer = self._peers[key] = Peer(handoff.address)
-        self._peers.move_to_end(key)
         peer.users += 1
         try:
             yield peer
         finally:
             peer.users -= 1
-            await self._close_unused()
+            peer.used_at = time.monotonic()
 
     def forget(self, handoff: Handoff) -> None:
         """Begins anew next time: the peer is gone, or cannot be read any more as it was."""
@@ -97,14 +106,16 @@ class Peers:
         if peer is not None:
             self._forgotten.append(peer)
 
-    async def _close_unused(self) -> None:
-        surplus = len(self._peers) - _REMEMBERED
-        for key in [key for key, peer in self._peers.items() if not peer.users][: max(0, surplus)]:
-            self._forgotten.append(self._peers.pop(key))
-        closing = [peer for peer in self._forgotten if not peer.users]
-        self._forgotten = [peer for peer in self._forgotten if peer.users]
-        for peer in closing:
-            await peer.close()
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            before = time.monotonic() - _IDLE_SECONDS
+            idle = [key for key, peer in self._peers.items() if not peer.users and peer.used_at < before]
+            self._forgotten += [self._peers.pop(key) for key in idle]
+            closing = [peer for peer in self._forgotten if not peer.users]
+            self._forgotten = [peer for peer in self._forgotten if peer.users]
+            for peer in closing:
+                await peer.close()
 
 
 def _check(offer: handoff_pb2.GetPoolResponse, handoff: Handoff, layout: KvLayout) -> None:

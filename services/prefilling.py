@@ -13,6 +13,7 @@ class Prefilled:
     """A first token, and the lease on what it was computed from; no lease if it ended the request."""
 
     kv: HeldKv
+    prompt_tokens: int
     lease: Lease | None
 
 
@@ -29,4 +30,6 @@ class Prefiller:
         call.tokens = len(prompt.context)
         kv = await self._engine.prefill(prompt, sampling)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
-        return Prefilled(kv, self._leases.hold(request_id, kv) if kv.finish_reason is None else None)
+        return Prefilled(
+            kv, len(prompt.token_ids), self._leases.hold(request_id, kv) if kv.finish_reason is None else None
+        )

@@ -10,7 +10,7 @@ from baton.inference.v1 import timing_pb2
 from typing_extensions import Self
 
 from rpc.aio import TaskGroup
-from rpc.errors import BatonError, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch, Unavailable
+from rpc.errors import BatonError, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
 from services.calls import Call
 from services.engine import Engine, Prompt, PulledKv, Reservation
 from services.handoffs import Handoff, Timing, check_blocks, check_handoff
@@ -69,6 +69,10 @@ class Puller:
                     except Overloaded:
                         undo.pop_all()
                         raise
+                    except HandoffLost:
+                        # Its process may be gone, and its pool with it.
+                        self._peers.forget(handoff)
+                        raise
                     undo.pop_all()
                 yield pulled
             finally:
@@ -85,14 +89,13 @@ class Puller:
         except (StaleEpoch, LayoutMismatch, HandoffLost):
             raise
         except BatonError as error:
-            if isinstance(error, Unavailable):
-                self._peers.forget(handoff)
             raise HandoffLost(
                 f"worker {handoff.worker_id} does not say how to read its pool: {error.message}"
             ) from error
 
     def _give_up(self, handoff: Handoff, lease: RemoteLease) -> None:
-        self._giving_up.create_task(self._release(handoff, lease))
+        if not lease.over:
+            self._giving_up.create_task(self._release(handoff, lease))
 
     async def _release(self, handoff: Handoff, lease: RemoteLease) -> None:
         async with self._peers.use(handoff):

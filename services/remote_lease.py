@@ -8,7 +8,7 @@ import structlog
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 
 from rpc.calls import unary
-from rpc.errors import BatonError, HandoffLost, LayoutMismatch, StaleEpoch, Unavailable
+from rpc.errors import BatonError, HandoffLost, StaleEpoch, Unavailable
 from services.handoffs import Handoff
 
 log = structlog.get_logger(__name__)
@@ -25,6 +25,8 @@ class RemoteLease:
     def __init__(self, handoff: Handoff, stub: handoff_pb2_grpc.HandoffServiceStub) -> None:
         self._handoff = handoff
         self._stub = stub
+        # Whether its owner has said that it is over: then there is nothing to give up.
+        self.over = False
         # A release that is sent again is answered again, but only to the same reader.
         self._reader = secrets.token_urlsafe(12)
         self._expires_at = time.monotonic() + handoff.lease_seconds
@@ -50,10 +52,12 @@ class RemoteLease:
         self._require_time()
         try:
             answer = await unary(self._stub.Release(self._request(), timeout=self.remaining_seconds))
-        except (StaleEpoch, LayoutMismatch):
+        except StaleEpoch:
+            self.over = True
             raise
         except BatonError as error:
             raise self._lost(error.message) from error
+        self.over = True
         if not answer.still_valid:
             raise self._lost("its lease did not hold")
 
@@ -70,11 +74,15 @@ class RemoteLease:
         request = handoff_pb2.RenewRequest(handoff_ids=[self._handoff.handoff_id], epoch=self._handoff.epoch)
         try:
             answer = await unary(self._stub.Renew(request, timeout=self.remaining_seconds))
-        except (StaleEpoch, Unavailable):
+        except StaleEpoch:
+            self.over = True
+            raise
+        except Unavailable:
             raise
         except BatonError as error:
             raise self._lost(error.message) from error
         if len(answer.leases) != 1 or not answer.leases[0].still_valid:
+            self.over = True
             raise self._lost("its lease did not hold")
         self._expires_at = sent + answer.leases[0].remaining.ToNanoseconds() / 1e9
 

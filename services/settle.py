@@ -15,6 +15,9 @@ async def settle(*tasks: "asyncio.Future[Any]") -> None:
             await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # Looked at, so that asyncio does not complain of it.
     if cancelled is not None:
         raise cancelled
 

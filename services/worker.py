@@ -1,6 +1,7 @@
 """WorkerService: what every worker answers, whatever its roles."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
@@ -30,8 +31,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
-        async for load in watch(self._engine.load, convert.interval_seconds(request)):
-            yield worker_pb2.WatchLoadResponse(load=convert.worker_load(load))
+        async with aclosing(watch(self._engine.load, convert.interval_seconds(request))) as loads:
+            async for load in loads:
+                yield worker_pb2.WatchLoadResponse(load=convert.worker_load(load))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         return convert.abort_response(await self._aborter.abort(request.request_id))
@@ -39,8 +41,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.DrainResponse, None]:
-        async for progress in self._drainer.drain(convert.grace_seconds(request)):
-            yield convert.drain_response(progress)
+        async with aclosing(self._drainer.drain(convert.grace_seconds(request))) as stages:
+            async for progress in stages:
+                yield convert.drain_response(progress)
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any

@@ -11,7 +11,7 @@ from services.engines.simulated_tokens import TokenStream
 
 
 class Sequence:
-    """`computed` of `ids` have their KV in `blocks`; `hashes` are of the full blocks among them, and of the prompt's."""
+    """`computed` of `ids` have their KV in `blocks`; `hashes` are of the full blocks, also of those yet to compute."""
 
     def __init__(self, prompt: Prompt, sampling: Sampling, stream: TokenStream, block_tokens: int) -> None:
         self.prompt = prompt

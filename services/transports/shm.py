@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from services.transports.transport import Transfer, TransferFailed, TransportUna
 
 Bytes = npt.NDArray[np.uint8]
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
 # What is copied between two looks at the clock and at whether anybody still wants it.
 _STRIDE_BYTES = 4 * 1024 * 1024
 # Few and large runs are copied one by one; many small ones are gathered in one call.
@@ -27,14 +30,16 @@ _GATHER_BELOW_BYTES = 256 * 1024
 
 
 def host_id() -> str:
-    """Equal in two processes exactly if each can open the other's files in memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    """Equal in two processes exactly if each can open the other's files in memory; empty where that is not Linux's way."""
+    if not _BOOT_ID.exists():
+        return ""
+    boot = _BOOT_ID.read_text(encoding="ascii").strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
 
 
 def endpoint(memory: BlockMemory) -> handoff_pb2.TransportEndpoint | None:
     """How others map this pool; None if it is not in host memory."""
-    if memory.file_descriptor is None:
+    if memory.file_descriptor is None or not host_id():
         return None
     shm = handoff_pb2.ShmEndpoint(
         host_id=host_id(),
@@ -63,8 +68,10 @@ class ShmTransport:
     async def open(self, endpoint: handoff_pb2.TransportEndpoint, num_blocks: int, block_bytes: int) -> "ShmPool":
         """Maps the pool. See Transport."""
         shm = endpoint.shm
-        if shm.host_id != host_id():
+        if not shm.host_id or shm.host_id != host_id():
             raise TransportUnavailable("the pool is in the memory of another host, container or user")
+        if not _PATH.fullmatch(shm.path):
+            raise TransportUnavailable(f"{shm.path} is no file of another process")
         if shm.size < num_blocks * block_bytes:
             raise TransportUnavailable(f"{shm.size} bytes are too few for {num_blocks} blocks")
         return ShmPool(_map(shm.path, num_blocks * block_bytes), block_bytes, self._threads)

@@ -45,7 +45,7 @@ class TcpTransport:
         pool = TcpPool(endpoint.tcp, self._threads)
         try:
             pool.give_back(await pool.connect())
-        except OSError as error:
+        except (OSError, asyncio.TimeoutError) as error:
             raise TransportUnavailable(f"cannot connect to {endpoint.tcp.host}:{endpoint.tcp.port}: {error}") from error
         return pool
 
@@ -62,7 +62,7 @@ class TcpPool:
         """Receives in a thread. See PoolReader."""
         try:
             connection = self._take() or await self.connect()
-        except OSError as error:
+        except (OSError, asyncio.TimeoutError) as error:
             raise TransferFailed(f"cannot connect: {error}") from error
         request = _Request(connection, transfer)
         receiving = asyncio.get_running_loop().run_in_executor(self._threads, request.run)
