@@ -1,0 +1,52 @@
+"""What media are accepted, and from where they may be fetched."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from rpc.config import Section
+
+ImageType = Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+
+_HOST_PATTERN = re.compile(r"(\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+
+
+class FetchConfig(Section):
+    """Which URIs are fetched. As it stands here only `data:` is: `https:` needs a host and `file:` a folder."""
+
+    timeout_seconds: float = Field(5.0, gt=0)  # for everything: names, connections, redirects, the body
+    allowed_hosts: tuple[str, ...] = ()  # `example.org`, `*.example.org`, `*`; without `:port` it is 443
+    allowed_folders: tuple[str, ...] = ()
+    max_redirects: int = Field(3, ge=0)
+    allow_private_addresses: bool = False  # also of this very machine: whoever sends requests can reach them then
+    ca_file: str = ""  # trusted in place of the system's certificates
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        lowered = tuple(host.lower() for host in hosts)
+        for host in lowered:
+            if not _HOST_PATTERN.fullmatch(host):
+                raise ValueError(f"{host!r} is no host: expected example.org, *.example.org or *, and perhaps a :port")
+        return lowered
+
+    @field_validator("allowed_folders")
+    @classmethod
+    def _folders(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
+        for folder in folders:
+            if not folder.startswith("/") or ".." in folder.split("/"):
+                raise ValueError(f"{folder!r} is not an absolute path without '..'")
+        return folders
+
+
+class MediaConfig(Section):
+    """The limits of one media item."""
+
+    max_bytes: int = Field(20 * 2**20, ge=1)
+    # Pillow itself warns above the upper bound. Decoding takes up to 12 bytes a pixel, for each thread.
+    max_pixels: int = Field(40_000_000, ge=1, le=89_478_485)
+    max_aspect_ratio: float = Field(200.0, ge=1)  # processors scale the short side up, and the long one with it
+    decode_threads: int = Field(2, ge=1)
+    allowed_types: tuple[ImageType, ...] = Field(("image/png", "image/jpeg", "image/webp", "image/gif"), min_length=1)
+    fetch: FetchConfig = FetchConfig()

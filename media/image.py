@@ -1,0 +1,100 @@
+"""Checking that an image is what it is said to be, whole, and small enough. Pillow reads it; limits come before."""
+
+import hashlib
+import struct
+import zlib
+from io import BytesIO
+
+from PIL import Image, UnidentifiedImageError
+
+from media import content as contents
+from media import jpeg, mime
+from media.config import MediaConfig
+from media.item import Media, MediaItem
+from rpc.errors import BatonError, InvalidRequest, Unsupported
+
+# A JPEG with further pictures inside, such as a depth map, is the first of them to all who do not look for more.
+_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+# What Pillow's readers raise for files that are broken, each in its own way.
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+)
+
+
+def check_image(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
+    """The image in `content`, which has come from the item's source. Blocking; decodes all pixels and drops them.
+
+    An item without a MIME type gets the one that its content has. Orientation is not applied. Raises InvalidRequest
+    for content that is empty, damaged, too large, animated, or not of the declared type; Unsupported for types that are
+    not accepted. Sizes are checked before anything is decoded.
+    """
+    mime.check_declared(item, config.allowed_types)
+    if not content:
+        raise InvalidRequest.of(item.source_field, "is empty")
+    if len(content) > config.max_bytes:
+        raise InvalidRequest.of(item.source_field, f"is larger than the limit of {config.max_bytes} bytes")
+    if not contents.is_known_image(content):
+        raise _no_image(item, content, config)
+    if jpeg.is_laborious(content):
+        raise InvalidRequest.of(item.source_field, "has too many scans or too much padding")
+    return _decoded(item, content, config)
+
+
+def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
+    try:
+        with Image.open(BytesIO(content), formats=_FORMATS) as image:
+            mime_type = _TYPES[image.format or ""]
+            _check_type(item, mime_type, config)
+            _check_size(item, image.width, image.height, config)
+            if image.format != "MPO" and getattr(image, "is_animated", False):
+                raise InvalidRequest.of(
+                    item.source_field, "has more than one frame, and only still images are accepted"
+                )
+            image.load()
+            return Media(content, mime_type, image.width, image.height, hashlib.sha256(content).digest())
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_many_pixels(item, config) from None
+    except (UnidentifiedImageError, *_BROKEN):
+        raise InvalidRequest.of(item.source_field, "is truncated or damaged") from None
+
+
+def _check_type(item: MediaItem, mime_type: str, config: MediaConfig) -> None:
+    if item.mime_type and mime.normal(item.mime_type) != mime_type:
+        raise InvalidRequest.of(item.mime_type_field, f"says {mime.normal(item.mime_type)}, the content is {mime_type}")
+    if mime_type not in config.allowed_types:
+        raise Unsupported(f"{item.source_field}: {mime_type} is not accepted; {mime.accepted(config.allowed_types)}")
+
+
+def _check_size(item: MediaItem, width: int, height: int, config: MediaConfig) -> None:
+    if width * height > config.max_pixels:
+        raise _too_many_pixels(item, config)
+    if max(width, height) > config.max_aspect_ratio * min(width, height):
+        raise InvalidRequest.of(
+            item.source_field, f"has sides of {width} and {height} pixels: over 1 to {config.max_aspect_ratio:g}"
+        )
+
+
+def _too_many_pixels(item: MediaItem, config: MediaConfig) -> InvalidRequest:
+    return InvalidRequest.of(item.source_field, f"has more pixels than the limit of {config.max_pixels}")
+
+
+def _no_image(item: MediaItem, content: bytes, config: MediaConfig) -> BatonError:
+    found = contents.describe(content)
+    if item.mime_type:
+        said = mime.normal(item.mime_type)
+        return InvalidRequest.of(item.mime_type_field, f"says {said}, the content is {found or 'something else'}")
+    if found:
+        return Unsupported(f"{item.source_field}: {found} is not accepted; {mime.accepted(config.allowed_types)}")
+    return InvalidRequest.of(
+        item.source_field, f"is no image that is known here; {mime.accepted(config.allowed_types)}"
+    )

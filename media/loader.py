@@ -1,0 +1,107 @@
+"""From a request's media item to checked content: the one way in."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from typing_extensions import Self
+
+from media import data_uri, files, mime, uri
+from media.config import MediaConfig
+from media.https import HttpsFetcher
+from media.image import check_image
+from media.item import Media, MediaItem
+from media.resolver import Resolver, SystemResolver
+from rpc.aio import timeout
+from rpc.errors import DeadlineExceeded, InvalidRequest, Unsupported
+
+Result = TypeVar("Result")
+
+
+async def load(item: MediaItem, config: MediaConfig) -> Media:
+    """Loads a single item; see `MediaLoader.load`. Whoever loads more than one keeps a MediaLoader."""
+    async with MediaLoader(config) as loader:
+        return await loader.load(item)
+
+
+class MediaLoader:
+    """Loads media within the limits of a configuration, and decodes in threads of its own, a bounded number at a time.
+
+        async with MediaLoader(config) as loader:
+            media = await loader.load(MediaItem("media[0]", "data:image/png;base64,..."))
+
+    Raises ConfigError when it is made, if the certificates to trust cannot be read.
+    """
+
+    def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
+        self._config = config
+        self._https: HttpsFetcher | None = None
+        if config.fetch.allowed_hosts:
+            self._https = HttpsFetcher(
+                config.fetch, resolver or SystemResolver(), accept=config.allowed_types, max_bytes=config.max_bytes
+            )
+        self._threads = ThreadPoolExecutor(config.decode_threads, thread_name_prefix="media")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        # Outside the loop, because a decode that has been given up still runs to its end.
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """The schemes of URIs that are fetched, as configured."""
+        https = ("https",) if self._https else ()
+        file = ("file",) if self._config.fetch.allowed_folders else ()
+        return ("data", *https, *file)
+
+    async def load(self, item: MediaItem) -> Media:
+        """Gets the item's content and checks it: type, whole, size, one frame.
+
+        Raises InvalidRequest naming the field that is wrong, Unsupported for a type or a scheme that is not accepted,
+        PermissionDenied for a host, address or folder that may not be read, MediaUnavailable and DeadlineExceeded when
+        fetching fails. No message tells of content, nor of hosts and addresses that the client has not named.
+        """
+        mime.check_declared(item, self._config.allowed_types)
+        match item.source:
+            case bytes() as content:
+                return await self._check(item, content)
+            case str() as address:
+                return await self._load_from(address, item)
+
+    async def _load_from(self, address: str, item: MediaItem) -> Media:
+        field = item.source_field
+        match uri.scheme(address, field, self.schemes):
+            case "data":
+                found = await self._in_thread(lambda: data_uri.decode(address, field, self._config.max_bytes))
+                declared = replace(item, mime_type=mime.agreed(item, found.mime_type))
+                return await self._check(declared, found.content)
+            case "https" if self._https is not None:
+                return await self._check(item, await self._https.fetch(address, field))
+            case "file" if self._config.fetch.allowed_folders:
+                return await self._check(item, await self._read_file(address, field))
+            case scheme:
+                raise Unsupported(f"{field}: {scheme}: is not enabled; enabled are {uri.listed(self.schemes)}")
+
+    async def _read_file(self, address: str, field: str) -> bytes:
+        fetch, max_bytes = self._config.fetch, self._config.max_bytes
+        try:
+            # A network file system may not answer at all.
+            async with timeout(fetch.timeout_seconds):
+                return await self._in_thread(
+                    lambda: files.read(address, field, folders=fetch.allowed_folders, max_bytes=max_bytes)
+                )
+        except TimeoutError:
+            raise DeadlineExceeded(f"{field}: not read within {fetch.timeout_seconds:g} s") from None
+
+    async def _check(self, item: MediaItem, content: bytes) -> Media:
+        if len(content) > self._config.max_bytes:
+            # Here too: the refusal need not wait for a thread.
+            raise InvalidRequest.of(item.source_field, f"is larger than the limit of {self._config.max_bytes} bytes")
+        return await self._in_thread(lambda: check_image(item, content, self._config))
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
