@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import sys
+from functools import partial
 
 import structlog
 
@@ -10,22 +12,21 @@ from router.host import host_router
 from rpc.config import Loaded, load
 from rpc.errors import ConfigError
 from rpc.run import run
-from rpc.telemetry import configure_logging
+from rpc.telemetry import configure_logging, serve_metrics
 
 log = structlog.get_logger(__name__)
 
 
 def main() -> None:
-    """Reads the configuration and runs."""
+    """Exit codes: 0 after a drain, 1 after a failure, 2 if the configuration is wrong."""
     arguments = _parse_arguments()
-    try:
-        loaded = load(RouterConfig, arguments.config, arguments.overrides)
-    except ConfigError as error:
-        raise SystemExit(error.message) from None
+    loaded = _load(arguments.config, arguments.overrides)
     if arguments.print_config:
         print("\n".join(loaded.describe()))
         return
-    _run(loaded)
+    config = loaded.value
+    configure_logging(config.log.format, config.log.level, process="router")
+    run(partial(_serve, config))
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -36,16 +37,19 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(loaded: Loaded[RouterConfig]) -> None:
-    config = loaded.value
-    configure_logging(config.log.format, config.log.level, process="router")
+def _load(path: str, overrides: list[str]) -> Loaded[RouterConfig]:
+    try:
+        return load(RouterConfig, path, overrides)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        raise SystemExit(2) from None
 
-    async def serve_until(stopping: asyncio.Event) -> None:
+
+async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:
+    with serve_metrics(config.metrics_listen):
         async with host_router(config) as router:
             log.info("router listens", address=router.address, namespace=config.namespace)
             await stopping.wait()
-
-    run(serve_until)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from router.tokenization import Tokenization
 from rpc.aio import TaskGroup
 from rpc.health import Health
 from rpc.serve import Service, serve
-from rpc.telemetry import serve_metrics
 
 _INFERENCE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _CLUSTER = cluster_service_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
@@ -47,7 +46,6 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         cluster = await stack.enter_async_context(watch_cluster(registry, config.probe))
-        stack.enter_context(serve_metrics(config.metrics_listen))
         health = Health()
         group = await stack.enter_async_context(TaskGroup())
         reporting = group.create_task(_report_health(cluster, health))
