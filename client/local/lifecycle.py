@@ -1,6 +1,7 @@
 """Starting and ending the supervisor of a local cluster, from a command in the foreground."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,8 +9,10 @@ import sys
 
 from client.local.plan import ROOT, ClusterOptions
 from client.local.readiness import StartFailed
-from client.local.state import StateFolder
+from client.local.state import AlreadyRunning, StateFolder
+from client.local.supervisor import EXIT_ALREADY_RUNNING, EXIT_CONFIG
 from rpc.aio import timeout
+from rpc.errors import ConfigError
 
 START_SECONDS = 15.0
 # Longer than a supervisor needs: two rounds of STOP_SECONDS.
@@ -19,9 +22,17 @@ POLL_SECONDS = 0.05
 
 async def start(folder: StateFolder, options: ClusterOptions) -> None:
     """Starts a supervisor in a session of its own, and returns when it has the folder. Raises StartFailed."""
+    process = _spawn(folder, options)
+    async with timeout(START_SECONDS):
+        while folder.read() is None:
+            _raise_if_failed(process.poll(), folder)
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _spawn(folder: StateFolder, options: ClusterOptions) -> "subprocess.Popen[bytes]":
     folder.logs.mkdir(parents=True, exist_ok=True)
     with folder.log("supervisor").open("wb") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "client.local.supervisor", str(folder.path), options.model_dump_json()],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -29,11 +40,16 @@ async def start(folder: StateFolder, options: ClusterOptions) -> None:
             cwd=ROOT,
             start_new_session=True,
         )
-    async with timeout(START_SECONDS):
-        while folder.read() is None:
-            if process.poll() is not None:
-                raise StartFailed("the supervisor has ended", "supervisor")
-            await asyncio.sleep(POLL_SECONDS)
+
+
+def _raise_if_failed(exit_code: int | None, folder: StateFolder) -> None:
+    # Another supervisor was quicker: that one is waited for.
+    if exit_code in (None, EXIT_ALREADY_RUNNING):
+        return
+    said = folder.log("supervisor").read_text().strip()
+    if exit_code == EXIT_CONFIG:
+        raise ConfigError(said)
+    raise StartFailed(f"the supervisor has ended: {said}", "supervisor")
 
 
 async def stop(folder: StateFolder) -> bool:
@@ -41,8 +57,9 @@ async def stop(folder: StateFolder) -> bool:
     running = folder.has_supervisor
     if running and not await _ended_after(folder, signal.SIGTERM, STOP_SECONDS):
         await _ended_after(folder, signal.SIGKILL, START_SECONDS)
-    # What a supervisor that was killed could not remove.
-    folder.clear()
+    # Owning the folder removes what a supervisor that was killed has left.
+    with contextlib.suppress(AlreadyRunning), folder.owned():
+        pass
     return running
 
 

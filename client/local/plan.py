@@ -22,7 +22,7 @@ Role = Literal["etcd", "prefill", "decode", "router"]
 
 
 class ClusterOptions(BaseModel):
-    """What `baton up` was asked for. `model` is a folder; empty is the engine's default."""
+    """What `baton up` was asked for. `model` is an absolute path of a folder; empty is the engine's default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,9 +93,7 @@ def _router(overrides: Sequence[str]) -> ProcessPlan:
 def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, ...]:
     path = ROOT / "deploy" / "config" / config
     if not path.is_file():
-        raise ConfigError(
-            f"{path} is missing: a local cluster runs from a checkout of Baton, not from an installed wheel"
-        )
+        raise ConfigError(f"{path} is missing: a local cluster runs from a checkout of Baton, not from a wheel")
     # Ports are fixed here, so metrics are served on none rather than on one that another worker has.
     return (sys.executable, "-m", package, str(path), *overrides, "metrics_listen=''")
 
@@ -108,8 +106,14 @@ def _engine(options: ClusterOptions, workers: int) -> list[str]:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} is no checkpoint in Hugging Face format: it has no config.json")
     # Workers that each take every core would wait for one another in every step.
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    threads = max(1, _cores() // workers)
     return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}"]
+
+
+def _cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _etcd(folder: Path) -> ProcessPlan:

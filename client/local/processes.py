@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def _die_with(parent: int) -> Callable[[], None]:
     """Has the kernel kill the new process when its supervisor dies, however that may be."""
 
     def before_exec() -> None:
+        if sys.platform != "linux":
+            return
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # The supervisor may have died between the fork and the line above.
         if os.getppid() != parent:

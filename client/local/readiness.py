@@ -57,12 +57,14 @@ async def steps(folder: StateFolder, started: float) -> AsyncGenerator[Step, Non
 
 
 async def answers(client: Client, state: ClusterState) -> bool:
-    """Whether a real request comes back, over a handoff where the cluster has both roles. Raises all but Unavailable."""
-    topology = generate_pb2.TOPOLOGY_DISAGGREGATED if state.options.prefill else generate_pb2.TOPOLOGY_ANY
-    request = generate_pb2.GenerateRequest(
-        prompt="Repeat: hello", routing=generate_pb2.RoutingOptions(topology=topology)
-    )
+    """Whether a real request comes back, over a handoff where the cluster has both roles.
+
+    An unavailable cluster is False; every other error is raised.
+    """
+    request = generate_pb2.GenerateRequest(prompt="Repeat: hello")
     request.stopping.max_tokens = 2
+    if state.options.prefill:
+        request.routing.topology = generate_pb2.TOPOLOGY_DISAGGREGATED
     try:
         async with aclosing(client.generate(request, timeout_seconds=REQUEST_SECONDS)) as events:
             return any([event.HasField("finished") async for event in events])
@@ -109,7 +111,7 @@ async def is_listening(address: str) -> bool:
 
 
 async def _states(folder: StateFolder) -> AsyncGenerator[ClusterState, None]:
-    """The cluster's state, again and again. Raises StartFailed once the supervisor or one of its processes has ended."""
+    """The cluster's state, again and again. Raises StartFailed once the supervisor or a process has ended."""
     while True:
         state = folder.read()
         if state is None and not folder.has_supervisor:

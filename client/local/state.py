@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from client.local.plan import ClusterOptions, Role
 
 DEFAULT_FOLDER = Path(".baton")
+LOCK_SECONDS = 1.0
 
 
 class ProcessState(BaseModel):
@@ -68,7 +70,7 @@ class StateFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with self._lock.open("a") as file:
-            if not _try_lock(file.fileno()):
+            if not _lock_within(file.fileno(), LOCK_SECONDS):
                 raise AlreadyRunning(str(self.path))
             self.clear()
             self._pid.write_text(f"{os.getpid()}\n")
@@ -83,7 +85,7 @@ class StateFolder:
         if not self._lock.exists():
             return False
         with self._lock.open("a") as file:
-            return not _try_lock(file.fileno())
+            return not _try_lock(file.fileno(), fcntl.LOCK_SH)
 
     def supervisor_pid(self) -> int | None:
         """The live supervisor's process id; None if there is none, or if it has only just started."""
@@ -117,15 +119,25 @@ class StateFolder:
         return self.logs / f"{name}.log"
 
     def clear(self) -> None:
-        """Removes what a running cluster keeps here, but not logs and lock. The caller is, or has ended, the supervisor."""
+        """Removes what a running cluster keeps here, but not logs and lock. Only whoever owns the folder may."""
         for file in (self._state, self._address, self._pid):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / "etcd", ignore_errors=True)
 
 
-def _try_lock(file: int) -> bool:
+def _lock_within(file: int, seconds: float) -> bool:
+    """Takes the lock. Waits a little, for whoever only looks whether it is taken holds it for a moment."""
+    deadline = time.monotonic() + seconds
+    while not _try_lock(file, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _try_lock(file: int, kind: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

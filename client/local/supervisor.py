@@ -52,7 +52,10 @@ class Board:
 
 
 async def supervise(folder: StateFolder, options: ClusterOptions) -> None:
-    """Runs the cluster until SIGTERM or SIGINT. The caller owns the folder. Raises ConfigError before anything starts."""
+    """Runs the cluster until it is told to end by a signal. The caller owns the folder.
+
+    Raises ConfigError before anything starts.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
