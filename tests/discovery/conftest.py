@@ -1,4 +1,4 @@
-"""Real etcd servers for the tests of discovery: a shared one, and one to break."""
+"""A real etcd server to break, and registries on it."""
 
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,15 +14,6 @@ from discovery.etcd import EtcdConfig, EtcdRegistry
 TTL_SECONDS = 2
 
 OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
-
-
-@pytest.fixture(scope="session")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """An etcd that all tests share; nobody breaks it."""
-    server = EtcdServer(tmp_path_factory.mktemp("etcd") / "shared")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -33,14 +33,14 @@ class Served:
     ids=lambda param: "-".join(param),
 )
 def served(
-    request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     model, transport = request.param
     folder = tmp_path_factory.mktemp(f"{model}-{transport}")
     path = _checkpoint(model, folder)
     plan = ClusterPlan(
         namespace=f"same-{model}-{transport}",
-        etcd=etcd.endpoint,
+        etcd=shared_etcd.endpoint,
         engine={"kind": "pytorch", "model": path, "name": model, "threads": 1},
         transports=[transport],
     )

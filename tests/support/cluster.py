@@ -65,7 +65,7 @@ def _worker(stack: contextlib.ExitStack, plan: ClusterPlan, role: str, index: in
 
 
 def _common(plan: ClusterPlan) -> list[str]:
-    return [f"namespace={plan.namespace}", f"registry.etcd.endpoints=[{plan.etcd}]", "metrics_listen=''"]
+    return [f"namespace={plan.namespace}", f"registry.endpoints=[{plan.etcd}]", "metrics_listen=''"]
 
 
 def _overrides(prefix: str, values: Mapping[str, object]) -> list[str]:
