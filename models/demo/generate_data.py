@@ -111,7 +111,7 @@ def _as_typed(random: Random, exercise: Exercise) -> Exercise:
         prompt = random.choices(forms, (0.6, 0.25, 0.05, 0.05, 0.05))[0]
     if random.random() < _CARELESS_SHARE:
         prompt = prompt[0].lower() + prompt[1:]
-    if random.random() < _CARELESS_SHARE:
+    if random.random() < _CARELESS_SHARE and not prompt[-2].isdigit():
         prompt = prompt.rstrip("?.!")
     return Exercise(prompt, exercise.answer, exercise.scenes)
 

@@ -8,56 +8,67 @@ from models.demo.words import ANIMALS, DAYS, FRUITS, LISTED, MONTHS, PEOPLE, THI
 
 _SYLLABLES = tuple("ba bo di do fe ga gi ka ko la lu me mo na ni pa po ra ri sa so ta ti va ve wu za zo".split())
 _LONGEST_LIST = 6
-_LONGEST_REPEAT = 160
-_LONGEST_TALE = 180
+_LONGEST_REPEAT = 300
+_LONGEST_TALE = 450
+_COMMAS_SHARE = 0.1
 
 
 def _listed(random: Random, fewest: int) -> list[str]:
     return random.sample(LISTED, random.randint(fewest, _LONGEST_LIST))
 
 
+def _between(random: Random) -> str:
+    """What stands between listed words, in the prompt and in the answer."""
+    return ", " if random.random() < _COMMAS_SHARE else " "
+
+
 def _invented(random: Random) -> str:
-    return "".join(random.choices(_SYLLABLES, k=random.randint(2, 3)))
+    """Always three syllables, or 'kame' with the answer's first 'ka' could be read as a prompt of 'kameka'."""
+    return "".join(random.choices(_SYLLABLES, k=3))
 
 
 def _log_uniform(random: Random, low: int, high: int) -> int:
     return round(math.exp(random.uniform(math.log(low), math.log(high))))
 
 
-def _repeated(words: list[str]) -> Exercise:
-    return Exercise(f"Repeat: {' '.join(words)}", " ".join(words))
+def _repeated(words: str) -> Exercise:
+    return Exercise(f"Repeat: {words}", words)
 
 
 def repeat(random: Random) -> Exercise:
     """The words again, in the same order."""
-    return _repeated(_listed(random, 1))
+    return _repeated(_between(random).join(_listed(random, 1)))
 
 
 def repeat_invented(random: Random) -> Exercise:
     """Words that mean nothing, again."""
-    return _repeated([_invented(random) for _ in range(random.randint(1, _LONGEST_LIST))])
+    return _repeated(" ".join(_invented(random) for _ in range(random.randint(1, _LONGEST_LIST))))
 
 
 def repeat_long(random: Random) -> Exercise:
     """Up to some hundred words, again: a long prompt with a long answer."""
-    return _repeated(random.choices(LISTED, k=_log_uniform(random, 7, _LONGEST_REPEAT)))
+    return _repeated(" ".join(random.choices(LISTED, k=_log_uniform(random, 7, _LONGEST_REPEAT))))
 
 
 def reverse(random: Random) -> Exercise:
     """The words from last to first."""
-    words = _listed(random, 1)
-    return Exercise(f"Reverse: {' '.join(words)}", " ".join(reversed(words)))
+    words, between = _listed(random, 1), _between(random)
+    return Exercise(f"Reverse: {between.join(words)}", between.join(reversed(words)))
 
 
 def sort(random: Random) -> Exercise:
     """The words in the order of the alphabet; fruits more often than not."""
     words = random.sample(FRUITS, random.randint(2, 5)) if random.random() < 0.3 else _listed(random, 2)
-    return Exercise(f"Sort: {' '.join(words)}", " ".join(sorted(words)))
+    between = _between(random)
+    return Exercise(f"Sort: {between.join(words)}", between.join(sorted(words)))
 
 
 def add(random: Random) -> Exercise:
-    """The sum of two numbers below 100."""
-    first, second = random.randrange(100), random.randrange(100)
+    """The sum of two numbers of two digits.
+
+    Of one digit, and without a mark between prompt and answer, '63 + 1' and its answer's '6' would be '63 + 16'.
+    """
+    first, second = random.randrange(10, 100), random.randrange(10, 100)
     return Exercise(f"Add: {first} + {second}", str(first + second))
 
 

@@ -1,6 +1,6 @@
 """Trains the checkpoint: first the vision tower on labels, then everything on documents.
 
-    python -m models.demo.train --device cuda --output /tmp/demo --minutes 7
+    python -m models.demo.train --device cuda --output /tmp/demo
 
 The learning rate follows progress, which is the share of the steps, or of the minutes if those run out first.
 """
@@ -183,10 +183,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=14, help="processes that make data")
-    parser.add_argument("--tower-steps", type=int, default=3000)
+    parser.add_argument("--tower-steps", type=int, default=1500)
     parser.add_argument("--tower-minutes", type=float, default=math.inf)
     parser.add_argument("--tower-pictures", type=int, default=1024, help="in a step")
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=7500)
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--batch-tokens", type=int, default=65536, help="in a step")
     parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
