@@ -124,9 +124,8 @@ def prefill_response(owner: Owner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     kv = prefilled.kv
     handed_over = _handoff(owner, prefilled)
     handed_over.first_token.CopyFrom(_first_token(kv))
-    handed_over.usage.CopyFrom(
-        handoff_pb2.PromptUsage(prompt_tokens=prefilled.prompt_tokens, cached_tokens=kv.cached_tokens)
-    )
+    handed_over.usage.prompt_tokens = prefilled.prompt_tokens
+    handed_over.usage.cached_tokens = kv.cached_tokens
     timings = [
         Timing(timing_pb2.STAGE_PREFILL_QUEUE, kv.queue_seconds),
         Timing(timing_pb2.STAGE_PREFILL_COMPUTE, kv.compute_seconds),

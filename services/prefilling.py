@@ -30,6 +30,5 @@ class Prefiller:
         call.tokens = len(prompt.context)
         kv = await self._engine.prefill(prompt, sampling)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
-        return Prefilled(
-            kv, len(prompt.token_ids), self._leases.hold(request_id, kv) if kv.finish_reason is None else None
-        )
+        lease = self._leases.hold(request_id, kv) if kv.finish_reason is None else None
+        return Prefilled(kv, len(prompt.token_ids), lease)

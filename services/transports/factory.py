@@ -13,6 +13,9 @@ from services.transports.tcp_server import serve_pool
 from services.transports.transport import Transport
 
 
+_TRANSPORTS: dict[str, type[ShmTransport] | type[TcpTransport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+
+
 @asynccontextmanager
 async def offer_pool(
     memory: BlockMemory, names: Sequence[str], listen_host: str, advertised_host: str
@@ -35,5 +38,4 @@ async def offer_pool(
 def open_transports(names: Sequence[str]) -> Iterator[list[Transport]]:
     """What reads others' pools."""
     with ExitStack() as stack:
-        known = {"shm": ShmTransport, "tcp": TcpTransport}
-        yield [stack.enter_context(known[name]()) for name in names]
+        yield [stack.enter_context(_TRANSPORTS[name]()) for name in names]

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -25,8 +26,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 # What is copied between two looks at the clock and at whether anybody still wants it.
 _STRIDE_BYTES = 4 * 1024 * 1024
-# Few and large runs are copied one by one; many small ones are gathered in one call.
-_GATHER_BELOW_BYTES = 256 * 1024
+# Below this, a copy that holds the interpreter's lock costs less than letting go of it.
+_CHEAP_BYTES = 64 * 1024
 
 
 def host_id() -> str:
@@ -81,7 +82,7 @@ class ShmPool:
     """One mapped pool."""
 
     def __init__(self, mapping: mmap.mmap, block_bytes: int, threads: ThreadPoolExecutor) -> None:
-        self._mapping = mapping
+        self._bytes = memoryview(mapping)
         self._blocks: Bytes = np.frombuffer(mapping, np.uint8).reshape(-1, block_bytes)
         self._threads = threads
 
@@ -98,6 +99,7 @@ class ShmPool:
     def close(self) -> None:
         """Drops the mapping, with the last view of it."""
         self._blocks = np.empty((0, 1), np.uint8)
+        self._bytes = memoryview(b"")
 
     def _copy(self, transfer: Transfer, unwanted: Event) -> None:
         writer = transfer.memory.write(transfer.destination)
@@ -106,8 +108,21 @@ class ShmPool:
                 return
             if time.monotonic() > transfer.deadline:
                 raise TransferFailed("copying took too long")
-            _gather(self._blocks, ids, into)
+            self._gather(ids, into)
         writer.commit()
+
+    def _gather(self, ids: Sequence[int], into: memoryview) -> None:
+        size = self._blocks.shape[1]
+        if len(ids) == 1 or _neighbours(ids):
+            start = ids[0] * size
+            source = self._bytes[start : start + len(into)]
+            if len(into) < _CHEAP_BYTES:
+                into[:] = source
+            else:
+                np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+            return
+        # Never out of bounds: the ids are checked. Any other mode copies twice.
+        np.take(self._blocks, ids, axis=0, out=np.frombuffer(into, np.uint8).reshape(-1, size), mode="clip")
 
 
 def _map(path: str, size: int) -> mmap.mmap:
@@ -127,25 +142,17 @@ def _map(path: str, size: int) -> mmap.mmap:
 
 def _pieces(
     views: Sequence[memoryview], source: Sequence[int], block_bytes: int
-) -> Iterator[tuple[Bytes, "npt.NDArray[np.int64]"]]:
-    """The destination in strides, as blocks, each with the ids of the blocks that belong there."""
-    ids = np.asarray(source, dtype=np.int64)
+) -> Iterator[tuple[memoryview, Sequence[int]]]:
+    """The destination in strides, each with the ids of the blocks that belong there."""
     stride = max(1, _STRIDE_BYTES // block_bytes)
     position = 0
     for view in views:
-        blocks: Bytes = np.frombuffer(view, np.uint8).reshape(-1, block_bytes)
-        for start in range(0, len(blocks), stride):
-            into = blocks[start : start + stride]
-            yield into, ids[position : position + len(into)]
-            position += len(into)
+        for start in range(0, len(view), stride * block_bytes):
+            into = view[start : start + stride * block_bytes]
+            count = len(into) // block_bytes
+            yield into, source[position : position + count]
+            position += count
 
 
-def _gather(pool: Bytes, ids: "npt.NDArray[np.int64]", into: Bytes) -> None:
-    """Copies blocks `ids` of the pool, neighbours together."""
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-    if into.nbytes < _GATHER_BELOW_BYTES * len(starts) and len(starts) > 1:
-        # Never out of bounds: the ids are checked. Any other mode copies twice.
-        np.take(pool, ids, axis=0, out=into, mode="clip")
-        return
-    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-        into[start:end] = pool[ids[start] : ids[start] + end - start]
+def _neighbours(ids: Sequence[int]) -> bool:
+    return ids[-1] - ids[0] == len(ids) - 1 and all(second == first + 1 for first, second in pairwise(ids))
