@@ -17,9 +17,8 @@ _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusC
 def log_call(method: str, behaviour: Behaviour) -> Behaviour:
     """Binds request_id and method for the time of the call, and logs its status code and seconds.
 
-    Calls of gRPC's own services, health and reflection, are logged at debug: they come every few seconds.
+    Calls that belong to no request and did not fail (health, load, leases) are logged at debug: there are many.
     """
-    write = log.debug if method.startswith("/grpc.") else log.info
 
     async def logged(request: Any, context: Context) -> Any:
         started = time.monotonic()
@@ -34,9 +33,15 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
                 raise
             finally:
                 code = _code_name(context) if ended else _abandoned_code_name(context)
-                write("call ended", code=code, seconds=round(time.monotonic() - started, 6))
+                _log_end(code, time.monotonic() - started)
 
     return logged
+
+
+def _log_end(code: str, seconds: float) -> None:
+    routine = code in ("OK", "CANCELLED") and "request_id" not in structlog.contextvars.get_contextvars()
+    write = log.debug if routine else log.info
+    write("call ended", code=code, seconds=round(seconds, 6))
 
 
 def _code_name(context: Context) -> str:

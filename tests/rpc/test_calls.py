@@ -117,7 +117,8 @@ async def test_cancelling_the_reader_of_a_stream_cancels_the_call() -> None:
         responses = stream(peer.stub.Generate(pb.GenerateRequest()))
         await anext(responses)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(responses), 0.2)
+            async with timeout(0.2):
+                await anext(responses)
         await until(lambda: peer_side.cancelled == 1)
 
 

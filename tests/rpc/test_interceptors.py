@@ -1,10 +1,12 @@
 """What surrounds a call on the server: errors of both kinds of streams, and one log line."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
+import structlog
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import model_pb2
 from grpc import StatusCode, aio
@@ -13,6 +15,7 @@ from support.scripted import scripted, status_of, until
 
 from rpc.aio import TaskGroup
 from rpc.errors import HandoffLost, NoWorker
+from rpc.telemetry import configure_logging
 
 Stream = Callable[[pb.GenerateRequest, Any], Any]
 
@@ -151,6 +154,58 @@ async def test_a_cancelled_stream_logs_no_error() -> None:
             call.cancel()
             await until(lambda: bool(lines))
     assert [(line["event"], line["code"]) for line in lines] == [("call ended", "CANCELLED")]
+
+
+async def test_a_call_of_a_request_is_one_line_with_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    async def cancel(request: object, context: object) -> pb.CancelGenerationResponse:
+        return pb.CancelGenerationResponse()
+
+    configure_logging("json", "info")
+    async with scripted(CancelGeneration=cancel) as peer:
+        await peer.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="r-1"))
+    (line,) = (json.loads(text) for text in capsys.readouterr().err.splitlines())
+    assert (line["event"], line["code"], line["request_id"]) == ("call ended", "OK", "r-1")
+    assert line["method"] == "/baton.inference.v1.InferenceService/CancelGeneration"
+    assert 0 < line["seconds"] < 5
+
+
+async def test_an_id_that_the_servicer_chose_is_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def cancel(request: object, context: object) -> pb.CancelGenerationResponse:
+        structlog.contextvars.bind_contextvars(request_id="chosen")
+        return pb.CancelGenerationResponse()
+
+    configure_logging("json", "info")
+    async with scripted(CancelGeneration=cancel) as peer:
+        await peer.stub.CancelGeneration(pb.CancelGenerationRequest())
+    assert json.loads(capsys.readouterr().err)["request_id"] == "chosen"
+
+
+async def test_the_id_of_a_unary_generation_is_found_inside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async def generate(request: object, context: object) -> pb.GenerateUnaryResponse:
+        return pb.GenerateUnaryResponse()
+
+    configure_logging("json", "info")
+    async with scripted(GenerateUnary=generate) as peer:
+        request = pb.GenerateRequest(request_id="r-1")
+        await peer.stub.GenerateUnary(pb.GenerateUnaryRequest(request=request))
+    assert json.loads(capsys.readouterr().err)["request_id"] == "r-1"
+
+
+async def test_a_call_that_belongs_to_no_request_is_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def get_model(request: object, context: object) -> model_pb2.GetModelResponse:
+        return model_pb2.GetModelResponse()
+
+    configure_logging("json", "info")
+    async with scripted(GetModel=get_model) as peer:
+        await peer.stub.GetModel(model_pb2.GetModelRequest())
+    assert capsys.readouterr().err == ""
+
+
+async def test_a_call_that_fails_is_one_line_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    await failure(GetModel=answering(NoWorker("none is ready")))
+    line = json.loads(capsys.readouterr().err)
+    assert (line["code"], line["reason"], line["error"]) == ("UNAVAILABLE", "NO_WORKER", "none is ready")
 
 
 async def test_a_call_whose_deadline_passes_is_logged_as_such() -> None:

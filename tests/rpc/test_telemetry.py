@@ -3,7 +3,6 @@
 import json
 import logging
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import prometheus_client
@@ -12,16 +11,6 @@ import structlog
 
 from rpc.errors import ConfigError
 from rpc.telemetry import configure_logging, serve_metrics
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.reset_defaults()
-    logging.captureWarnings(False)
-    root.handlers[:], root.level = handlers, level
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
