@@ -1,0 +1,75 @@
+"""Every engine under the contract: one entry in ENGINES each."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.checkpoints import save_llama
+from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
+
+from services.engine import Engine
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.engine import PyTorchEngine
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama, for engines that need a model."""
+    return save_llama(tmp_path_factory.mktemp("contract-llama"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUnderTest:
+    """How to open one kind of engine with the sizes in support/engine_calls.py."""
+
+    name: str
+    open: Callable[[Path], AbstractAsyncContextManager[Engine]]
+
+
+def _pytorch(checkpoint: Path) -> AbstractAsyncContextManager[Engine]:
+    bytes_of_a_block = 3 * 2 * 2 * BLOCK_TOKENS * 16 * 4
+    return PyTorchEngine(
+        PyTorchConfig(
+            model=checkpoint,
+            device="cpu",
+            kv_cache_bytes=(BLOCKS + 1) * bytes_of_a_block,
+            block_tokens=BLOCK_TOKENS,
+            max_context_tokens=CONTEXT_TOKENS,
+            max_sequences=MAX_SEQUENCES,
+            max_waiting=MAX_WAITING,
+            max_step_tokens=64,
+            threads=1,
+        )
+    )
+
+
+ENGINES = [
+    EngineUnderTest("pytorch", _pytorch),
+]
+
+
+@pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
+    found: EngineUnderTest = request.param
+    return found
+
+
+@pytest_asyncio.fixture
+async def engine(kind: EngineUnderTest, checkpoint: Path) -> AsyncIterator[Engine]:
+    """The engine, with nothing in it. Every test must leave it as it was found."""
+    async with kind.open(checkpoint) as opened:
+        yield opened
+        assert opened.load().blocks_used == 0
+        assert opened.load().running == 0
+        assert opened.load().waiting == 0
+
+
+@pytest_asyncio.fixture
+async def decoder(kind: EngineUnderTest, checkpoint: Path) -> AsyncIterator[Engine]:
+    """A second one of the same model."""
+    async with kind.open(checkpoint) as opened:
+        yield opened
+        assert opened.load().blocks_used == 0
