@@ -1,13 +1,15 @@
 """What media are accepted, and from where they may be fetched."""
 
 import re
-from typing import Literal
+from ipaddress import ip_network
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
 from rpc.config import Section
 
 ImageType = Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+_ALL_TYPES: tuple[ImageType, ...] = get_args(ImageType)
 
 _HOST_PATTERN = re.compile(r"(\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
@@ -15,11 +17,11 @@ _HOST_PATTERN = re.compile(r"(\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5
 class FetchConfig(Section):
     """Which URIs are fetched. As it stands here only `data:` is: `https:` needs a host and `file:` a folder."""
 
-    timeout_seconds: float = Field(5.0, gt=0)  # for everything: names, connections, redirects, the body
+    timeout_seconds: float = Field(default=5.0, gt=0)  # for everything: names, connections, redirects, the body
     allowed_hosts: tuple[str, ...] = ()  # `example.org`, `*.example.org`, `*`; without `:port` it is 443
     allowed_folders: tuple[str, ...] = ()
-    max_redirects: int = Field(3, ge=0)
-    allow_private_addresses: bool = False  # also of this very machine: whoever sends requests can reach them then
+    max_redirects: int = Field(default=3, ge=0)
+    allowed_private_networks: tuple[str, ...] = ()  # such as `10.1.0.0/16`: whoever sends requests can reach into them
     ca_file: str = ""  # trusted in place of the system's certificates
 
     @field_validator("allowed_hosts")
@@ -30,6 +32,13 @@ class FetchConfig(Section):
             if not _HOST_PATTERN.fullmatch(host):
                 raise ValueError(f"{host!r} is no host: expected example.org, *.example.org or *, and perhaps a :port")
         return lowered
+
+    @field_validator("allowed_private_networks")
+    @classmethod
+    def _networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ip_network(network)  # its error says what is wrong
+        return networks
 
     @field_validator("allowed_folders")
     @classmethod
@@ -43,10 +52,10 @@ class FetchConfig(Section):
 class MediaConfig(Section):
     """The limits of one media item."""
 
-    max_bytes: int = Field(20 * 2**20, ge=1)
+    max_bytes: int = Field(default=20 * 2**20, ge=1)
     # Pillow itself warns above the upper bound. Decoding takes up to 12 bytes a pixel, for each thread.
-    max_pixels: int = Field(40_000_000, ge=1, le=89_478_485)
-    max_aspect_ratio: float = Field(200.0, ge=1)  # processors scale the short side up, and the long one with it
-    decode_threads: int = Field(2, ge=1)
-    allowed_types: tuple[ImageType, ...] = Field(("image/png", "image/jpeg", "image/webp", "image/gif"), min_length=1)
+    max_pixels: int = Field(default=40_000_000, ge=1, le=89_478_485)
+    max_aspect_ratio: float = Field(default=200.0, ge=1)  # processors scale the short side up, and the long one with it
+    decode_threads: int = Field(default=2, ge=1)
+    allowed_types: tuple[ImageType, ...] = Field(default=_ALL_TYPES, min_length=1)
     fetch: FetchConfig = FetchConfig()

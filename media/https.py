@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_network
 from urllib.parse import urljoin
 
 from media import uri
@@ -34,6 +35,7 @@ class HttpsFetcher:
         self._accept = ", ".join(accept)
         self._max_bytes = max_bytes
         self._allowed = tuple(map(HostPattern.parse, config.allowed_hosts))
+        self._private = tuple(map(ip_network, config.allowed_private_networks))
         self._tls = _tls(config.ca_file)
 
     async def fetch(self, address: str, field: str) -> bytes:
@@ -88,9 +90,12 @@ class HttpsFetcher:
         if not addresses:
             raise MediaUnavailable(f"{field}: the host that {subject} leads to cannot be resolved")
         # One bad address is enough: no honest name is public and private at once.
-        if not self._config.allow_private_addresses and not all(map(is_public, addresses)):
+        if not all(map(self._may_be_asked, addresses)):
             raise PermissionDenied(f"{field}: {subject} leads to an address that is not public")
         return addresses
+
+    def _may_be_asked(self, address: Address) -> bool:
+        return is_public(address) or any(address in network for network in self._private)
 
     async def _connect(self, addresses: Sequence[Address], target: Target, field: str) -> Connection:
         """A connection to the first address that takes it. Each is given the same part of the time."""

@@ -5,7 +5,7 @@ import struct
 import zlib
 from io import BytesIO
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from media import content as contents
 from media import jpeg, mime
@@ -57,14 +57,12 @@ def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
             _check_type(item, mime_type, config)
             _check_size(item, image.width, image.height, config)
             if image.format != "MPO" and getattr(image, "is_animated", False):
-                raise InvalidRequest.of(
-                    item.source_field, "has more than one frame, and only still images are accepted"
-                )
+                raise InvalidRequest.of(item.source_field, "has more than one frame; only stills are accepted")
             image.load()
             return Media(content, mime_type, image.width, image.height, hashlib.sha256(content).digest())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels(item, config) from None
-    except (UnidentifiedImageError, *_BROKEN):
+    except _BROKEN:
         raise InvalidRequest.of(item.source_field, "is truncated or damaged") from None
 
 
@@ -95,6 +93,4 @@ def _no_image(item: MediaItem, content: bytes, config: MediaConfig) -> BatonErro
         return InvalidRequest.of(item.mime_type_field, f"says {said}, the content is {found or 'something else'}")
     if found:
         return Unsupported(f"{item.source_field}: {found} is not accepted; {mime.accepted(config.allowed_types)}")
-    return InvalidRequest.of(
-        item.source_field, f"is no image that is known here; {mime.accepted(config.allowed_types)}"
-    )
+    return InvalidRequest.of(item.source_field, f"is no image; {mime.accepted(config.allowed_types)}")

@@ -15,7 +15,7 @@ from media.image import check_image
 from media.item import Media, MediaItem
 from media.resolver import Resolver, SystemResolver
 from rpc.aio import timeout
-from rpc.errors import DeadlineExceeded, InvalidRequest, Unsupported
+from rpc.errors import DeadlineExceeded, Unsupported
 
 Result = TypeVar("Result")
 
@@ -98,9 +98,6 @@ class MediaLoader:
             raise DeadlineExceeded(f"{field}: not read within {fetch.timeout_seconds:g} s") from None
 
     async def _check(self, item: MediaItem, content: bytes) -> Media:
-        if len(content) > self._config.max_bytes:
-            # Here too: the refusal need not wait for a thread.
-            raise InvalidRequest.of(item.source_field, f"is larger than the limit of {self._config.max_bytes} bytes")
         return await self._in_thread(lambda: check_image(item, content, self._config))
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:

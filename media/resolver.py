@@ -12,7 +12,7 @@ class Resolver(Protocol):
     """Finds the addresses of a host. Nobody else is asked: connections go to these addresses and not to the name."""
 
     async def resolve(self, host: str) -> tuple[Address, ...]:
-        """All addresses of `host`, which may itself be an address, the preferred ones first; none if it is not known."""
+        """All addresses of `host`, which may be an address itself, the preferred first; none if it is not known."""
 
 
 class SystemResolver:
