@@ -1,7 +1,8 @@
 """Between messages and values. Whatever comes off the wire is checked here, and named by its field if it is wrong."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2, worker_pb2
 from baton.inference.v1 import cluster_service_pb2, model_pb2, sampling_pb2, timing_pb2
@@ -34,8 +35,10 @@ _REASONS = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
 
+_Ranged = Literal["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+
 # What each parameter may be. None of them is NaN: every comparison with it is false.
-_RANGES = {
+_RANGES: dict[_Ranged, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value < math.inf,
     "top_p": lambda value: 0 < value <= 1,
     "min_p": lambda value: 0 <= value <= 1,
@@ -44,7 +47,7 @@ _RANGES = {
     "frequency_penalty": lambda value: -2 <= value <= 2,
 }
 _NEEDED = ("handoff_id", "address")
-_PASSED_ON = (*_RANGES, "top_k", "seed")
+_PASSED_ON: tuple[_Ranged | Literal["top_k", "seed"], ...] = (*_RANGES, "top_k", "seed")
 
 
 def prompt(message: prompt_pb2.Prompt, emitted: Iterable[int] = ()) -> Prompt:
@@ -69,16 +72,16 @@ def sampling(message: prompt_pb2.Sampling) -> Sampling:
         ignore_eos=stop.ignore_eos,
         logit_bias=dict(params.logit_bias),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
-        **{name: getattr(params, name) for name in _PASSED_ON if params.HasField(name)},  # type: ignore[arg-type]
+        **{name: getattr(params, name) for name in _PASSED_ON if params.HasField(name)},
     )
 
 
 def _wrong_params(params: sampling_pb2.SamplingParams) -> list[FieldViolation]:
-    wrong = [
-        name for name, is_right in _RANGES.items() if params.HasField(name) and not is_right(getattr(params, name))
-    ]  # type: ignore[arg-type]
+    given = {name: getattr(params, name) for name in _RANGES if params.HasField(name)}
     violations = [
-        FieldViolation(f"sampling.params.{name}", f"{getattr(params, name)} is out of range") for name in wrong
+        FieldViolation(f"sampling.params.{name}", f"{value} is out of range")
+        for name, value in given.items()
+        if not _RANGES[name](value)
     ]
     for token_id, bias in params.logit_bias.items():
         if not -100 <= bias <= 100:
@@ -155,7 +158,7 @@ def _first_token(kv: HeldKv) -> handoff_pb2.FirstToken:
     return handoff_pb2.FirstToken(
         token_id=kv.first_token,
         logprob=_logprob(kv.logprob) if kv.logprob else None,
-        finish_reason=_REASONS[kv.finish_reason] if kv.finish_reason else None,
+        finish_reason=_REASONS[kv.finish_reason] if kv.finish_reason else sampling_pb2.FINISH_REASON_UNSPECIFIED,
     )
 
 

@@ -17,8 +17,6 @@ def check(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
         violations.append(FieldViolation("prompt.token_ids", text))
     if sampling.logprobs is not None and sampling.logprobs > facts.max_logprobs:
         violations.append(FieldViolation("sampling.logprobs", f"{sampling.logprobs} is over {facts.max_logprobs}"))
-    if len(prompt.emitted) >= sampling.max_tokens:
-        violations.append(FieldViolation("emitted", f"is as long as sampling.stop.max_tokens, {sampling.max_tokens}"))
     if violations:
         raise InvalidRequest(violations)
 

@@ -60,7 +60,7 @@ class Peer:
         """Lets go of the pool and the channel."""
         if self._pool is not None:
             self._pool.reader.close()
-        await self._channel.close()
+        await self._channel.close(None)
 
 
 class Peers:

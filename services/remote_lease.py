@@ -22,7 +22,7 @@ _GIVE_UP_SECONDS = 2.0
 class RemoteLease:
     """Not later than `remaining_seconds` from now it may be over: renewals move that, and nothing else does."""
 
-    def __init__(self, handoff: Handoff, stub: handoff_pb2_grpc.HandoffServiceStub) -> None:
+    def __init__(self, handoff: Handoff, stub: "handoff_pb2_grpc.HandoffServiceAsyncStub") -> None:
         self._handoff = handoff
         self._stub = stub
         # Whether its owner has said that it is over: then there is nothing to give up.

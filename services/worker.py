@@ -45,7 +45,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async for progress in stages:
                 yield convert.drain_response(progress)
 
-    async def SubscribeKvEvents(
+    async def SubscribeKvEvents(  # type: ignore[override]
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
-    ) -> worker_pb2.SubscribeKvEventsResponse:
+    ) -> None:
         raise Unsupported(f"the {self._engine.facts.engine} engine does not tell what its prefix cache holds")

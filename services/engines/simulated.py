@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from rpc.errors import EngineFailed, InvalidRequest, Overloaded
 from services.engine import (
     EngineLoad,
     Finished,
+    FinishReason,
     KvLayout,
     ModelFacts,
     Prompt,
@@ -32,6 +34,7 @@ from services.engines.simulated_blocks import Blocks
 from services.engines.simulated_config import SimulatedConfig
 from services.engines.simulated_kv import Claim, SimulatedKv, SimulatedReservation
 from services.engines.simulated_sequence import Sequence, chain
+from services.engines.simulated_stream import SimulatedStream
 from services.engines.simulated_tokens import TokenStream, byte_vocabulary, finish_reason, folder_vocabulary, logprob
 
 
@@ -120,11 +123,15 @@ class SimulatedEngine:
         finally:
             self._drop(claim)
 
-    async def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> SimulatedStream:
         """Generates to the end. See DecodeEngine."""
         sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._sequence(source, sampling)
+        return SimulatedStream(self._generate(sequence), partial(self._drop, sequence))
+
+    async def _generate(self, sequence: Sequence) -> AsyncGenerator[Tokens | Finished, None]:
         try:
-            self._enqueue(sequence)
+            self._verify(sequence)
+            self._begin(sequence)
             while True:
                 await sequence.changed.wait()
                 sequence.changed.clear()
@@ -176,32 +183,39 @@ class SimulatedEngine:
         """A sequence whose first blocks are the reservation's. Takes them over, also when it raises."""
         reservation = kv.reservation
         assert isinstance(reservation, SimulatedReservation)
-        blocks = reservation.take()
-        try:
+        with ExitStack() as undo:
+            blocks = reservation.take()
+            undo.callback(self._release, blocks)
             sequence = self._sequence(kv.prompt, sampling)
-            num_tokens = reservation.num_tokens
-            self._verify(sequence, blocks, num_tokens)
-        except BaseException:
-            self._release(blocks)
-            raise
-        sequence.blocks, sequence.computed = list(blocks), num_tokens
+            if len(sequence.ids) <= reservation.num_tokens:
+                raise InvalidRequest.of("emitted", f"nothing follows the {reservation.num_tokens} pulled tokens")
+            undo.pop_all()
+        sequence.blocks, sequence.computed = list(blocks), reservation.num_tokens
         sequence.cached_tokens = reservation.cached_blocks * self._size
-        for index in range(num_tokens // self._size):
-            self._blocks.register(blocks[index], sequence.hashes[index])
         return sequence
 
-    def _verify(self, sequence: Sequence, blocks: tuple[int, ...], num_tokens: int) -> None:
-        for index, block_id in enumerate(blocks):
-            if self._memory.block(block_id) != self._content(sequence.content_hash(index, num_tokens)):
+    def _verify(self, sequence: Sequence) -> None:
+        """Checks all bytes that were pulled, and makes the full blocks findable."""
+        for index, block_id in enumerate(sequence.blocks):
+            if self._memory.block(block_id) != self._content(sequence.content_hash(index, sequence.computed)):
                 raise EngineFailed(f"block {index} of the pulled KV does not belong to this prompt")
+        for index in range(sequence.computed // self._size):
+            self._blocks.register(sequence.blocks[index], sequence.hashes[index])
+
+    def _begin(self, sequence: Sequence) -> None:
+        if sequence.generated < sequence.sampling.max_tokens:
+            self._enqueue(sequence)
+            return
+        sequence.finish = FinishReason.LENGTH
+        sequence.changed.set()
 
     def _content(self, content_hash: bytes) -> bytes:
         return (content_hash * (self._config.block_bytes // len(content_hash) + 1))[: self._config.block_bytes]
 
     def _check_prompt(self, prompt: Prompt) -> None:
         if not prompt.token_ids:
-            raise InvalidRequest.of("prompt.token_ids", "is empty")
-        for name, ids in (("prompt.token_ids", prompt.token_ids), ("emitted", prompt.emitted)):
+            raise InvalidRequest.of("prompt", "has no tokens")
+        for name, ids in (("prompt", prompt.token_ids), ("emitted", prompt.emitted)):
             if ids and max(ids) >= self._vocabulary.size:
                 index = next(index for index, id in enumerate(ids) if id >= self._vocabulary.size)
                 raise InvalidRequest.of(
@@ -212,7 +226,7 @@ class SimulatedEngine:
     def _check_fits(self, num_tokens: int) -> None:
         limit = self._config.context_tokens
         if num_tokens > limit:
-            raise InvalidRequest.of("prompt.token_ids", f"leave no room in a context of {limit} tokens")
+            raise InvalidRequest.of("prompt", f"leaves no room in a context of {limit} tokens")
 
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._size)

@@ -12,7 +12,6 @@ from services.transports.tcp import TcpTransport
 from services.transports.tcp_server import serve_pool
 from services.transports.transport import Transport
 
-
 _TRANSPORTS: dict[str, type[ShmTransport] | type[TcpTransport]] = {"shm": ShmTransport, "tcp": TcpTransport}
 
 
@@ -38,4 +37,7 @@ async def offer_pool(
 def open_transports(names: Sequence[str]) -> Iterator[list[Transport]]:
     """What reads others' pools."""
     with ExitStack() as stack:
-        yield [stack.enter_context(_TRANSPORTS[name]()) for name in names]
+        transports = [_TRANSPORTS[name]() for name in names]
+        for transport in transports:
+            stack.enter_context(transport)
+        yield [*transports]

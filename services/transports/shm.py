@@ -31,7 +31,7 @@ _CHEAP_BYTES = 64 * 1024
 
 
 def host_id() -> str:
-    """Equal in two processes exactly if each can open the other's files in memory; empty where that is not Linux's way."""
+    """Equal in two processes exactly if each can open the other's files in memory; empty outside Linux."""
     if not _BOOT_ID.exists():
         return ""
     boot = _BOOT_ID.read_text(encoding="ascii").strip()

@@ -13,6 +13,8 @@ from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUE
 from services.engine import Engine
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.simulated import SimulatedEngine
+from services.engines.simulated_config import SimulatedConfig
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +48,23 @@ def _pytorch(checkpoint: Path) -> AbstractAsyncContextManager[Engine]:
     )
 
 
+def _simulated(_checkpoint: Path) -> AbstractAsyncContextManager[Engine]:
+    return SimulatedEngine(
+        SimulatedConfig(
+            block_tokens=BLOCK_TOKENS,
+            num_blocks=BLOCKS,
+            max_context_tokens=CONTEXT_TOKENS,
+            max_batch=MAX_SEQUENCES,
+            max_waiting=MAX_WAITING,
+            prefill_chunk_tokens=64,
+            prefill_base_seconds=0.002,
+        )
+    )
+
+
 ENGINES = [
     EngineUnderTest("pytorch", _pytorch),
+    EngineUnderTest("simulated", _simulated),
 ]
 
 
