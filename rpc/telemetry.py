@@ -26,9 +26,11 @@ def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) 
     to structlog's context variables (such as request_id). Called once, at start; a later call replaces the earlier.
     """
     shared = _shared_processors(static_fields)
+    renderers = _renderers(format)
+    # Written directly: through the standard library a line costs about four times as much.
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        processors=[*shared, *renderers],
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         cache_logger_on_first_use=False,
     )
@@ -36,7 +38,7 @@ def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) 
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(format)],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
         )
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
