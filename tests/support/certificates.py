@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,10 @@ class Authority:
         self._certificate = self._sign(name, self._key, authority=True)
         self.ca = self._write(f"{name}-ca.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> Pair:
-        """A certificate for `name` at 127.0.0.1, for servers and for clients."""
+    def issue(self, name: str, *hosts: str) -> Pair:
+        """A certificate for `name` at 127.0.0.1 and for `hosts`, for servers and for clients."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(name, key, authority=False)
+        certificate = self._sign(name, key, authority=False, hosts=hosts)
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -40,9 +41,12 @@ class Authority:
             self._write(f"{name}-key.pem", private),
         )
 
-    def _sign(self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool) -> x509.Certificate:
+    def _sign(
+        self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool, hosts: Sequence[str] = ()
+    ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.timezone.utc)
-        addresses = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)]
+        issuer = self._key.public_key()
         return (
             x509.CertificateBuilder()
             .subject_name(_named(name))
@@ -52,7 +56,10 @@ class Authority:
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(hours=1))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-            .add_extension(addresses, critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            # Python's ssl insists on these since 3.13.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
             .sign(self._key, hashes.SHA256())
         )
 
