@@ -2,15 +2,19 @@
 
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
+from models.demo.exercise import IMAGE
+from models.demo.generate_data import BOS, EOS
 from models.demo.scenes import CELL, SIDE
-from models.demo.tokenizing import BOS, CONTEXT_TOKENS, EOS, IMAGE, PAD, SPECIAL_TOKENS, VOCABULARY_SIZE
+from models.demo.tokenizing import CONTEXT_TOKENS, PAD, SPECIAL_TOKENS, VOCABULARY_SIZE
 
 BOS_ID, EOS_ID, PAD_ID, IMAGE_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, EOS, PAD, IMAGE))
+
+TOWER_WIDTH = 128
 
 
 def model_config() -> LlavaConfig:
     """A tower that makes one token of each patch, a two-layer projector, and a Llama with grouped keys and values."""
-    return LlavaConfig(
+    return LlavaConfig(  # type: ignore[call-arg]
         vision_config=_vision_config(),
         text_config=_text_config(),
         image_token_index=IMAGE_ID,
@@ -26,13 +30,13 @@ def model_config() -> LlavaConfig:
 
 def _vision_config() -> CLIPVisionConfig:
     return CLIPVisionConfig(
-        hidden_size=128,
+        hidden_size=TOWER_WIDTH,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
         image_size=SIDE,
         patch_size=CELL,
-        projection_dim=128,
+        projection_dim=TOWER_WIDTH,
     )
 
 

@@ -17,8 +17,9 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration, LlavaProc
 from models.demo.exercise import Exercise, Task
 from models.demo.generate_data import EOS, TASKS, chat_prompt, raw_prompt
 from models.demo.scenes import SIDE, draw
+from models.demo.tokenizing import PAD
 
-_ROWS = 100
+_ROWS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class Examiner:
     @classmethod
     def of_checkpoint(cls, folder: Path, device: str = "cpu", side: int = SIDE) -> "Examiner":
         """Loads a checkpoint in float32."""
-        model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        return cls(model, AutoProcessor.from_pretrained(folder), side)
+        model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        model.train(mode=False).to(torch.device(device))
+        return cls(model, AutoProcessor.from_pretrained(folder), side)  # type: ignore[no-untyped-call]
 
     def score(self, task: Task, seed: int, samples: int) -> Score:
         """Asks so many exercises of a task."""
@@ -70,9 +72,10 @@ class Examiner:
         ).to(self.model.device)
         longest = max(len(self.processor.tokenizer(exercise.answer).input_ids) for exercise in exercises)
         with torch.inference_mode():
-            ids = self.model.generate(**inputs, max_new_tokens=longest + 2, do_sample=False)
-        texts = self.processor.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=False)
-        return [text.replace(self.processor.tokenizer.pad_token, "") for text in texts]
+            generated = self.model.generate(**inputs, max_new_tokens=longest + 2, do_sample=False)  # type: ignore[misc]
+        ids = generated[:, inputs.input_ids.shape[1] :]
+        texts = self.processor.tokenizer.batch_decode(ids)
+        return [text.replace(PAD, "") for text in texts]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Training documents from a seed: exercises as raw prompts and as conversations.
 
-    python -m models.demo.generate_data --seed 1 --documents 20
+python -m models.demo.generate_data --seed 1 --documents 20
 """
 
 import argparse

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ PATCHES = (SIDE // CELL) ** 2
 SHORT_ROW_TOKENS = 512
 
 _DOCUMENTS_AT_ONCE = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,13 @@ def _batch_of(rows: list[list[_Tokens]], row_tokens: int) -> Batch:
         numbers[row] = np.repeat(np.arange(len(everything)), [len(document.ids) for document in everything])
         positions[row] = np.concatenate([np.arange(len(document.ids)) for document in everything])
     scenes = [scene for packed in rows for document in packed for scene in document.scenes]
-    return Batch(*map(torch.from_numpy, (ids, labels, numbers, positions)), pixels=pixels_of(scenes))
+    return Batch(
+        ids=torch.from_numpy(ids),
+        labels=torch.from_numpy(labels),
+        documents=torch.from_numpy(numbers),
+        positions=torch.from_numpy(positions),
+        pixels=pixels_of(scenes),
+    )
 
 
 class PackedDocuments(IterableDataset[Batch]):
@@ -128,6 +137,6 @@ class PackedDocuments(IterableDataset[Batch]):
             yield _Tokens(ids, labels, document.scenes)
 
 
-def in_workers(dataset: IterableDataset[Batch], workers: int) -> Iterator[Batch]:
+def in_workers(dataset: IterableDataset[T], workers: int) -> Iterator[T]:
     """The dataset's items, made by so many processes (by this one, if 0)."""
     return iter(DataLoader(dataset, batch_size=None, num_workers=workers, pin_memory=torch.cuda.is_available()))

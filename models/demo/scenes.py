@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from types import MappingProxyType
 
@@ -72,7 +73,7 @@ def random_scene(random: Random) -> Scene:
     columns = sorted(random.sample(range(CELLS), random.randint(1, CELLS)))
     while True:
         figures = tuple(_random_figure(random, column) for column in columns)
-        if not any(left.touches(right) for left, right in zip(figures, figures[1:], strict=False)):
+        if not any(left.touches(right) for left, right in pairwise(figures)):
             return Scene(figures, background)
 
 

@@ -4,9 +4,9 @@ import math
 from random import Random
 
 from models.demo.exercise import Exercise, Task
-from models.demo.words import ANIMALS, DAYS, FRUITS, LISTED, MONTHS, PEOPLE, THINGS, VERBS, with_article
+from models.demo.words import ANIMALS, DAYS, FRUITS, LISTED, MONTHS, PEOPLE, THINGS, VERBS, with_article, words
 
-_SYLLABLES = tuple("ba bo di do fe ga gi ka ko la lu me mo na ni pa po ra ri sa so ta ti va ve wu za zo".split())
+_SYLLABLES = words("ba bo di do fe ga gi ka ko la lu me mo na ni pa po ra ri sa so ta ti va ve wu za zo")
 _LONGEST_LIST = 6
 _LONGEST_REPEAT = 300
 _LONGEST_TALE = 450

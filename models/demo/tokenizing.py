@@ -78,7 +78,7 @@ def _corpus() -> Iterator[str]:
 
 def build_processor(tokenizer: Tokenizer) -> LlavaProcessor:
     """The tokenizer with everything that Hugging Face's classes keep beside it."""
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,
@@ -88,7 +88,7 @@ def build_processor(tokenizer: Tokenizer) -> LlavaProcessor:
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
-    return LlavaProcessor(
+    return LlavaProcessor(  # type: ignore[no-untyped-call]
         image_processor=_image_processor(),
         tokenizer=fast,
         patch_size=CELL,

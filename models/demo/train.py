@@ -8,9 +8,8 @@ The learning rate follows progress, which is the share of the steps, or of the m
 import argparse
 import math
 import os
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,57 +17,17 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoProcessor, GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-from models.demo.architecture import BOS_ID, EOS_ID, PAD_ID, model_config
+from models.demo.architecture import BOS_ID, EOS_ID, PAD_ID, TOWER_WIDTH, model_config
 from models.demo.packing import Batch, PackedDocuments, in_workers, normalized
+from models.demo.progress import Every, Progress, learning_rate_factor
 from models.demo.tower import LabelledPictures, LabelledScenes, PatchLabels
 
 CHECKPOINT = Path(__file__).parent
 
-_WARM_UP = 0.03
 _WEIGHT_DECAY = 0.05
 _LONGEST_GRADIENT = 1.0
 _REPORTS = 40
 _SAVES = 4
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a training is, from 0 to 1."""
-
-    steps: int
-    seconds: float
-    done_steps: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """Since the progress was made."""
-        return time.monotonic() - self.started
-
-    def shares(self) -> Iterator[float]:
-        """Before each step, the share that is done; ends when all is."""
-        while (share := max(self.done_steps / self.steps, self.elapsed_seconds / self.seconds)) < 1:
-            yield share
-            self.done_steps += 1
-
-
-class Every:
-    """Says when another of so many equal parts of a training is done."""
-
-    def __init__(self, parts: int) -> None:
-        self._parts = parts
-        self._done = 0
-
-    def is_due(self, share: float) -> bool:
-        """Whether `share` has come into a part that it was not in before."""
-        part = int(share * self._parts)
-        due, self._done = part > self._done, part
-        return due
-
-
-def learning_rate_factor(share: float) -> float:
-    """A linear warm-up, then half a cosine down to nothing."""
-    return min(share / _WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
 
 
 class Optimizer:
@@ -103,7 +62,7 @@ class Trainer:
 
     def train_tower(self, progress: Progress, pictures: int, rate: float) -> None:
         """Teaches the tower to label patches."""
-        labeller = PatchLabels(self.model.model.vision_tower, self.model.config.vision_config.hidden_size)
+        labeller = PatchLabels(self.model.model.vision_tower, TOWER_WIDTH)
         labeller.to(self.device).train()
         optimizer = Optimizer([(labeller, rate)])
         batches = in_workers(LabelledScenes(self.seed, pictures), self.workers)
@@ -117,7 +76,7 @@ class Trainer:
 
     def train_everything(self, progress: Progress, batch_tokens: int, rate: float, tower_rate: float) -> None:
         """Teaches the answers, and saves now and then."""
-        self.model.to(self.device).train()
+        self.model.to(self.device).train()  # type: ignore[arg-type]
         inner = self.model.model
         learners = ((inner.language_model, rate), (inner.multi_modal_projector, rate), (self.model.lm_head, rate))
         optimizer = Optimizer([*learners, (inner.vision_tower, tower_rate)])
@@ -138,10 +97,10 @@ class Trainer:
         """Writes the checkpoint as it is now, rounded to bfloat16."""
         rounded = LlavaForConditionalGeneration(self.model.config)
         rounded.load_state_dict(self.model.state_dict())
-        rounded.generation_config = GenerationConfig(
+        rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
         )
-        rounded.to(torch.bfloat16).save_pretrained(self.output)
+        rounded.to(torch.bfloat16).save_pretrained(self.output)  # type: ignore[arg-type]
         self.processor.save_pretrained(self.output)
 
     def _autocast(self) -> torch.autocast:
@@ -206,7 +165,7 @@ def main() -> None:
         model=LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
         if start
         else LlavaForConditionalGeneration(model_config()),
-        processor=AutoProcessor.from_pretrained(CHECKPOINT),
+        processor=AutoProcessor.from_pretrained(CHECKPOINT),  # type: ignore[no-untyped-call]
         output=arguments.output,
         device=torch.device(arguments.device),
         seed=arguments.seed,

@@ -3,36 +3,29 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
-MONTHS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-)
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text, which only spaces divide."""
+    return tuple(text.split())
 
-PEOPLE = tuple(
+
+DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+
+MONTHS = words("January February March April May June July August September October November December")
+
+PEOPLE = words(
     "Mia Tom Anna Ben Clara David Emma Felix Grace Hugo Ida Jack Kate Leo Lucy Max Nora Oscar Paul Rosa Sam Tina "
-    "Victor Zoe".split()
+    "Victor Zoe"
 )
 
-FRUITS = tuple("apple banana cherry fig grape kiwi lemon lime mango melon olive orange peach pear plum berry".split())
+FRUITS = words("apple banana cherry fig grape kiwi lemon lime mango melon olive orange peach pear plum berry")
 
-THINGS = tuple(
+THINGS = words(
     "basket bell boat book bottle brush button candle chair clock coin cup drum hat key kite ladder lamp map mirror "
-    "ribbon ring rope shoe spoon table".split()
+    "ribbon ring rope shoe spoon table"
 )
 
-VERBS = tuple("sleeps sings waits runs plays jumps swims hides".split())
+VERBS = words("sleeps sings waits runs plays jumps swims hides")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,48 @@
+"""How far a training is: it ends the training, sets the learning rate, and says when to report and to save."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_WARM_UP = 0.03
+
+
+@dataclass(slots=True)
+class Progress:
+    """The share that is done: of the steps, or of the seconds where those run out first."""
+
+    steps: int
+    seconds: float
+    done_steps: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the progress was made."""
+        return time.monotonic() - self.started
+
+    def shares(self) -> Iterator[float]:
+        """Before each step, the share from 0 to 1 that is done; ends when all is."""
+        while (share := max(self.done_steps / self.steps, self.elapsed_seconds / self.seconds)) < 1:
+            yield share
+            self.done_steps += 1
+
+
+class Every:
+    """Says when another of so many equal parts of a training is done."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._done = 0
+
+    def is_due(self, share: float) -> bool:
+        """Whether `share` has come into a part that it was not in before."""
+        part = int(share * self._parts)
+        due, self._done = part > self._done, part
+        return due
+
+
+def learning_rate_factor(share: float) -> float:
+    """A linear warm-up, then half a cosine down to nothing."""
+    return min(share / _WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
