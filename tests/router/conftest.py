@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
+from support.tcp_proxy import TcpProxy
+
 from discovery.memory import MemoryRegistry
 from router.cluster import Cluster
 from router.config import ProbeConfig, RouterConfig
@@ -24,7 +26,7 @@ FAST_ROUTER = RouterConfig(listen="127.0.0.1:0", probe=PROBE, drain_seconds=0)
 
 @dataclass
 class Bench:
-    """A running cluster. `stop` ends a worker at once, as if it were killed."""
+    """A running cluster. The router reaches every worker through a proxy, which a test may cut or freeze."""
 
     registry: MemoryRegistry
     stub: inference_service_pb2_grpc.InferenceServiceStub
@@ -32,6 +34,7 @@ class Bench:
     address: str
     cluster: Cluster
     workers: dict[str, Worker] = field(default_factory=dict)
+    proxies: dict[str, TcpProxy] = field(default_factory=dict)
     _stacks: dict[str, AsyncExitStack] = field(default_factory=dict)
 
     async def generate(self, **fields: object) -> "Stream":
@@ -43,9 +46,15 @@ class Bench:
         return (await self.generate(**fields)).text
 
     async def start(self, config: WorkerConfig) -> Worker:
+        """A worker whose record in the router's registry has the address of its proxy."""
         stack = AsyncExitStack()
-        worker = await stack.enter_async_context(host_worker(config, self.registry))
+        own = MemoryRegistry("test")
+        worker = await stack.enter_async_context(host_worker(config, own))
+        proxy = await stack.enter_async_context(TcpProxy(worker.address))
+        record = replace(own.workers()[0], address=proxy.address)
+        await stack.enter_async_context(self.registry.register(record))
         self.workers[worker.worker_id], self._stacks[worker.worker_id] = worker, stack
+        self.proxies[worker.worker_id] = proxy
         return worker
 
     async def stop(self, worker_id: str) -> None:
@@ -85,6 +94,10 @@ class Stream:
     @property
     def finished(self) -> generate_pb2.Finished:
         return self.messages[-1].finished
+
+    @property
+    def placed(self) -> tuple[str, str]:
+        return self.finished.prefill_worker_id, self.finished.decode_worker_id
 
     @property
     def text(self) -> str:
@@ -133,7 +146,7 @@ async def bench(*configs: WorkerConfig, router: RouterConfig = FAST_ROUTER) -> A
 async def eventually(holds: Callable[[], bool]) -> None:
     """Waits until the condition holds."""
     async with timeout(PATIENCE_SECONDS):
-        while not holds():
+        while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -1,0 +1,100 @@
+"""Chat templates, rendered as transformers renders them."""
+
+import datetime
+
+import pytest
+from small_tokenizers import byte_level, byte_level_rust
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from router.template import ChatTemplate, Turn
+from router.tokenizer import Tokenizer
+from rpc.errors import InvalidRequest
+
+TURNS = [
+    Turn("system", "Be <b>brief</b> & kind."),
+    Turn("user", 'Say "hé" 你'),
+    Turn("assistant", "hé"),
+    Turn("user", "?"),
+]
+
+CHATML = """{% for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+LLAMA = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'user' %}
+[INST] {{ message['content'] | trim }} [/INST]
+{% elif message['role'] == 'assistant' %}
+{% generation %}
+{{ message['content'] }}{{ eos_token }}
+{% endgeneration %}
+{% endif %}
+{% endfor %}"""
+
+FEATURES = """{% set ns = namespace(count=0) %}
+{% for message in messages %}
+  {% if message.role == 'system' %}{% continue %}{% endif %}
+  {% set ns.count = ns.count + 1 %}
+  {{ ns.count }} {{ message | tojson }} {{ message.content | length }}
+{% endfor %}
+{{ {'b': 1, 'a': '<é>'} | tojson(indent=2) }}
+{% if tools %}tools{% endif %}{{ strftime_now('%Y') }}"""
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, FEATURES], ids=["chatml", "llama", "features"])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["plain", "variables"])
+def test_the_text_equals_that_of_transformers(template: str, variables: dict[str, object]) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    messages = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+    expected, _ = render_jinja_template(
+        conversations=[messages], chat_template=template, add_generation_prompt=True, **special, **variables
+    )
+    assert ChatTemplate(template, special).render(TURNS, variables) == expected[0]
+
+
+def test_a_template_that_refuses_a_conversation_is_the_requests_fault() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        template.render(TURNS, {})
+    assert caught.value.violations[0].field == "chat.messages"
+
+
+def test_a_template_cannot_reach_into_the_process() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(InvalidRequest, match="unsafe"):
+        template.render(TURNS, {})
+
+
+def test_the_current_date_is_available() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render([], {}) == str(datetime.datetime.now().year)
+
+
+def test_a_rendered_conversation_gets_no_special_tokens_a_prompt_does() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    rust = byte_level_rust()
+    rust.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(rust.to_str().encode(), "{}", "x")
+    assert tokenizer.encode("fox") == [0, *tokenizer.encode_chat("fox")]
+
+
+def test_the_template_inside_the_configuration_is_used_where_there_is_no_other() -> None:
+    named = '[{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes {{ bos_token }}"}]'
+    config = f'{{"bos_token": {{"content": "<s>"}}, "chat_template": {named}}}'
+    assert byte_level(config).render([], {}) == "yes <s>"
+    assert byte_level(config, template="card").render([], {}) == "card"
+
+
+def test_saved_truncation_does_not_cut_prompts() -> None:
+    rust = byte_level_rust()
+    rust.enable_truncation(4)
+    assert len(Tokenizer(rust.to_str().encode(), "{}", "").encode("x" * 50)) > 4
