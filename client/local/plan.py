@@ -67,7 +67,7 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     registry = _etcd(folder)
     shared = [
         f"namespace={NAMESPACE}",
-        f"registry.etcd.endpoints=[{registry.address}]",
+        f"registry.endpoints=[{registry.address}]",
         f"drain_seconds={DRAIN_SECONDS}",
     ]
     workers: list[tuple[Role, int]] = [("prefill", i) for i in range(options.prefill)]

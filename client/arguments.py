@@ -1,0 +1,109 @@
+"""The command line of `baton`: its commands and their options. Imports nothing heavy, so that help is quick."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+UINT32 = 2**32 - 1
+UINT64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: its name, what help says of it, and who adds its options."""
+
+    name: str
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; ends the process with exit code 2, saying why, if it is wrong."""
+    parser = argparse.ArgumentParser(prog="baton", description="Serves language models, prefill and decode apart.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_options(commands.add_parser(command.name, help=command.help, description=f"{command.help}."))
+    return parser.parse_args(words)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--model", default="", help="needed only where several models are served")
+    parser.add_argument("--chat", action="store_true", help="PROMPT is a user's message, for the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
+    parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
+    _sampling(parser)
+    parser.add_argument("--json", action="store_true", help="print each event of the stream as one line of JSON")
+    parser.add_argument("--timing", action="store_true", help="show at the end where the time went, stage by stage")
+    parser.add_argument("--timeout", type=_positive, metavar="SECONDS", help="give up after this long")
+    _address(parser)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=_integer(UINT32), metavar="N", help="generate so many tokens at most")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token each time")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that reach this")
+    parser.add_argument("--seed", type=_integer(UINT64), metavar="N", help="the same seed gives the same answer")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
+
+
+def _up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill", type=_integer(64), default=1, metavar="N", help="prefill workers (default 1)")
+    parser.add_argument("--decode", type=_integer(64), default=1, metavar="N", help="decode workers (default 1)")
+    parser.add_argument("--engine", choices=["pytorch", "simulated"], default="pytorch", help="default pytorch")
+    parser.add_argument("--model", default="", metavar="FOLDER", help="a checkpoint in Hugging Face format")
+
+
+def _logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as router or prefill-0; all if none is named")
+    parser.add_argument(
+        "--lines", type=_integer(UINT32), default=20, metavar="N", help="of each, the last N (default 20)"
+    )
+    parser.add_argument("--follow", action="store_true", help="go on with what is written from now on")
+
+
+def _address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="the router; by default $BATON_ADDRESS, the cluster of `baton up`, or 127.0.0.1:7070",
+    )
+
+
+def _nothing(_: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _integer(largest: int) -> Callable[[str], int]:
+    def parse_integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not 0 <= value <= largest:
+            raise argparse.ArgumentTypeError(f"{value} is not between 0 and {largest}")
+        return value
+
+    return parse_integer
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+COMMANDS = (
+    Command("generate", "Send a prompt, and stream the answer", _generate),
+    Command("models", "List the models that are served", _address),
+    Command("workers", "List the workers as the router sees them", _address),
+    Command("doctor", "Say what is wrong with this installation or cluster", _address),
+    Command("up", "Start a cluster on this machine, in the background", _up),
+    Command("down", "End the cluster of `baton up`", _nothing),
+    Command("status", "Show the processes of `baton up`", _nothing),
+    Command("logs", "Show what the processes of `baton up` wrote", _logs),
+)

@@ -1,0 +1,33 @@
+"""`baton status`: the processes of `baton up`."""
+
+import argparse
+import time
+
+from client.local.state import ProcessState, StateFolder
+from client.terminal import output, table
+
+
+async def run(_: argparse.Namespace) -> int:
+    """Prints a table of processes. Exit code 1 if none run, or if one of them is not running."""
+    state = StateFolder().read()
+    if state is None:
+        print("nothing is running: `baton up` (make up) starts a cluster")
+        return 1
+    columns = ["process", "pid", "state", "uptime", "restarts", "address"]
+    numbers = ["pid", "uptime", "restarts"]
+    output().print(table(columns, [_row(each) for each in state.processes], numbers=numbers))
+    return 0 if all(each.pid for each in state.processes) else 1
+
+
+def _row(process: ProcessState) -> list[str]:
+    pid = str(process.pid) if process.pid else "-"
+    uptime = _duration(time.time() - process.started_at) if process.pid else "-"
+    return [process.name, pid, process.condition, uptime, str(process.restarts), process.address]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,114 @@
+"""`baton up`: starts a cluster on this machine, and returns once it has answered a request."""
+
+import argparse
+import asyncio
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+from client.api import Client
+from client.local.lifecycle import start, stop
+from client.local.logs import last_lines
+from client.local.plan import ClusterOptions
+from client.local.readiness import StartFailed, answers, steps
+from client.local.state import ClusterState, StateFolder
+from client.terminal import errors, output
+from rpc.aio import timeout
+from rpc.errors import InvalidRequest
+
+READY_SECONDS = 300.0
+LINES_OF_FAILURE = 25
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Starts what is not there. A cluster with other options is left as it is: `baton down` ends it first."""
+    options = _options(arguments)
+    folder = StateFolder()
+    state = folder.read()
+    if state is None:
+        return await _start(folder, options)
+    if state.options != options:
+        print(f"already running with other options ({_words(state.options)}): run `baton down` (make down) first")
+        return 1
+    return await _check(folder, state)
+
+
+def _options(arguments: argparse.Namespace) -> ClusterOptions:
+    if arguments.decode < 1:
+        raise InvalidRequest.of("--decode", "must be at least 1: a cluster without a decode worker answers nothing")
+    return ClusterOptions(
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        engine=arguments.engine,
+        model=str(Path(arguments.model).resolve()) if arguments.model else "",
+    )
+
+
+async def _check(folder: StateFolder, state: ClusterState) -> int:
+    """Says whether the cluster that runs here answers; one that is still starting is waited for."""
+    print(f"already running ({_words(state.options)})")
+    async with timeout(READY_SECONDS), Client(state.address) as client:
+        if all(each.pid for each in state.processes) and await answers(client, state):
+            print("and healthy: a request was answered just now")
+            return _explain(state)
+    return await _wait(folder, time.monotonic())
+
+
+async def _start(folder: StateFolder, options: ClusterOptions) -> int:
+    """Starts the cluster; whatever interrupts that ends it again."""
+    print(f"starting etcd, a router and {_words(options)}")
+    started = time.monotonic()
+    complete = False
+    try:
+        await start(folder, options)
+        code = await _wait(folder, started)
+        complete = code == 0
+        return code
+    finally:
+        if not complete:
+            await _undo(folder)
+
+
+async def _undo(folder: StateFolder) -> None:
+    # In a task of its own: a second Ctrl-C interrupts this command, and must not leave half a cluster.
+    errors().print("ending what was started")
+    stopping = asyncio.ensure_future(stop(folder))
+    while not stopping.done():
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            continue
+
+
+async def _wait(folder: StateFolder, started: float) -> int:
+    """Shows each step until the cluster answers; says what ended instead, if it does not."""
+    try:
+        async with timeout(READY_SECONDS):
+            await _show_steps(folder, started)
+    except StartFailed as failure:
+        errors().print(f"error: {failure.message}; the end of its log, {folder.log(failure.process)}:")
+        errors().print("\n".join(f"  {line}" for line in last_lines(folder.log(failure.process), LINES_OF_FAILURE)))
+        return 1
+    except asyncio.TimeoutError:
+        errors().print(f"error: no answer within {READY_SECONDS:g} s; see {folder.logs}")
+        return 1
+    state = folder.read()
+    return 1 if state is None else _explain(state)
+
+
+async def _show_steps(folder: StateFolder, started: float) -> None:
+    console = output()
+    with console.status("loading the model"):
+        async with aclosing(steps(folder, started)) as all_steps:
+            async for step in all_steps:
+                console.print(f"  {step.seconds:5.1f} s  {step.text}")
+
+
+def _explain(state: ClusterState) -> int:
+    print(f'\nThe router listens at {state.address}. Try:\n\n  .venv/bin/baton generate "Sort: pear apple mango"\n')
+    return 0
+
+
+def _words(options: ClusterOptions) -> str:
+    model = f", model {Path(options.model).name}" if options.model else ""
+    return f"{options.prefill} prefill, {options.decode} decode, engine {options.engine}{model}"
