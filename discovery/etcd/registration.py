@@ -110,7 +110,11 @@ class EtcdRegistration:
         await self._check_key(lease)
 
     async def _renewed(self) -> Lease | None:
-        if self._lease is None or not self._lease.holds:
+        """The lease, renewed; None if etcd does not know it any more.
+
+        It is asked even when the deadline has passed: an etcd that was restarted keeps leases for longer.
+        """
+        if self._lease is None:
             return None
         try:
             self._lease = await self._client.renew(self._lease)

@@ -32,7 +32,9 @@ class WatchStream:
         await self._write(watch_pb2.WatchRequest(create_request=request))
         created = await self._read()
         _raise_if_canceled(created)
-        if created.header.cluster_id != cluster_id or created.header.revision < revision:
+        if created.header.cluster_id != cluster_id:
+            raise Unavailable("the member belongs to another cluster than the one that was listed")
+        if created.header.revision < revision:
             raise Unavailable(f"the member is at revision {created.header.revision}, behind the listed {revision}")
 
     async def events(self) -> AsyncIterator[Sequence[watch_pb2.Event]]:

@@ -72,19 +72,22 @@ async def test_another_namespace_is_refused_at_once(guarded_etcd: EtcdServer, op
             await anext(registry.watch())
 
 
-async def test_a_token_that_etcd_forgot_is_renewed(guarded_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
+async def test_a_token_that_etcd_forgot_is_renewed(
+    guarded_etcd: EtcdServer, open_etcd: OpenEtcd, namespace: str
+) -> None:
     async with (
         open_etcd(guarded_etcd.endpoint, **LOGIN) as registry,
-        registry.register(worker("w1")) as registration,
+        registry.register(worker("w1")),
         Views(registry) as views,
     ):
         await views.until_ids("w1")
-        guarded_etcd.kill()
-        await eventually(lambda: not registration.registered)
-        guarded_etcd.start()
-        await eventually(lambda: registration.registered, seconds=6)
+        guarded_etcd.control(ROOT, "auth", "disable")
+        guarded_etcd.control("auth", "enable")
         async with registry.register(worker("w2")):
             await views.until_ids("w1", "w2", seconds=6)
+        key = f"/baton/{namespace}/workers/w1"
+        guarded_etcd.control(ROOT, "del", key)
+        await eventually(lambda: key in guarded_etcd.control(ROOT, "get", key), seconds=6)
 
 
 async def test_a_change_of_users_does_not_end_a_registration(guarded_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:

@@ -4,13 +4,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.etcd_server import EtcdServer, start_cluster
 from support.tcp_proxy import TcpProxy
 from support.worker_views import Views, eventually, worker
 
-from discovery.etcd import EtcdRegistry
+from discovery.etcd import EtcdConfig, EtcdRegistry
+from discovery.etcd.client import EtcdClient
+from rpc.errors import Unavailable
 
 OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
 
@@ -123,6 +127,28 @@ def compact(server: EtcdServer) -> None:
     status = server.control("endpoint", "status", "--write-out=fields")
     revision = next(line.split()[-1] for line in status.splitlines() if line.startswith('"Revision"'))
     server.control("compact", "--physical", revision)
+
+
+async def test_a_watch_does_not_begin_on_data_that_are_behind_the_listed(
+    shared_etcd: EtcdServer, namespace: str
+) -> None:
+    first, end = f"/baton/{namespace}/".encode(), f"/baton/{namespace}0".encode()
+    async with EtcdClient(EtcdConfig(endpoints=(shared_etcd.endpoint,))) as client:
+        listing = await client.list_range(first, end)
+        ahead = replace(listing, revision=listing.revision + 1000)
+        with pytest.raises(Unavailable, match=f"revision {listing.revision},"):
+            await client.watch(first, end, ahead).__aenter__()
+
+
+async def test_a_watch_does_not_begin_on_another_cluster_than_was_listed(
+    shared_etcd: EtcdServer, namespace: str
+) -> None:
+    first, end = f"/baton/{namespace}/".encode(), f"/baton/{namespace}0".encode()
+    async with EtcdClient(EtcdConfig(endpoints=(shared_etcd.endpoint,))) as client:
+        listing = await client.list_range(first, end)
+        other = replace(listing, cluster_id=listing.cluster_id + 1)
+        with pytest.raises(Unavailable, match="another cluster"):
+            await client.watch(first, end, other).__aenter__()
 
 
 async def test_a_connection_that_hangs_is_noticed(shared_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:

@@ -17,6 +17,7 @@ class TcpProxy:
         self._server: asyncio.Server | None = None
         self._port = 0
         self._connections: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
 
@@ -32,6 +33,8 @@ class TcpProxy:
     async def __aexit__(self, *_: object) -> None:
         await self.cut()
         self._flowing.set()
+        if self._serving:
+            await asyncio.wait(self._serving)
 
     async def cut(self) -> None:
         """Ends every connection and refuses new ones."""
@@ -45,12 +48,17 @@ class TcpProxy:
         """Passes everything on (again)."""
         self._flowing.set()
         if self._server is None:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
             self._port = self._server.sockets[0].getsockname()[1]
 
     def freeze(self) -> None:
         """Lets connections stand, old and new, and passes nothing on: a peer that hangs."""
         self._flowing.clear()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.ensure_future(self._serve(reader, writer))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
