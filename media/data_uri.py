@@ -29,8 +29,9 @@ def decode(uri: str, field: str, max_bytes: int) -> DataUri:
         raise InvalidRequest.of(field, "is a data: URI without a comma")
     media_type = head[len("data:") :]
     is_base64 = media_type.lower().endswith(";base64")
-    escaped_length = len(payload) - 2 * payload.count("%")
-    if (escaped_length * 3 // 4 if is_base64 else escaped_length) > max_bytes:
+    length = len(payload) - 2 * payload.count("%")
+    # Without its padding, which may be there or not, so that content of exactly the limit passes.
+    if (length * 3 // 4 - 2 if is_base64 else length) > max_bytes:
         raise InvalidRequest.of(field, f"is larger than the limit of {max_bytes} bytes")
     content = _unescape(payload)
     return DataUri(_decode_base64(content, field) if is_base64 else content, media_type.partition(";")[0])
