@@ -8,6 +8,10 @@ from pathlib import Path
 from support.processes import Process, process
 
 
+# Many tests share two cores: a worker that answers its probe late is busy, not lost.
+_PATIENT_ROUTER = ("probe.timeout_seconds=5",)
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """What to start. `engine` are `key=value` overrides below `engine.`, the same for all workers."""
@@ -43,7 +47,7 @@ def cluster(plan: ClusterPlan, folder: Path) -> Iterator[Cluster]:
             role: [_worker(stack, plan, role, i, folder) for i in range(count)]
             for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
         }
-        options = [*_common(plan), *_overrides("", plan.router)]
+        options = [*_common(plan), *_PATIENT_ROUTER, *_overrides("", plan.router)]
         router = stack.enter_context(process("router", "router.yaml", options, folder / "router.log"))
         whole = Cluster(router, started["prefill"], started["decode"])
         for each in [*whole.workers, router]:
