@@ -1,0 +1,83 @@
+"""Prefill workers that die, freeze or restart between a prefill and its decode."""
+
+import time
+from pathlib import Path
+
+import pytest
+from baton.engine.v1 import handoff_pb2
+from google.protobuf.duration_pb2 import Duration
+from support.worker_calls import calls_to, decode_request, until
+from support.workers import LEASE_SECONDS, Running, worker_process
+
+from rpc.errors import HandoffLost
+
+
+async def test_an_owner_that_was_killed_loses_its_handoffs(decode: Running, tmp_path: Path) -> None:
+    with worker_process("prefill", tmp_path) as owner:
+        async with calls_to(owner.address) as calls:
+            handoff = await calls.prefill()
+            owner.kill()
+            with pytest.raises(HandoffLost):
+                await decode.calls.decode(decode_request(handoff))
+
+
+async def test_an_owner_whose_pool_was_mapped_before_it_was_killed_loses_them_too(
+    decode: Running, tmp_path: Path
+) -> None:
+    with worker_process("prefill", tmp_path) as owner:
+        async with calls_to(owner.address) as calls:
+            mapped = await decode.calls.decode(decode_request(await calls.prefill()))
+            assert mapped.transport == "shm"
+            handoff = await calls.prefill("other", b"other" * 10)
+            owner.kill()
+            with pytest.raises(HandoffLost):
+                await decode.calls.decode(decode_request(handoff, "other", b"other" * 10))
+
+
+async def test_an_owner_that_freezes_is_given_up_within_its_lease(decode: Running, tmp_path: Path) -> None:
+    with worker_process("prefill", tmp_path) as owner:
+        async with calls_to(owner.address) as calls:
+            handoff = await calls.prefill()
+            owner.pause()
+            started = time.monotonic()
+            with pytest.raises(HandoffLost):
+                await decode.calls.decode(decode_request(handoff))
+            assert time.monotonic() - started < LEASE_SECONDS + 1
+            await until(lambda: decode.blocks_used == 0, 1)
+
+
+async def test_an_owner_that_froze_for_longer_than_a_lease_denies_it(tmp_path: Path) -> None:
+    with worker_process("prefill", tmp_path) as owner:
+        async with calls_to(owner.address) as calls:
+            handoff = await calls.prefill()
+            owner.pause()
+            time.sleep(LEASE_SECONDS + 0.2)
+            owner.resume()
+            assert not (await calls.release(handoff)).still_valid
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_processes_hand_over_by_every_transport(decode: Running, tmp_path: Path, transport: str) -> None:
+    with worker_process("prefill", tmp_path, f"transports=[{transport}]") as owner:
+        async with calls_to(owner.address) as calls:
+            decoded = await decode.calls.decode(decode_request(await calls.prefill()))
+            whole = await decode.calls.decode(decode_request(None, "whole"))
+    assert decoded.transport == transport
+    assert decoded.token_ids == whole.token_ids[1:]
+
+
+async def test_an_address_where_nobody_listens_loses_the_handoff(decode: Running) -> None:
+    handoff = handoff_pb2.KvHandoff(
+        handoff_id="x" * 32,
+        worker_id="gone",
+        epoch=1,
+        lease=Duration(seconds=1),
+        layout_digest=decode.worker.engine.facts.layout.digest,
+        num_tokens=5,
+        num_bytes=1024,
+        block_ids=[1],
+        first_token=handoff_pb2.FirstToken(token_id=7),
+        address="127.0.0.1:1",
+    )
+    with pytest.raises(HandoffLost):
+        await decode.calls.decode(decode_request(handoff, text=b"hello"))
