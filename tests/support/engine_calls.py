@@ -63,13 +63,15 @@ async def pull(source: Engine, held: HeldKv, target: Engine, reservation: Reserv
 
 async def disaggregated(
     prefill: Engine, decode: Engine, prompt: Prompt, sampling: Sampling, more: Sequence[int] = ()
-) -> Generated:
-    """Prefills on one engine, moves the blocks, and decodes on the other; `more` are ids sent after the first one."""
+) -> tuple[int, ...]:
+    """The ids after the first: prefilled on one engine, decoded on the other; `more` are ids sent in the meantime."""
     held = await prefill.prefill(prompt, sampling)
+    if held.finish_reason is not None:
+        return ()
     following = Prompt(prompt.token_ids, (*prompt.emitted, held.first_token, *more), prompt.cache_salt)
     reservation = await decode.reserve(following, held.num_tokens)
     await pull(prefill, held, decode, reservation)
-    return await collect(decode.decode(PulledKv(following, reservation), sampling))
+    return (await collect(decode.decode(PulledKv(following, reservation), sampling))).ids
 
 
 async def until(condition: Callable[[], bool]) -> None:
