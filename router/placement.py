@@ -41,7 +41,7 @@ class Placer:
     def __init__(self, cluster: Cluster, config: RoutingConfig) -> None:
         self._cluster = cluster
         self._config = config
-        self._turns = itertools.count()
+        self._turns = {"prefill": itertools.count(), "decode": itertools.count()}
 
     def place(self, demand: Demand) -> Placement:
         """The first choice for a request. Raises NoWorker saying why each worker was left out.
@@ -84,39 +84,36 @@ class Placer:
     def _place_apart(self, need: policy.Need, demand: Demand) -> Placement:
         """The best decode worker that has a prefill worker beside it."""
         workers = self._cluster.workers
-        able = policy.filter(workers, need).able
-        pairs = [(workers[index], self._find_prefill(workers[index], demand, frozenset())) for index in able]
+        able = [workers[index] for index in policy.filter(workers, need).able]
+        pairs = [(decode, self._find_prefill(decode, demand, frozenset())) for decode in able]
         paired = [(decode, prefill) for decode, prefill in pairs if prefill]
         if not paired:
-            prefill_need = replace(need, role="prefill")
-            raise NoWorker(
-                f"no decode worker of {demand.model} with a prefill worker of an equal KV layout beside it; "
-                f"decode: {self._reasons(need)}; prefill: {self._reasons(prefill_need)}"
-            )
-        decode, prefill = paired[policy.pick([decode for decode, _ in paired], self._wish(demand))]
+            lacking = _prefill_need(able[0], demand, frozenset()) if able else need
+            raise NoWorker(f"no {lacking.role} worker of {need.model} is ready: {self._reasons(lacking)}")
+        decode, prefill = paired[policy.pick([decode for decode, _ in paired], self._wish("decode", demand))]
         return Placement(decode, prefill)
 
     def _find_prefill(self, decode: Worker, demand: Demand, tried: frozenset[str]) -> Worker | None:
         workers = self._cluster.workers
         able = policy.filter(workers, _prefill_need(decode, demand, tried)).able
-        return self._best([workers[index] for index in able], demand) if able else None
+        return self._best("prefill", [workers[index] for index in able], demand) if able else None
 
     def _choose(self, need: policy.Need, demand: Demand) -> Worker:
         workers = self._cluster.workers
         able = policy.filter(workers, need).able
         if not able:
             raise NoWorker(f"no {need.role} worker of {need.model} is ready: {self._reasons(need)}")
-        return self._best([workers[index] for index in able], demand)
+        return self._best(need.role, [workers[index] for index in able], demand)
 
-    def _best(self, workers: Sequence[Worker], demand: Demand) -> Worker:
-        return workers[policy.pick(workers, self._wish(demand))]
+    def _best(self, role: str, workers: Sequence[Worker], demand: Demand) -> Worker:
+        return workers[policy.pick(workers, self._wish(role, demand))]
 
-    def _wish(self, demand: Demand) -> policy.Wish:
+    def _wish(self, role: str, demand: Demand) -> policy.Wish:
         return policy.Wish(
             prompt_tokens=demand.prompt_tokens,
             session_key=demand.routing.session_key,
             slack=self._config.session_slack,
-            turn=next(self._turns),
+            turn=next(self._turns[role]),
         )
 
     def _reasons(self, need: policy.Need) -> str:

@@ -178,7 +178,7 @@ async def test_the_ledger_has_each_stage_with_the_worker_that_ran_it(pair: Bench
     assert {(stage, "") for stage in ("ADMISSION", "TOKENIZE", "ROUTE", "DETOKENIZE", "UNATTRIBUTED")} <= seen
     assert {("PREFILL_QUEUE", "p1"), ("PREFILL_COMPUTE", "p1")} <= seen
     assert {(stage, "d1") for stage in ("HANDOFF_WAIT", "HANDOFF_TRANSFER", "DECODE_QUEUE", "DECODE")} <= seen
-    assert ledger[-1].stage == timing_pb2.STAGE_UNATTRIBUTED
+    assert finished.ledger[-1].stage == timing_pb2.STAGE_UNATTRIBUTED
 
 
 async def test_tokens_that_wait_go_out_together(pair: Bench) -> None:

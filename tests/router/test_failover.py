@@ -1,0 +1,201 @@
+"""Workers that are lost, hang, or do not fit: where requests go instead, and what clients notice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from conftest import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventually, simulated
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router.config import LimitsConfig, RetryConfig
+from rpc.channels import open_channel
+
+SEEDED = {"temperature": 1.0, "seed": 3}
+STEP = 0.01
+LONG = {"prompt": "hello", "sampling": SEEDED, "stopping": {"max_tokens": 60}}
+
+
+@asynccontextmanager
+async def running_stream(running: Bench, until_tokens: int, **fields: Any) -> AsyncIterator["asyncio.Task[Stream]"]:
+    """A request that has `until_tokens` tokens already when the context opens."""
+    reached = asyncio.Event()
+
+    async def read() -> Stream:
+        stream = Stream([])
+        async for message in running.stub.Generate(generate_pb2.GenerateRequest(**fields), timeout=20):
+            stream.messages.append(message)
+            if len(stream.token_ids) >= until_tokens:
+                reached.set()
+        return stream
+
+    task = asyncio.create_task(read())
+    await asyncio.wait([task, asyncio.create_task(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+    yield task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def undisturbed() -> Stream:
+    async with bench(PREFILL, DECODE) as running:
+        return await running.generate(**LONG)
+
+
+async def test_a_lost_prefill_is_run_again_elsewhere() -> None:
+    slow = [simulated(name, "prefill", prefill_base_seconds=0.3) for name in ("p1", "p2")]
+    async with bench(*slow, DECODE) as running:
+        async with running_stream(running, 0, **LONG) as task:
+            await eventually(lambda: any(worker.engine.load().running for worker in running.workers.values()))
+            lost = next(name for name, worker in running.workers.items() if worker.engine.load().running)
+            await running.proxies[lost].cut()
+            stream = await task
+        assert stream.finished.prefill_worker_id == {"p1": "p2", "p2": "p1"}[lost]
+        assert stream.finished.migrations == 1
+        assert stream.token_ids == (await undisturbed()).token_ids
+
+
+async def test_a_lost_decode_goes_on_elsewhere_with_the_same_ids() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=STEP) for name in ("d1", "d2")]
+    async with bench(PREFILL, *slow) as running:
+        async with running_stream(running, 10, **LONG) as task:
+            lost = next(name for name in ("d1", "d2") if running.workers[name].engine.load().running)
+            await running.proxies[lost].cut()
+            stream = await task
+        assert stream.finished.decode_worker_id == {"d1": "d2", "d2": "d1"}[lost]
+        assert stream.finished.migrations == 1
+        expected = await undisturbed()
+        assert stream.token_ids == expected.token_ids
+        assert stream.text == expected.text
+        await eventually(lambda: running.used_blocks() == 0)
+
+
+async def test_a_decode_worker_that_drains_hands_its_streams_on() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=STEP) for name in ("d1", "d2")]
+    async with bench(PREFILL, *slow) as running:
+        async with running_stream(running, 10, **LONG) as task:
+            await running.stop(next(name for name in ("d1", "d2") if running.workers[name].engine.load().running))
+            stream = await task
+        assert stream.token_ids == (await undisturbed()).token_ids
+
+
+async def test_a_stop_string_over_a_migration_is_found() -> None:
+    text = (await undisturbed()).text
+    stop = text[9:14]
+    slow = [simulated(name, "decode", decode_step_seconds=STEP) for name in ("d1", "d2")]
+    async with bench(PREFILL, *slow) as running:
+        stopping = {"max_tokens": 60, "stop": [stop]}
+        async with running_stream(running, 11, prompt="hello", sampling=SEEDED, stopping=stopping) as task:
+            await running.proxies[next(n for n in ("d1", "d2") if running.workers[n].engine.load().running)].cut()
+            stream = await task
+        assert stream.text == text[: text.index(stop)]
+        assert stream.finished.stop_string == stop
+
+
+async def test_without_another_decode_worker_the_error_is_the_lost_workers() -> None:
+    async with bench(PREFILL, simulated("d1", "decode", decode_step_seconds=STEP)) as running:
+        async with running_stream(running, 5, **LONG) as task:
+            await running.proxies["d1"].cut()
+            with pytest.raises(aio.AioRpcError) as caught:
+                await task
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await eventually(lambda: running.used_blocks() == 0)
+
+
+async def test_without_another_prefill_worker_the_decode_worker_runs_it_all() -> None:
+    async with bench(simulated("p1", "prefill", prefill_base_seconds=0.5), DECODE) as running:
+        async with running_stream(running, 0, **LONG) as task:
+            await eventually(lambda: running.workers["p1"].engine.load().running > 0)
+            await running.proxies["p1"].cut()
+            stream = await task
+        assert stream.placed == ("", "d1")
+        assert stream.finished.topology == generate_pb2.TOPOLOGY_AGGREGATED
+        assert stream.token_ids == (await undisturbed()).token_ids
+
+
+async def test_attempts_are_bounded() -> None:
+    once = FAST_ROUTER.model_copy(update={"retry": RetryConfig(max_attempts=1)})
+    slow = [simulated(name, "prefill", prefill_base_seconds=0.5) for name in ("p1", "p2")]
+    async with bench(*slow, DECODE, router=once) as running:
+        async with running_stream(running, 0, **LONG) as task:
+            await eventually(lambda: any(worker.engine.load().running for worker in running.workers.values()))
+            await running.proxies[next(n for n, w in running.workers.items() if w.engine.load().running)].cut()
+            with pytest.raises(aio.AioRpcError) as caught:
+                await task
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_request_that_wants_disaggregation_is_refused_where_there_is_none(pair: Bench) -> None:
+    await pair.stop("p1")
+    await pair.ready(1)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await pair.generate(prompt="x", routing={"topology": "TOPOLOGY_DISAGGREGATED"})
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "d1: has no prefill role" in str(caught.value.details())
+
+
+async def test_workers_whose_layouts_differ_are_never_paired() -> None:
+    async with bench(simulated("p1", "prefill", block_tokens=32), DECODE) as running:
+        for _ in range(4):
+            stream = await running.generate(prompt="hello", stopping={"max_tokens": 4})
+            assert stream.placed == ("", "d1")
+        with pytest.raises(aio.AioRpcError, match="its KV layout") as caught:
+            await running.generate(prompt="x", routing={"topology": "TOPOLOGY_DISAGGREGATED"})
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_without_a_ready_worker_the_reasons_are_told(pair: Bench) -> None:
+    pair.proxies["d1"].freeze()
+    await eventually(lambda: any(worker.problem for worker in pair.cluster.workers))
+    with pytest.raises(aio.AioRpcError) as caught:
+        await pair.generate(prompt="x")
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "d1: its health check failed" in str(caught.value.details())
+    assert "p1: has no decode role" in str(caught.value.details())
+
+
+async def test_a_worker_that_hangs_is_left_out_within_the_probe_period_and_comes_back() -> None:
+    async with bench(PREFILL, simulated("d1", "decode"), simulated("d2", "decode")) as running:
+        running.proxies["d1"].freeze()
+        start = asyncio.get_running_loop().time()
+        await eventually(lambda: any(worker.problem for worker in running.cluster.workers))
+        assert asyncio.get_running_loop().time() - start < 2.0
+        for _ in range(4):
+            assert (await running.generate(prompt="x", stopping={"max_tokens": 3})).placed == ("p1", "d2")
+        states = {worker.worker_id: worker.state for worker in await running.list_workers()}
+        assert states["d1"] == cluster_service_pb2.WORKER_STATE_UNHEALTHY
+        await running.proxies["d1"].restore()
+        await running.ready(3)
+
+
+async def test_a_worker_that_comes_later_is_used(pair: Bench) -> None:
+    await pair.start(simulated("d2", "decode"))
+    await pair.ready(3)
+    placed = {(await pair.generate(prompt="x", stopping={"max_tokens": 2})).placed for _ in range(4)}
+    assert placed == {("p1", "d1"), ("p1", "d2")}
+
+
+async def test_the_deadline_stops_a_request_and_names_the_stage() -> None:
+    short = FAST_ROUTER.model_copy(update={"limits": LimitsConfig(request_timeout_seconds=0.3)})
+    async with bench(PREFILL, simulated("d1", "decode", decode_step_seconds=0.05), router=short) as running:
+        call = running.stub.Generate(generate_pb2.GenerateRequest(**LONG))
+        with pytest.raises(aio.AioRpcError) as caught:
+            _ = [message async for message in call]
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.details() == "the deadline passed during decode"
+        await eventually(lambda: running.used_blocks() == 0)
+
+
+async def test_the_router_is_serving_only_while_a_decode_worker_is_ready(pair: Bench) -> None:
+    async with open_channel(pair.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.inference.v1.InferenceService"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await pair.stop("d1")
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await pair.start(DECODE)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
