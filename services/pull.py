@@ -65,7 +65,9 @@ class Puller:
                     undo.callback(self._give_up, handoff, lease)
                     check_handoff(handoff, prompt, self._engine.facts.layout)
                     try:
-                        pulled = await do_while(lease.keep(), self._run(attempt, peer, lease))
+                        await do_while(lease.keep(), self._transfer(attempt, peer))
+                        # Not while renewing: a renewal that the owner sees after the release denies the lease.
+                        pulled = await attempt.confirm(lease)
                     except Overloaded:
                         undo.pop_all()
                         raise
@@ -78,10 +80,10 @@ class Puller:
             finally:
                 await attempt.release()
 
-    async def _run(self, attempt: "_Attempt", peer: Peer, lease: RemoteLease) -> Pulled:
+    async def _transfer(self, attempt: "_Attempt", peer: Peer) -> None:
         pool = await self._open(attempt.handoff, peer)
         check_blocks(attempt.handoff, pool.num_blocks)
-        return await attempt.run(pool, lease)
+        await attempt.transfer(pool)
 
     async def _open(self, handoff: Handoff, peer: Peer) -> Pool:
         try:
@@ -112,19 +114,28 @@ class _Attempt:
         self._call = call
         self._reservation: Reservation | None = None
         self._started = time.monotonic()
+        self._reserved_at = self._started
+        self._num_bytes = 0
+        self._transport = ""
 
-    async def run(self, pool: Pool, lease: RemoteLease) -> Pulled:
+    async def transfer(self, pool: Pool) -> None:
+        """Waits for blocks of this worker's, and fills them. What they hold is worthless until it is confirmed."""
         self._call.stage = timing_pb2.STAGE_HANDOFF_WAIT
         self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
         self._call.tokens = self.handoff.num_tokens
-        reserved_at = time.monotonic()
+        self._reserved_at = time.monotonic()
         self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
-        num_bytes = await self._transfer(pool, self._reservation)
+        self._num_bytes = await self._copy(pool, self._reservation)
+        self._transport = pool.transport if self._num_bytes else ""
+
+    async def confirm(self, lease: RemoteLease) -> Pulled:
+        """Ends the lease, which makes the blocks' content good. Raises HandoffLost or StaleEpoch if it is not."""
+        assert self._reservation is not None
         await lease.confirm()
         self._call.stage = timing_pb2.STAGE_DECODE
-        waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, reserved_at - self._started)
-        seconds = time.monotonic() - reserved_at
-        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, seconds, num_bytes, pool.transport if num_bytes else "")
+        waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, self._reserved_at - self._started)
+        seconds = time.monotonic() - self._reserved_at
+        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, seconds, self._num_bytes, self._transport)
         return Pulled(PulledKv(self._prompt, self._reservation), (waiting, moving))
 
     async def release(self) -> None:
@@ -132,7 +143,7 @@ class _Attempt:
         if self._reservation is not None:
             await finish(self._reservation.release())
 
-    async def _transfer(self, pool: Pool, reservation: Reservation) -> int:
+    async def _copy(self, pool: Pool, reservation: Reservation) -> int:
         cached = reservation.cached_blocks
         missing = self.handoff.block_ids[cached:]
         if not missing:
