@@ -10,6 +10,7 @@ import re
 _MAX_SCANS = 64
 _MAX_PADDING = 64 * 1024
 
+_START = b"\xff\xd8"
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _SCAN, _END = 0xDA, 0xD9
 _STANDALONE = frozenset(range(0xD0, 0xD9))  # restarts and the start of the image: markers without a length
@@ -17,6 +18,8 @@ _STANDALONE = frozenset(range(0xD0, 0xD9))  # restarts and the start of the imag
 
 def is_laborious(content: bytes) -> bool:
     """Whether decoding would take far longer than for any picture of its size. False for what is no JPEG."""
+    if not content.startswith(_START):
+        return False
     scans = padding = position = 0
     while (match := _MARKER.search(content, position)) is not None:
         # Between a scan's marker and the next there are its pixels, and no padding.

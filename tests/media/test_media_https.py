@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from support.certificates import Authority, Pair
@@ -60,7 +61,7 @@ class Site:
                 return await loader.load(MediaItem("media[0]", uri.replace("PORT", str(server.port))))
 
     def _settings(self, server: Web, fetch: Mapping[str, object]) -> FetchConfig:
-        settings = {
+        settings: dict[str, Any] = {
             "allowed_hosts": ("127.0.0.1:PORT",),
             "allowed_private_networks": LOOPBACK,
             "ca_file": str(self._authority.ca),
