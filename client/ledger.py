@@ -39,7 +39,11 @@ def _moved(timing: timing_pb2.StageTiming, seconds: float) -> str:
     if not timing.num_bytes:
         return ""
     rate = f", {timing.num_bytes / seconds / 1e9:.2f} GB/s" if seconds else ""
-    return f"{timing.num_bytes / 2**20:.2f} MiB by {timing.transport}{rate}"
+    return f"{_size(timing.num_bytes)} by {timing.transport}{rate}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def _counts(finished: generate_pb2.Finished) -> str:

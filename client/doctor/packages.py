@@ -1,0 +1,88 @@
+"""Checks of what is installed: Python, versions that clash, other packages that have taken our names."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from client.doctor.finding import Finding, broken, warning, well
+
+DISTRIBUTION = "baton-serving"
+OUR_NAMES = ("router", "services", "discovery", "rpc", "client", "baton")
+OLDEST_PYTHON = (3, 10)
+NEWEST_TESTED_PYTHON = (3, 13)
+REINSTALL = "make install (or: pip install -c constraints.txt -e .[dev])"
+
+
+def check_python() -> Iterator[Finding]:
+    """Whether this Python is one that Baton runs on."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < OLDEST_PYTHON:
+        yield broken(f"Python {version} is too old; 3.10 is the oldest that works", "make PYTHON=python3.12")
+    elif sys.version_info[:2] > NEWEST_TESTED_PYTHON:
+        yield warning(f"Python {version} is newer than any that was tested (3.10 to 3.13)", "make PYTHON=python3.13")
+    else:
+        yield well(f"Python {version}")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Whether everything that installed packages require is there, in a version that they accept."""
+    try:
+        importlib.import_module("packaging")
+    except ImportError:
+        yield broken("the package 'packaging' is missing, so versions cannot be compared", REINSTALL)
+        return
+    clashes = list(_clashes())
+    yield from clashes
+    if not clashes:
+        yield well(f"{len(list(metadata.distributions()))} installed packages agree on their versions")
+
+
+def check_names() -> Iterator[Finding]:
+    """Whether `import router` and its like find ours, and nobody else's."""
+    owners = metadata.packages_distributions()
+    strangers = [(name, owner) for name in OUR_NAMES for owner in owners.get(name, []) if owner != DISTRIBUTION]
+    for name, owner in strangers:
+        yield broken(
+            f"the package {owner} has installed a module named '{name}', as Baton does", f"pip uninstall {owner}"
+        )
+    shadowed = [(name, place) for name in OUR_NAMES if (place := _elsewhere(name)) is not None]
+    for name, place in shadowed:
+        yield broken(
+            f"'import {name}' finds {place} instead of Baton's", "run from another folder, or unset PYTHONPATH"
+        )
+    if not strangers and not shadowed:
+        yield well(f"the names {', '.join(OUR_NAMES)} are Baton's alone")
+
+
+def _clashes() -> Iterator[Finding]:
+    for distribution in metadata.distributions():
+        for text in distribution.requires or []:
+            yield from _clash(distribution.name, text)
+
+
+def _clash(owner: str, text: str) -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
+    requirement = Requirement(text)
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        yield broken(f"{owner} needs {requirement.name}, which is not installed", REINSTALL)
+        return
+    if not requirement.specifier.contains(version, prereleases=True):
+        wanted = f"{requirement.name}{requirement.specifier}"
+        yield broken(f"{owner} needs {wanted}, and {version} is installed", REINSTALL)
+
+
+def _elsewhere(name: str) -> Path | None:
+    """Where a module of this name comes from, if that is neither beside this package nor under its protos/."""
+    ours = Path(__file__).resolve().parents[2]
+    spec = importlib.util.find_spec(name)
+    places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec is not None else []
+    strange = [place for place in places if place not in (ours / name, ours / "protos" / name)]
+    return strange[0] if strange else None
