@@ -1,0 +1,51 @@
+"""The pictures in examples/, drawn larger than the model sees them; the image processor makes them small.
+
+python -m models.demo.draw_examples
+"""
+
+from pathlib import Path
+from types import MappingProxyType
+
+from PIL import Image
+
+from models.demo.scenes import Figure, Scene, draw
+
+EXAMPLES = Path(__file__).parent / "examples"
+
+_SIDE = 256
+_COLORS_IN_PNG = 64
+
+SCENES = MappingProxyType(
+    {
+        "circle-and-square.png": Scene(
+            (Figure("red", "circle", 22, 24, 8), Figure("blue", "square", 42, 39, 7.5)),
+            background=(250, 248, 240),
+        ),
+        "four-shapes.png": Scene(
+            (
+                Figure("yellow", "star", 9, 41, 8),
+                Figure("green", "triangle", 25, 21, 8),
+                Figure("purple", "circle", 40, 42, 7),
+                Figure("black", "star", 55, 10, 8),
+            ),
+            background=(232, 240, 250),
+        ),
+    }
+)
+"""What each file shows."""
+
+
+def example(name: str) -> Image.Image:
+    """The picture of an example, with few enough colours to be a small file."""
+    return draw(SCENES[name], _SIDE).quantize(_COLORS_IN_PNG)
+
+
+def main() -> None:
+    """Writes the files."""
+    EXAMPLES.mkdir(exist_ok=True)
+    for name in SCENES:
+        example(name).save(EXAMPLES / name, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
