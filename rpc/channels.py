@@ -1,5 +1,7 @@
 """Channels to peers, with the settings that every connection of the system shares."""
 
+from collections.abc import Mapping
+
 from grpc import aio
 
 from rpc.tls import TlsConfig
@@ -28,12 +30,15 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str, tls: TlsConfig | None = None) -> aio.Channel:
+def open_channel(
+    address: str, tls: TlsConfig | None = None, *, replaced_options: Mapping[str, int] | None = None
+) -> aio.Channel:
     """A channel to `host:port`: `async with open_channel(address) as channel: ...`. Connects when first used.
 
     With `tls` the peer must present a certificate of its `ca`; with its `cert` and `key` we present ours. Raises
-    ConfigError if these files cannot be read.
+    ConfigError if these files cannot be read. `replaced_options` are for a peer that is not ours and wants others.
     """
+    options = tuple({**dict(_CHANNEL_OPTIONS), **(replaced_options or {})}.items())
     if tls is None:
-        return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return aio.secure_channel(address, tls.channel_credentials(), options=_CHANNEL_OPTIONS)
+        return aio.insecure_channel(address, options=options)
+    return aio.secure_channel(address, tls.channel_credentials(), options=options)
