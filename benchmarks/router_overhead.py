@@ -3,7 +3,7 @@
     python benchmarks/router_overhead.py [--output FILE] [--streams 64 256] [--requests 2000]
 
 Three processes: simulated workers, the router, and this one, which is the client. The CPU time, user and system, is
-that of the router's process alone, from /proc. "Per token" is all of it divided by the tokens, with what the requests cost.
+that of the router's process alone, from /proc. "Per token" is all of it divided by the tokens, requests included.
 Prompts are texts of 512 tokens that differ, so they are tokenized, prefilled on one worker and decoded on another.
 Added time to first token is that through the router minus that of a plain Prefill call by this client.
 """
@@ -86,7 +86,7 @@ def run_router(pipe: Connection) -> None:
                 await stack.enter_async_context(registry.register(record))
             config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0)
             router = await stack.enter_async_context(host_router(config, registry))
-            while not all(worker.problem == "" for worker in router.cluster.workers) or not router.cluster.workers:
+            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             pipe.send(router.address)
             await until_told(pipe)
@@ -227,11 +227,7 @@ async def measure(client: Client, streams: Sequence[int], requests: int) -> list
 def row(load: Load, direct: list[float] | None, per_request: float) -> str:
     """One line of the table; the added time to first token only where a direct call was timed in the same load."""
     p50, p99 = quantiles(load.first_token_seconds)
-    added = (
-        [f"{(mine - plain) * 1e3:.1f}" for mine, plain in zip((p50, p99), quantiles(direct), strict=True)]
-        if direct
-        else []
-    )
+    plain = quantiles(direct) if direct else None
     own = load.cpu_seconds - per_request * load.requests if per_request else 0.0
     cells = [
         load.name,
