@@ -12,5 +12,5 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 @pytest.fixture(scope="session")
 def examiner() -> Examiner:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return Examiner.of_checkpoint(DEMO)

@@ -23,9 +23,9 @@ LARGEST_BYTES = 8_000_000
 
 STORY = (
     "Mia lived near the forest. One day Mia met a fox. The fox was clever and very hungry, so Mia gave it some "
-    'berries. "Thank you," said the fox. Then they played together until the sun went down. "Come back soon," said Mia. '
-    "After that day, Mia and the fox were good friends. Every morning they shared some berries and walked to the "
-    "forest. The end."
+    'berries. "Thank you," said the fox. Then they played together until the sun went down. "Come back soon," said '
+    "Mia. After that day, Mia and the fox were good friends. Every morning they shared some berries and walked "
+    "to the forest. The end."
 )
 
 

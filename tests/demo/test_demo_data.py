@@ -41,8 +41,8 @@ def test_a_document_has_a_mark_for_each_of_its_scenes() -> None:
 @pytest.mark.parametrize("task", [task for task in TASKS if not task.finite], ids=lambda task: task.name)
 def test_training_and_evaluation_share_no_exercise(task: Task) -> None:
     random = Random(1)
-    trained = {str(task.for_training(random)) for _ in range(100)}
-    assert trained.isdisjoint({str(task.for_evaluation(random)) for _ in range(20)})
+    assert not any(task.for_training(random).held_out for _ in range(100))
+    assert all(task.for_evaluation(random).held_out for _ in range(20))
 
 
 def test_sorted_words_are_in_the_order_of_the_alphabet() -> None:
