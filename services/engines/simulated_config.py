@@ -24,6 +24,7 @@ class SimulatedConfig(BaseModel):
     prefill_tokens_per_second: float = Field(default=0.0, ge=0, description="0 is infinitely fast.")
     decode_step_seconds: float = Field(default=0.0, ge=0, description="One token for every running sequence.")
     end_probability: float = Field(default=0.0, ge=0, lt=1, description="Of the end of sequence, at each token.")
+    fail_after_tokens: int = Field(default=0, ge=0, description="Then the whole engine fails; 0 is never.")
     load_seconds: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ class Claim:
     blocks: list[int] = field(default_factory=list)
     cached_blocks: int = 0
     error: BatonError | None = None
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SimulatedKv:

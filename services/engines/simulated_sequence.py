@@ -42,8 +42,32 @@ class Sequence:
         """Ids generated in the whole request, here and before."""
         return len(self.ids) - len(self.prompt.token_ids)
 
+    @property
+    def decoding(self) -> bool:
+        """Whether a step is one token for one token: the prompt is done, or was pulled."""
+        return self.missing == 1 and not self.held
+
+    def adopt(self, blocks: Items[int], num_tokens: int, cached_blocks: int) -> None:
+        """Begins from KV that others have computed."""
+        self.blocks, self.computed = list(blocks), num_tokens
+        self.cached_tokens = cached_blocks * self._block_tokens
+
+    def start(self) -> None:
+        """Joins the batch. What is cached by then is what the request is told of, also after a preemption."""
+        if self.cached_tokens is None:
+            self.cached_tokens = self.computed
+        self.clock.start()
+        if self.decoding:
+            self.clock.decode()
+
+    def learn(self, index: int, block_hash: bytes) -> None:
+        """Remembers the hash of a block that has become full."""
+        if index == len(self.hashes):
+            self.hashes.append(block_hash)
+
     def grow(self) -> int:
         """Generates the next id."""
+        self.clock.decode()
         token_id = self._stream.next()
         self._stream.extend((token_id,))
         self.ids.append(token_id)

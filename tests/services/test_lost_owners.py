@@ -1,5 +1,6 @@
 """Prefill workers that die, freeze or restart between a prefill and its decode."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -51,7 +52,7 @@ async def test_an_owner_that_froze_for_longer_than_a_lease_denies_it(tmp_path: P
         async with calls_to(owner.address) as calls:
             handoff = await calls.prefill()
             owner.pause()
-            time.sleep(LEASE_SECONDS + 0.2)
+            await asyncio.sleep(LEASE_SECONDS + 0.2)
             owner.resume()
             assert not (await calls.release(handoff)).still_valid
 

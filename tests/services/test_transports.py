@@ -1,0 +1,246 @@
+"""Both transports: right bytes, wrong requests, and nothing written after the end of a pull."""
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+from baton.engine.v1 import handoff_pb2
+from support.worker_calls import decode_request
+from support.workers import Running, Starter
+
+from rpc.aio import timeout
+from services.engines.shared_pool import SharedPool
+from services.transports.factory import offer_pool, open_transports
+from services.transports.frames import COUNT, MAGIC
+from services.transports.transport import PoolReader, Transfer, TransferFailed, Transport, TransportUnavailable
+
+BLOCKS = 256
+BLOCK_BYTES = 16 * 1024
+NAMES = ("shm", "tcp")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A pool full of noise, an empty one, and a transport between them."""
+
+    theirs: SharedPool
+    ours: SharedPool
+    endpoint: handoff_pb2.TransportEndpoint
+    transport: Transport
+    reader: PoolReader
+
+    async def pull(self, source: list[int], destination: list[int], seconds: float = 20) -> None:
+        await self.reader.pull(Transfer(source, self.ours, destination, time.monotonic() + seconds))
+
+    def wrong(self, source: list[int], destination: list[int]) -> list[int]:
+        pairs = zip(source, destination, strict=True)
+        return [ours for theirs, ours in pairs if self.ours.block(ours) != self.theirs.block(theirs)]
+
+
+@pytest.fixture
+def pools() -> Iterator[tuple[SharedPool, SharedPool]]:
+    with SharedPool(BLOCKS, BLOCK_BYTES) as theirs, SharedPool(BLOCKS, BLOCK_BYTES) as ours:
+        theirs.block(0).obj[:] = random.Random(3).randbytes(BLOCKS * BLOCK_BYTES)
+        yield theirs, ours
+
+
+@pytest.fixture(params=NAMES)
+async def wire(request: pytest.FixtureRequest, pools: tuple[SharedPool, SharedPool]) -> AsyncIterator[Wire]:
+    theirs, ours = pools
+    async with offer_pool(theirs, (request.param,), "127.0.0.1", "127.0.0.1") as [endpoint]:
+        with open_transports((request.param,)) as [transport]:
+            reader = await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
+            yield Wire(theirs, ours, endpoint, transport, reader)
+            reader.close()
+
+
+@pytest.mark.parametrize("count", [1, 7, 200, BLOCKS])
+async def test_permuted_blocks_arrive_byte_for_byte(wire: Wire, count: int) -> None:
+    source, destination = random.sample(range(BLOCKS), count), random.sample(range(BLOCKS), count)
+    await wire.pull(source, destination)
+    assert wire.wrong(source, destination) == []
+
+
+async def test_contiguous_blocks_arrive_byte_for_byte(wire: Wire) -> None:
+    source, destination = list(range(20, 220)), list(range(3, 203))
+    await wire.pull(source, destination)
+    assert wire.wrong(source, destination) == []
+
+
+async def test_nothing_else_is_written(wire: Wire) -> None:
+    await wire.pull([9, 3, 4], [100, 7, 8])
+    empty = bytes(BLOCK_BYTES)
+    assert [block for block in range(BLOCKS) if wire.ours.block(block) != empty] == [7, 8, 100]
+
+
+async def test_many_pulls_at_once_do_not_disturb_one_another(wire: Wire) -> None:
+    ids = random.sample(range(BLOCKS), BLOCKS)
+    parts = [ids[start : start + 16] for start in range(0, BLOCKS, 16)]
+    await asyncio.gather(*(wire.pull(part, sorted(part)) for part in parts))
+    for part in parts:
+        assert wire.wrong(part, sorted(part)) == []
+
+
+async def test_a_pull_that_is_too_late_fails(wire: Wire) -> None:
+    with pytest.raises(TransferFailed):
+        await wire.pull([1], [2], seconds=-1)
+
+
+async def test_a_pull_after_one_that_was_cancelled_is_right(wire: Wire) -> None:
+    ids = list(range(BLOCKS))
+    for pauses in range(8):
+        task = asyncio.create_task(wire.pull(ids, ids))
+        await asyncio.sleep(pauses * 0.0003)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await wire.pull(ids[:20], ids[-20:])
+        assert wire.wrong(ids[:20], ids[-20:]) == []
+
+
+async def test_nothing_is_written_after_a_cancelled_pull_has_ended(wire: Wire) -> None:
+    ids = list(range(BLOCKS))
+    for pauses in range(8):
+        task = asyncio.create_task(wire.pull(ids, ids))
+        await asyncio.sleep(pauses * 0.0002)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        wire.ours.block(0).obj[:] = bytes(BLOCKS * BLOCK_BYTES)
+        await asyncio.sleep(0.01)
+        assert not any(wire.ours.block(0).obj[:])
+
+
+@pytest.fixture
+async def tcp(pools: tuple[SharedPool, SharedPool]) -> AsyncIterator[Wire]:
+    theirs, ours = pools
+    async with offer_pool(theirs, ("tcp",), "127.0.0.1", "127.0.0.1") as [endpoint]:
+        with open_transports(("tcp",)) as [transport]:
+            reader = await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
+            yield Wire(theirs, ours, endpoint, transport, reader)
+            reader.close()
+
+
+def _answer_to(endpoint: handoff_pb2.TransportEndpoint, *said: bytes) -> bytes:
+    """What the owner says to somebody who speaks for himself; nothing if it hangs up."""
+    with socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=10) as connection:
+        for part in said:
+            connection.sendall(part)
+        try:
+            return connection.recv(64)
+        except ConnectionResetError:
+            return b""
+
+
+ONE_BLOCK = COUNT.pack(1) + (5).to_bytes(4, "little")
+
+
+async def test_whoever_has_the_token_is_answered(tcp: Wire) -> None:
+    answer = await asyncio.to_thread(_answer_to, tcp.endpoint, MAGIC + tcp.endpoint.tcp.token, ONE_BLOCK)
+    assert COUNT.unpack(answer[: COUNT.size]) == (BLOCK_BYTES,)
+
+
+@pytest.mark.parametrize("hello", [MAGIC + bytes(32), b"GET / HTTP/1.1\r\n" + bytes(24)])
+async def test_whoever_has_no_token_is_cut_off(tcp: Wire, hello: bytes) -> None:
+    assert await asyncio.to_thread(_answer_to, tcp.endpoint, hello, ONE_BLOCK) == b""
+
+
+@pytest.mark.parametrize(
+    "question",
+    [COUNT.pack(1) + BLOCKS.to_bytes(4, "little"), COUNT.pack(2**63), COUNT.pack(0), COUNT.pack(BLOCKS + 1)],
+)
+async def test_the_owner_cuts_off_whoever_asks_for_what_is_not_there(tcp: Wire, question: bytes) -> None:
+    said = (MAGIC + tcp.endpoint.tcp.token, question)
+    assert await asyncio.to_thread(_answer_to, tcp.endpoint, *said) == b""
+
+
+async def test_a_connection_is_used_again(tcp: Wire) -> None:
+    before = len(tcp.reader._idle)  # type: ignore[attr-defined]
+    for _ in range(3):
+        await tcp.pull([1, 2], [3, 4])
+    assert len(tcp.reader._idle) == before == 1  # type: ignore[attr-defined]
+
+
+async def test_an_owner_that_goes_away_in_the_middle_fails_the_pull(pools: tuple[SharedPool, SharedPool]) -> None:
+    _, ours = pools
+
+    async def promise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(MAGIC) + COUNT.size + 4)
+        writer.write(COUNT.pack(BLOCK_BYTES) + b"too little")
+        writer.close()
+
+    server = await asyncio.start_server(promise, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    endpoint = handoff_pb2.TransportEndpoint(tcp=handoff_pb2.TcpEndpoint(host="127.0.0.1", port=port))
+    async with server, timeout(10):
+        with open_transports(("tcp",)) as [transport]:
+            reader = await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
+            with pytest.raises(TransferFailed):
+                await reader.pull(Transfer([1], ours, [2], time.monotonic() + 5))
+
+
+async def test_a_silent_owner_fails_the_pull_at_its_deadline(pools: tuple[SharedPool, SharedPool]) -> None:
+    _, ours = pools
+    with socket.create_server(("127.0.0.1", 0)) as silent, open_transports(("tcp",)) as [transport]:
+        tcp = handoff_pb2.TcpEndpoint(host="127.0.0.1", port=silent.getsockname()[1])
+        reader = await transport.open(handoff_pb2.TransportEndpoint(tcp=tcp), BLOCKS, BLOCK_BYTES)
+        started = time.monotonic()
+        with pytest.raises(TransferFailed):
+            await reader.pull(Transfer([1], ours, [2], time.monotonic() + 0.3))
+        assert time.monotonic() - started < 2
+
+
+async def test_cancelling_a_pull_from_a_silent_owner_ends_it_at_once(pools: tuple[SharedPool, SharedPool]) -> None:
+    _, ours = pools
+    with socket.create_server(("127.0.0.1", 0)) as silent, open_transports(("tcp",)) as [transport]:
+        tcp = handoff_pb2.TcpEndpoint(host="127.0.0.1", port=silent.getsockname()[1])
+        reader = await transport.open(handoff_pb2.TransportEndpoint(tcp=tcp), BLOCKS, BLOCK_BYTES)
+        task = asyncio.create_task(reader.pull(Transfer([1], ours, [2], time.monotonic() + 60)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        async with timeout(1):
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("host_id", "another host"),
+        ("host_id", ""),
+        ("path", "/proc/1/fd/999999"),
+        ("path", "/etc/hostname"),
+        ("size", BLOCK_BYTES),
+    ],
+)
+async def test_a_pool_that_cannot_be_mapped_is_unavailable(
+    pools: tuple[SharedPool, SharedPool], field: str, value: object
+) -> None:
+    async with offer_pool(pools[0], ("shm",), "127.0.0.1", "127.0.0.1") as [endpoint]:
+        setattr(endpoint.shm, field, value)
+        with open_transports(("shm",)) as [transport], pytest.raises(TransportUnavailable):
+            await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
+
+
+async def test_a_mapped_pool_stays_readable_when_its_owner_has_closed_it() -> None:
+    with SharedPool(4, BLOCK_BYTES) as ours, ExitStack() as owner:
+        theirs = owner.enter_context(SharedPool(4, BLOCK_BYTES))
+        theirs.block(2)[:] = b"x" * BLOCK_BYTES
+        async with offer_pool(theirs, ("shm",), "127.0.0.1", "127.0.0.1") as [endpoint]:
+            with open_transports(("shm",)) as [transport]:
+                reader = await transport.open(endpoint, 4, BLOCK_BYTES)
+                owner.close()
+                await reader.pull(Transfer([2], ours, [1], time.monotonic() + 5))
+                assert bytes(ours.block(1)) == b"x" * BLOCK_BYTES
+
+
+async def test_a_worker_reads_by_the_owners_first_choice_that_it_supports(start: Starter) -> None:
+    async with start("prefill", transports=("tcp", "shm")) as prefill, start("decode") as decode:
+        assert (await decode.calls.decode(decode_request(await prefill.calls.prefill()))).transport == "tcp"
+
+
+async def test_a_worker_falls_back_to_what_it_supports(prefill: Running, start: Starter) -> None:
+    async with start("decode", transports=("tcp",)) as decode:
+        assert (await decode.calls.decode(decode_request(await prefill.calls.prefill()))).transport == "tcp"
