@@ -8,6 +8,9 @@ from grpc import aio
 from rpc.channels import open_channel
 from rpc.tls import TlsConfig
 
+# etcd ends a connection that is pinged while no call runs on it.
+_REPLACED_OPTIONS = {"grpc.keepalive_permit_without_calls": 0}
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -38,7 +41,8 @@ class Endpoints:
         """The member to talk to now."""
         address = self._addresses[self._position]
         if address not in self._opened:
-            self._opened[address] = Endpoint(address, open_channel(address, self._tls))
+            channel = open_channel(address, self._tls, replaced_options=_REPLACED_OPTIONS)
+            self._opened[address] = Endpoint(address, channel)
         return self._opened[address]
 
     def leave(self, endpoint: Endpoint) -> None:

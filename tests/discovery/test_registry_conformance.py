@@ -125,6 +125,11 @@ async def test_an_update_has_returned_when_others_can_see_it(registry: Registry)
         assert await _first_view(registry) == (replace(worker("w1"), draining=True),)
 
 
+async def test_an_update_that_changes_nothing_returns_as_soon(registry: Registry) -> None:
+    async with registry.register(worker("w1")) as registration, timeout(2):
+        await registration.update(worker("w1"))
+
+
 async def test_an_update_to_another_worker_id_is_refused(registry: Registry) -> None:
     async with registry.register(worker("w1")) as registration:
         with pytest.raises(ValueError, match="w2"):
