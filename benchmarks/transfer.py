@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
-
 from baton.engine.v1 import handoff_pb2
+
 from services.engines.shared_pool import SharedPool
 from services.transports.factory import offer_pool, open_transports
 from services.transports.transport import PoolReader, Transfer

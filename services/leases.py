@@ -157,6 +157,7 @@ class LeaseTable:
             if not self._leases:
                 self._granted.clear()
                 await self._granted.wait()
+                continue  # What was granted may be released again by now.
             first = next(iter(self._leases.values()))
             if first.remaining_seconds:
                 await asyncio.sleep(first.remaining_seconds)

@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
-from baton.engine.v1 import handoff_pb2
-from support.worker_calls import decode_request
+from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
+from support.worker_calls import WorkerCalls, decode_request
 from support.workers import Running, Starter
 
 from rpc.aio import timeout
+from rpc.health import Health
+from rpc.serve import Service, serve
 from services.engines.shared_pool import SharedPool
 from services.transports.factory import offer_pool, open_transports
 from services.transports.frames import COUNT, MAGIC
@@ -244,3 +246,31 @@ async def test_a_worker_reads_by_the_owners_first_choice_that_it_supports(start:
 async def test_a_worker_falls_back_to_what_it_supports(prefill: Running, start: Starter) -> None:
     async with start("decode", transports=("tcp",)) as decode:
         assert (await decode.calls.decode(decode_request(await prefill.calls.prefill()))).transport == "tcp"
+
+
+class Elsewhere(handoff_pb2_grpc.HandoffServiceServicer):
+    """Passes calls on to an owner, whose memory it says to be another host's."""
+
+    def __init__(self, owner: WorkerCalls) -> None:
+        self._owner = owner
+
+    async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: object) -> handoff_pb2.GetPoolResponse:
+        offer: handoff_pb2.GetPoolResponse = await self._owner.handoffs.GetPool(request)
+        offer.endpoints[0].shm.host_id = "elsewhere"
+        return offer
+
+    async def Release(self, request: handoff_pb2.ReleaseRequest, context: object) -> handoff_pb2.ReleaseResponse:
+        answer: handoff_pb2.ReleaseResponse = await self._owner.handoffs.Release(request)
+        return answer
+
+
+async def test_memory_of_another_host_is_read_by_tcp(prefill: Running, decode: Running) -> None:
+    service = Service(
+        "baton.engine.v1.HandoffService",
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server,
+        Elsewhere(prefill.calls),
+    )
+    async with serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0) as elsewhere:
+        handoff = await prefill.calls.prefill()
+        handoff.address = elsewhere.address
+        assert (await decode.calls.decode(decode_request(handoff))).transport == "tcp"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from support.etcd_server import free_port
 from support.processes import ROOT
-from support.worker_calls import calls_to, decode_request
+from support.worker_calls import WorkerCalls, calls_to, decode_request
 from support.workers import LEASE_SECONDS, worker_process
 
-from rpc.errors import Unavailable
+from rpc.errors import EngineFailed, Unavailable
 
 
 def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -82,9 +82,22 @@ async def test_a_worker_that_drains_takes_no_more_requests(tmp_path: Path) -> No
             await call.read()
             os.kill(worker.popen.pid, signal.SIGTERM)
             with pytest.raises(Unavailable):
-                while True:
-                    await calls.decode(decode_request(request_id="late", max_tokens=1))
+                await _call_until_refused(calls)
             call.cancel()
+
+
+async def _call_until_refused(calls: WorkerCalls) -> None:
+    while True:
+        await calls.decode(decode_request(request_id="late", max_tokens=1))
+
+
+async def test_an_engine_that_fails_ends_its_worker_with_exit_code_1(tmp_path: Path) -> None:
+    engine = "engine={kind: simulated, fail_after_tokens: 30}"
+    with worker_process("decode", tmp_path, engine) as worker:
+        async with calls_to(worker.address) as calls:
+            with pytest.raises(EngineFailed, match="as configured"):
+                await calls.decode(decode_request(max_tokens=100))
+        assert await asyncio.to_thread(worker.popen.wait, 10) == 1
 
 
 async def test_metrics_tell_of_blocks_and_handoffs(tmp_path: Path) -> None:

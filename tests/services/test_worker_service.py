@@ -7,15 +7,18 @@ import pytest
 from baton.engine.v1 import prompt_pb2, worker_pb2
 from baton.inference.v1 import cluster_service_pb2, sampling_pb2, timing_pb2
 from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.worker_calls import PATIENCE_SECONDS, TEXT, decode_request, until
 from support.workers import LEASE_SECONDS, Running, Starter
 
 from rpc.aio import timeout
 from rpc.calls import stream, unary
+from rpc.channels import open_channel
 from rpc.errors import (
     BatonError,
     Cancelled,
     Draining,
+    EngineFailed,
     InvalidRequest,
     ModelNotFound,
     RequestExists,
@@ -274,3 +277,23 @@ async def _drain(running: Running, grace: Duration | None = None) -> list[worker
     call = running.calls.worker.Drain(worker_pb2.DrainRequest(grace=grace), timeout=PATIENCE_SECONDS)
     async with aclosing(stream(call)) as answers:
         return [answer async for answer in answers]
+
+
+async def test_an_engine_that_fails_is_not_serving_and_not_registered(start: Starter) -> None:
+    async with start("decode", fail_after_tokens=5) as decode, open_channel(decode.calls.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(EngineFailed):
+            await decode.calls.decode(decode_request())
+        with pytest.raises(EngineFailed):
+            await decode.worker.supervise()
+        assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert start.registry.workers() == ()
+
+
+async def test_every_role_of_a_ready_worker_is_serving(decode: Running) -> None:
+    async with open_channel(decode.calls.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "baton.engine.v1.DecodeService", "baton.engine.v1.WorkerService"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
