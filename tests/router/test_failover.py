@@ -199,3 +199,17 @@ async def test_the_router_is_serving_only_while_a_decode_worker_is_ready(pair: B
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await pair.start(DECODE)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_client_that_never_reads_is_given_up_at_its_deadline() -> None:
+    limits = LimitsConfig(request_timeout_seconds=1.0, max_waiting_tokens=64)
+    short = FAST_ROUTER.model_copy(update={"limits": limits})
+    async with bench(PREFILL, DECODE, router=short) as running:
+        request = {"prompt": "hello", "stopping": {"max_tokens": 8000}, "response": {"logprobs": 20}}
+        call = running.stub.Generate(generate_pb2.GenerateRequest(**request))
+        await eventually(lambda: running.used_blocks() > 0)
+        await eventually(lambda: running.used_blocks() == 0)
+        with pytest.raises(aio.AioRpcError) as caught:
+            _ = [message async for message in call]
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await running.text_of(prompt="x", stopping={"max_tokens": 3})

@@ -1,0 +1,93 @@
+"""Filter, score, pick."""
+
+from dataclasses import dataclass
+
+from discovery.record import WorkerRecord
+from router import policy
+from router.policy import LeftOut, Need, Wish
+from router.retry import RetryBudget
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A worker as the policy sees it."""
+
+    record: WorkerRecord
+    problem: str = ""
+    requests: int = 0
+    waiting_tokens: int = 0
+
+
+def worker(worker_id: str, requests: int = 0, waiting_tokens: int = 0, problem: str = "", **record: object) -> Seen:
+    defaults = {"roles": ("decode",), "model": "m", "layout_digest": "a" * 64, "max_context_tokens": 100}
+    fields = {"epoch": 1, "address": "x:1", "engine": "simulated", **defaults, **record}
+    return Seen(WorkerRecord(worker_id=worker_id, **fields), problem, requests, waiting_tokens)  # type: ignore[arg-type]
+
+
+NEED = Need("decode", "m", context_tokens=50)
+
+
+def test_each_worker_left_out_has_its_reason() -> None:
+    workers = [
+        worker("able"),
+        worker("other-model", model="n"),
+        worker("other-role", roles=("prefill",)),
+        worker("leaving", draining=True),
+        worker("sick", problem="its health check failed"),
+        worker("tried"),
+        worker("other-layout", layout_digest="b" * 64),
+        worker("small", max_context_tokens=49),
+    ]
+    need = Need("decode", "m", 50, layout_digest="a" * 64, tried=frozenset({"tried"}))
+    filtered = policy.filter(workers, need)
+    assert filtered.able == (0,)
+    assert filtered.left_out == (
+        LeftOut("other-model", "serves n"),
+        LeftOut("other-role", "has no decode role"),
+        LeftOut("leaving", "is draining"),
+        LeftOut("sick", "its health check failed"),
+        LeftOut("tried", "has failed this request"),
+        LeftOut("other-layout", "its KV layout bbbbbbbbbbbb differs from aaaaaaaaaaaa"),
+        LeftOut("small", "its context ends at 49 tokens"),
+    )
+
+
+def test_the_least_busy_is_picked() -> None:
+    assert policy.pick([worker("a", 3), worker("b", 1), worker("c", 2)], Wish(10)) == 1
+
+
+def test_waiting_prompt_tokens_count_as_requests_of_this_length() -> None:
+    long_prompt, short_prompt = Wish(1000), Wish(10)
+    workers = [worker("a", requests=2), worker("b", waiting_tokens=1000)]
+    assert policy.pick(workers, long_prompt) == 1
+    assert policy.pick(workers, short_prompt) == 0
+
+
+def test_equals_take_turns() -> None:
+    workers = [worker("a"), worker("b"), worker("c", 5)]
+    assert [policy.pick(workers, Wish(1, turn=turn)) for turn in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_session_has_a_worker_of_its_own_that_survives_changes_of_the_others() -> None:
+    workers = [worker(name) for name in "abcdef"]
+    homes = {key: workers[policy.pick(workers, Wish(1, key))].record.worker_id for key in map(str, range(40))}
+    assert len(set(homes.values())) > 3
+    fewer = workers[:-1]
+    for key, home in homes.items():
+        if home != "f":
+            assert fewer[policy.pick(fewer, Wish(1, key))].record.worker_id == home
+
+
+def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
+    workers = [worker(name) for name in "ab"]
+    own = policy.pick(workers, Wish(1, "key", slack=5))
+    busy = [worker(name, requests=6 if index == own else 0) for index, name in enumerate("ab")]
+    assert policy.pick(busy, Wish(1, "key", slack=5)) == 1 - own
+
+
+def test_a_retry_budget_ends_and_is_earned_by_requests() -> None:
+    budget = RetryBudget(ratio=0.5, floor=2)
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    for _ in range(2):
+        budget.earn()
+    assert [budget.take() for _ in range(2)] == [True, False]
