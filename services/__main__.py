@@ -28,7 +28,7 @@ def main() -> None:
     if arguments.print_config:
         print("\n".join(loaded.describe()))
         return
-    config = loaded.value
+    config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
     run(partial(_work, config))
 

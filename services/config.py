@@ -1,5 +1,7 @@
 """What can be set of a worker."""
 
+import secrets
+import socket
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -43,6 +45,17 @@ class WorkerConfig(Section):
     metrics_listen: str = ""
     drain_seconds: float = Field(default=30.0, ge=0)
     log: LogConfig = LogConfig()
+
+    @property
+    def advertised_host(self) -> str:
+        """The name by which others know this host: of a worker that listens everywhere, the host's own."""
+        host = (self.advertise or self.listen).rpartition(":")[0].strip("[]")
+        return socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+
+    def named(self) -> "WorkerConfig":
+        """The same, with a worker id."""
+        generated = f"{'-'.join(self.roles)}-{secrets.token_hex(4)}"
+        return self.model_copy(update={"worker_id": self.worker_id or generated})
 
     @field_validator("roles", mode="before")
     @classmethod

@@ -1,7 +1,5 @@
 """A whole worker, put together: engine, leases, transports, servicers, server, and its record in the registry."""
 
-import secrets
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -72,12 +70,13 @@ async def host_worker(config: WorkerConfig, registry: Registry | None = None) ->
     Leaving drains it: it is deregistered, refuses what is new, and gives what runs `drain_seconds`, and what is held
     one lease. Raises ConfigError, Unavailable without a registry, and EngineFailed if the model cannot be loaded.
     """
+    config = config.named()
     async with AsyncExitStack() as stack:
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         engine = await stack.enter_async_context(open_engine(config.engine))
         metrics.MODEL_LOAD_SECONDS.set(engine.facts.load_seconds)
-        identity = Identity(config.worker_id or _new_worker_id(config), config.roles, engine.facts.name)
+        identity = Identity(config.worker_id, config.roles, engine.facts.name)
         yield await stack.enter_async_context(_serve(config, registry, engine, identity))
 
 
@@ -93,7 +92,7 @@ async def _serve(config: WorkerConfig, registry: Registry, engine: Engine, ident
             open_services(config, Parts(identity, engine, leases, calls, drainer))
         )
         server = await stack.enter_async_context(serve(config.listen, services, health=health, drain_seconds=0))
-        identity.address = config.advertise or _reachable(server.address)
+        identity.address = config.advertise or _address(config.advertised_host, server.port)
         health.set("", True)
         try:
             await announcement.announce(_record(worker))
@@ -129,11 +128,5 @@ def _record(worker: Worker) -> WorkerRecord:
     )
 
 
-def _new_worker_id(config: WorkerConfig) -> str:
-    return f"{'-'.join(config.roles)}-{secrets.token_hex(4)}"
-
-
-def _reachable(address: str) -> str:
-    """The address as others can use it: of a server that listens everywhere, this host's name."""
-    host, _, port = address.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

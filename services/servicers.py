@@ -57,11 +57,9 @@ class Parts:
 async def open_services(config: WorkerConfig, parts: Parts) -> AsyncIterator[list[Service]]:
     """The services, with what they need to read other pools and to have their own read."""
     listen_host = config.listen.rpartition(":")[0].strip("[]")
-    # The name under which the pool is offered must be one that other hosts know, if there is one.
-    advertised_host = config.advertise.rpartition(":")[0].strip("[]") or listen_host
     async with AsyncExitStack() as stack:
         endpoints = await stack.enter_async_context(
-            offer_pool(parts.engine.memory, config.transports, listen_host, advertised_host)
+            offer_pool(parts.engine.memory, config.transports, listen_host, config.advertised_host)
         )
         transports = stack.enter_context(open_transports(config.transports))
         peers = await stack.enter_async_context(Peers())
