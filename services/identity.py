@@ -1,6 +1,6 @@
 """Who a worker is: what others call it, and which life of its process this is."""
 
-import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,8 @@ class Identity:
     worker_id: str
     roles: tuple[Role, ...]
     model: str
-    epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
+    # Later processes have higher epochs, so that a registry can tell which of two records is the new one.
+    epoch: int = field(default_factory=time.time_ns)
     address: str = ""
 
     def require_role(self, role: Role) -> None:
