@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -10,9 +11,9 @@ from client.api import Client
 from client.local.lifecycle import start, stop
 from client.local.logs import last_lines
 from client.local.plan import ClusterOptions
-from client.local.readiness import StartFailed, answers, steps
+from client.local.readiness import Readiness, StartFailed, answers
 from client.local.state import ClusterState, StateFolder
-from client.terminal import errors, output
+from client.terminal import output
 from rpc.aio import timeout
 from rpc.errors import InvalidRequest
 
@@ -51,17 +52,18 @@ async def _check(folder: StateFolder, state: ClusterState) -> int:
         if all(each.pid for each in state.processes) and await answers(client, state):
             print("and healthy: a request was answered just now")
             return _explain(state)
-    return await _wait(folder, time.monotonic())
+    restarts = {each.name: each.restarts for each in state.processes}
+    return await _wait(folder, Readiness(folder, time.monotonic(), restarts))
 
 
 async def _start(folder: StateFolder, options: ClusterOptions) -> int:
     """Starts the cluster; whatever interrupts that ends it again."""
     print(f"starting etcd, a router and {_words(options)}")
-    started = time.monotonic()
+    readiness = Readiness(folder, time.monotonic())
     complete = False
     try:
         await start(folder, options)
-        code = await _wait(folder, started)
+        code = await _wait(folder, readiness)
         complete = code == 0
         return code
     finally:
@@ -71,7 +73,7 @@ async def _start(folder: StateFolder, options: ClusterOptions) -> int:
 
 async def _undo(folder: StateFolder) -> None:
     # In a task of its own: a second Ctrl-C interrupts this command, and must not leave half a cluster.
-    errors().print("ending what was started")
+    _say("ending what was started")
     stopping = asyncio.ensure_future(stop(folder))
     while not stopping.done():
         try:
@@ -80,27 +82,27 @@ async def _undo(folder: StateFolder) -> None:
             continue
 
 
-async def _wait(folder: StateFolder, started: float) -> int:
+async def _wait(folder: StateFolder, readiness: Readiness) -> int:
     """Shows each step until the cluster answers; says what ended instead, if it does not."""
     try:
         async with timeout(READY_SECONDS):
-            await _show_steps(folder, started)
+            await _show_steps(readiness)
     except StartFailed as failure:
-        errors().print(f"error: {failure.message}; the end of its log, {folder.log(failure.process)}:")
-        errors().print("\n".join(f"  {line}" for line in last_lines(folder.log(failure.process), LINES_OF_FAILURE)))
+        _say(f"error: {failure.message}; the end of its log, {folder.log(failure.process)}:")
+        _say("\n".join(f"  {line}" for line in last_lines(folder.log(failure.process), LINES_OF_FAILURE)))
         return 1
     except asyncio.TimeoutError:
-        errors().print(f"error: no answer within {READY_SECONDS:g} s; see {folder.logs}")
+        _say(f"error: no answer within {READY_SECONDS:g} s; see {folder.logs}")
         return 1
     state = folder.read()
     return 1 if state is None else _explain(state)
 
 
-async def _show_steps(folder: StateFolder, started: float) -> None:
+async def _show_steps(readiness: Readiness) -> None:
     console = output()
     with console.status("loading the model"):
-        async with aclosing(steps(folder, started)) as all_steps:
-            async for step in all_steps:
+        async with aclosing(readiness.steps()) as steps:
+            async for step in steps:
                 console.print(f"  {step.seconds:5.1f} s  {step.text}")
 
 
@@ -112,3 +114,7 @@ def _explain(state: ClusterState) -> int:
 def _words(options: ClusterOptions) -> str:
     model = f", model {Path(options.model).name}" if options.model else ""
     return f"{options.prefill} prefill, {options.decode} decode, engine {options.engine}{model}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

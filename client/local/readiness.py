@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -35,25 +35,82 @@ class StartFailed(BatonError):
         self.process = process
 
 
-async def steps(folder: StateFolder, started: float) -> AsyncGenerator[Step, None]:
-    """Yields each step towards a cluster that answers, and ends when it does. `started` is of the monotonic clock.
+class Readiness:
+    """The wait for a cluster. `since` is when it began, of the monotonic clock; whatever ends after that fails it.
 
-    Raises StartFailed as soon as a process has ended.
+    `restarts` are those that happened before, by the name of the process.
     """
-    async for state in _states(folder):
-        if all(each.pid for each in state.processes):
-            break
-    yield Step(f"{len(state.processes)} processes are running", time.monotonic() - started)
-    await _until_listening(folder, state.address)
-    yield Step("the router listens", time.monotonic() - started)
-    async with Client(state.address) as client:
-        async with aclosing(_ready_workers(folder, client, state)) as workers:
-            async for worker in workers:
-                yield Step(f"{worker} is ready", time.monotonic() - started)
-        async for _ in _states(folder):
-            if await answers(client, state):
-                break
-    yield Step("a first request was answered", time.monotonic() - started)
+
+    def __init__(self, folder: StateFolder, since: float, restarts: Mapping[str, int] | None = None) -> None:
+        self._folder = folder
+        self._since = since
+        self._restarts = restarts or {}
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """Yields each step towards a cluster that answers, and ends when it does.
+
+        Raises StartFailed as soon as a process has ended.
+        """
+        state = await self._until_running()
+        yield self._step(f"{len(state.processes)} processes are running")
+        await self._until_listening(state.address)
+        yield self._step("the router listens")
+        async with Client(state.address) as client:
+            async with aclosing(self._ready_workers(client, state)) as workers:
+                async for worker in workers:
+                    yield self._step(f"{worker} is ready")
+            await self._until_answered(client, state)
+        yield self._step("a first request was answered")
+
+    def _step(self, text: str) -> Step:
+        return Step(text, time.monotonic() - self._since)
+
+    async def _until_running(self) -> ClusterState:
+        async with aclosing(self._states()) as states:
+            async for state in states:
+                if all(each.pid for each in state.processes):
+                    return state
+        raise AssertionError("states end only by raising")
+
+    async def _until_listening(self, address: str) -> None:
+        # gRPC would wait longer after each refusal; a plain connection does not.
+        async with aclosing(self._states()) as states:
+            async for _ in states:
+                if await is_listening(address):
+                    return
+
+    async def _ready_workers(self, client: Client, state: ClusterState) -> AsyncGenerator[str, None]:
+        """The names of workers as the router finds them ready, until it has all."""
+        missing = {each.name for each in state.processes if each.role in ("prefill", "decode")}
+        async with aclosing(self._states()) as states:
+            async for _ in states:
+                for name in sorted(await _ready(client) & missing):
+                    missing.remove(name)
+                    yield name
+                if not missing:
+                    return
+
+    async def _until_answered(self, client: Client, state: ClusterState) -> None:
+        async with aclosing(self._states()) as states:
+            async for _ in states:
+                if await answers(client, state):
+                    return
+
+    async def _states(self) -> AsyncGenerator[ClusterState, None]:
+        """The cluster's state, again and again, without end."""
+        while True:
+            state = self._folder.read()
+            if state is None and not self._folder.has_supervisor:
+                raise StartFailed("the supervisor has ended", "supervisor")
+            if state is not None:
+                for each in state.processes:
+                    self._raise_if_ended(each)
+                yield state
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _raise_if_ended(self, process: ProcessState) -> None:
+        if process.last_exit is not None and process.restarts > self._restarts.get(process.name, 0):
+            raise StartFailed(f"{process.name} has ended, {_how(process.last_exit)}", process.name)
 
 
 async def answers(client: Client, state: ClusterState) -> bool:
@@ -72,30 +129,12 @@ async def answers(client: Client, state: ClusterState) -> bool:
         return False
 
 
-async def _ready_workers(folder: StateFolder, client: Client, state: ClusterState) -> AsyncGenerator[str, None]:
-    """The names of workers as the router finds them ready, until it has all."""
-    missing = {each.name for each in state.processes if each.role in ("prefill", "decode")}
-    async for _ in _states(folder):
-        for name in sorted(await _ready(client) & missing):
-            missing.remove(name)
-            yield name
-        if not missing:
-            return
-
-
 async def _ready(client: Client) -> set[str]:
     try:
         workers = await client.workers()
     except Unavailable:
         return set()
     return {each.worker_id for each in workers if each.state == cluster_service_pb2.WORKER_STATE_READY}
-
-
-async def _until_listening(folder: StateFolder, address: str) -> None:
-    # gRPC would wait longer after each refusal; a plain connection does not.
-    async for _ in _states(folder):
-        if await is_listening(address):
-            return
 
 
 async def is_listening(address: str) -> bool:
@@ -108,24 +147,6 @@ async def is_listening(address: str) -> bool:
         return False
     writer.close()
     return True
-
-
-async def _states(folder: StateFolder) -> AsyncGenerator[ClusterState, None]:
-    """The cluster's state, again and again. Raises StartFailed once the supervisor or a process has ended."""
-    while True:
-        state = folder.read()
-        if state is None and not folder.has_supervisor:
-            raise StartFailed("the supervisor has ended", "supervisor")
-        if state is not None:
-            _raise_if_ended(state.processes)
-            yield state
-        await asyncio.sleep(POLL_SECONDS)
-
-
-def _raise_if_ended(processes: tuple[ProcessState, ...]) -> None:
-    for each in processes:
-        if each.last_exit is not None:
-            raise StartFailed(f"{each.name} has ended, {_how(each.last_exit)}", each.name)
 
 
 def _how(code: int) -> str:

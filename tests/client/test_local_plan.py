@@ -1,0 +1,29 @@
+"""From options to processes."""
+
+from pathlib import Path
+
+import pytest
+
+from client.local.plan import ClusterOptions, plan
+from rpc.errors import ConfigError
+
+
+def test_every_process_has_a_loopback_address_of_its_own(tmp_path: Path) -> None:
+    cluster = plan(ClusterOptions(prefill=2, decode=3, engine="simulated"), tmp_path)
+    addresses = [each.address for each in cluster.processes]
+    assert [each.name for each in cluster.processes] == [
+        *("etcd", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "router")
+    ]
+    assert len(set(addresses)) == 7
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
+def test_workers_share_the_cores(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    cluster = plan(ClusterOptions(prefill=500, decode=500, model=str(tmp_path)), tmp_path)
+    assert "engine.threads=1" in cluster.servers[0].command
+
+
+def test_a_folder_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        plan(ClusterOptions(model=str(tmp_path)), tmp_path)

@@ -1,0 +1,35 @@
+"""What tests of the `baton` command are given: how it ended, and a cluster that it spoke to."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from services.host import Worker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+
+Baton = Callable[..., Awaitable[Outcome]]
+
+
+@dataclass(frozen=True)
+class SmallCluster:
+    """A router and its workers, all in this process."""
+
+    address: str
+    prefill: Worker
+    decode: Worker
+
+    @property
+    def blocks_used(self) -> int:
+        return self.prefill.engine.load().blocks_used + self.decode.engine.load().blocks_used
