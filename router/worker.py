@@ -44,6 +44,7 @@ class Worker:
         self._health = health_pb2_grpc.HealthStub(channel)
         self._changed = changed
         self._watch_problem = self._check_problem = _NOT_CHECKED
+        self._card_problem = _NO_CARD
         self._load_at = time.monotonic()
         self._sent_requests = self._sent_requests_at_load = 0
         self._sent_tokens = self._sent_tokens_at_load = 0
@@ -53,7 +54,7 @@ class Worker:
     @property
     def problem(self) -> str:
         """Why nothing should be sent to it now; empty if it is ready."""
-        return self._watch_problem or self._check_problem or ("" if self.model else _NO_CARD)
+        return self._watch_problem or self._check_problem or self._card_problem
 
     @property
     def requests(self) -> int:
@@ -137,8 +138,10 @@ class Worker:
             try:
                 response = await unary(self.control.GetModel(worker_pb2.GetModelRequest(), timeout=30.0))
                 self.model = await load_card(response.card)
-            except BatonError:
+            except BatonError as error:
+                self._card_problem = f"its model card cannot be read: {error.message}"
                 await asyncio.sleep(backoff.next_seconds())
+        self._card_problem = ""
         self._changed()
 
     async def _check(self, timeout_seconds: float) -> str:
