@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from grpc import aio
 
 from rpc.tls import TlsConfig
+from rpc.tracing.channel import TracedChannel
 
 # Larger than any limit of ours, so that our limits answer first, with an error that names the field.
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
@@ -37,8 +38,9 @@ def open_channel(
 
     With `tls` the peer must present a certificate of its `ca`; with its `cert` and `key` we present ours. Raises
     ConfigError if these files cannot be read. `replaced_options` are for a peer that is not ours and wants others.
+    Calls made within a span carry its context.
     """
     options = tuple({**dict(_CHANNEL_OPTIONS), **(replaced_options or {})}.items())
     if tls is None:
-        return aio.insecure_channel(address, options=options)
-    return aio.secure_channel(address, tls.channel_credentials(), options=options)
+        return TracedChannel(aio.insecure_channel(address, options=options))
+    return TracedChannel(aio.secure_channel(address, tls.channel_credentials(), options=options))

@@ -19,8 +19,10 @@ from rpc.health import Health
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
+from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
 from rpc.tls import TlsConfig
+from rpc.tracing.tracer import NO_TRACER, Tracer
 
 log = structlog.get_logger(__name__)
 
@@ -62,15 +64,17 @@ async def serve(
     health: Health,
     tls: TlsConfig | None = None,
     drain_seconds: float = 30.0,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncGenerator[Server, None]:
     """Serves at `listen`, a `host:port` where port 0 is any free one, until the context is left.
 
     Its owner tells `health` when it is ready. At the end everything is NOT_SERVING, new calls are refused, and running
     ones may go on for `drain_seconds`; then they are cancelled. When the context is left no servicer's code runs any
-    more. Raises ConfigError if it cannot listen there.
+    more. `tracer` records a span for each call of a request. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
-    server = aio.server(interceptors=[WrapMethods([running.counted, log_call, answer_errors])], options=_OPTIONS)
+    wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer)]
+    server = aio.server(interceptors=[WrapMethods(wrappers)], options=_OPTIONS)
     _add(server, services, health)
     port = _bind(server, listen, tls)
     await server.start()

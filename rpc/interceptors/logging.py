@@ -22,7 +22,7 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
 
     async def logged(request: Any, context: Context) -> Any:
         started = time.monotonic()
-        with structlog.contextvars.bound_contextvars(method=method, **_identity(request)):
+        with structlog.contextvars.bound_contextvars(method=method, **identity(request)):
             ended = False
             try:
                 response = await behaviour(request, context)
@@ -55,7 +55,7 @@ def _abandoned_code_name(context: Context) -> str:
     return "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
 
 
-def _identity(request: Any) -> dict[str, str]:
+def identity(request: Any) -> dict[str, str]:
     """The request's id, if it has one; a GenerateUnaryRequest has it one level down."""
     inner = getattr(request, "request", request)
     request_id = getattr(inner, "request_id", "")

@@ -12,6 +12,7 @@ from grpc import aio
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.serve import Server, Service, serve
+from rpc.tracing.tracer import NO_TRACER, Tracer
 
 NAME = "baton.inference.v1.InferenceService"
 
@@ -35,11 +36,13 @@ def service(methods: dict[str, Callable[..., Any]]) -> Service:
 
 
 @asynccontextmanager
-async def scripted(drain_seconds: float = 1.0, **methods: Callable[..., Any]) -> AsyncGenerator[Scripted, None]:
+async def scripted(
+    drain_seconds: float = 1.0, tracer: Tracer = NO_TRACER, **methods: Callable[..., Any]
+) -> AsyncGenerator[Scripted, None]:
     """Serves `methods`, functions of (request, context), until the context is left."""
     health = Health()
     async with (
-        serve("127.0.0.1:0", [service(methods)], health=health, drain_seconds=drain_seconds) as server,
+        serve("127.0.0.1:0", [service(methods)], health=health, drain_seconds=drain_seconds, tracer=tracer) as server,
         open_channel(server.address) as channel,
     ):
         health.set("", True)

@@ -1,0 +1,87 @@
+"""Gives each call of a request a span, below its caller's."""
+
+import asyncio
+from types import TracebackType
+from typing import Any
+
+import structlog
+from grpc import StatusCode, aio
+from opentelemetry.trace import SpanKind
+
+from rpc.causes import causes
+from rpc.errors import BatonError, DeadlineExceeded
+from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
+from rpc.interceptors.logging import identity
+from rpc.status import code_of
+from rpc.tracing.propagation import read_context
+from rpc.tracing.span import Span, entered
+from rpc.tracing.tracer import Tracer
+
+
+def trace_calls(tracer: Tracer) -> Wrapper:
+    """A call continues its caller's trace, and begins one if it belongs to a request, which is known by its id's field.
+
+    Calls that belong to none (health, load, leases) begin none: there are many. The trace's id is on every log line.
+    """
+
+    def wrap(method: str, behaviour: Behaviour) -> Behaviour:
+        name = method.removeprefix("/")
+
+        async def traced(request: Any, context: Context) -> Any:
+            parent = read_context(context.invocation_metadata())
+            if parent is None and not (tracer.is_on and _belongs_to_a_request(request)):
+                return await behaviour(request, context)
+            span = tracer.begin(name, parent, SpanKind.SERVER)
+            structlog.contextvars.bind_contextvars(trace_id=span.trace_id)
+            if not span.is_recording:
+                with entered(span):
+                    return await behaviour(request, context)
+            span.set({"rpc.system.name": "grpc", "rpc.method": name, **_request_id(request)})
+            with _Served(span, context):
+                return await behaviour(request, context)
+
+        return traced
+
+    return wrap
+
+
+class _Served:
+    """Ends a call's span with the status that the call ends with."""
+
+    def __init__(self, span: Span, context: Context) -> None:
+        self._span = span
+        self._context = context
+        self._entered = entered(span)
+
+    def __enter__(self) -> None:
+        self._entered.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(None, None, None)
+        if isinstance(error, asyncio.CancelledError) and self._context.time_remaining() == 0:
+            error = DeadlineExceeded("the caller's time was over")
+        self._span.set({"rpc.response.status_code": self._code(error)})
+        if error is not None:
+            self._span.fail(error)
+        self._span.end()
+
+    def _code(self, error: BaseException | None) -> str:
+        if error is None:
+            return StatusCode.OK.name
+        first = causes(error)[0]
+        if isinstance(first, aio.AbortError):
+            code: Any = self._context.code()
+            return str(getattr(code, "name", code))
+        if isinstance(first, asyncio.CancelledError):
+            return StatusCode.CANCELLED.name
+        return code_of(type(first)).name if isinstance(first, BatonError) else StatusCode.INTERNAL.name
+
+
+def _belongs_to_a_request(request: Any) -> bool:
+    return hasattr(getattr(request, "request", request), "request_id")
+
+
+def _request_id(request: Any) -> dict[str, str]:
+    return {f"baton.{key}": value for key, value in identity(request).items()}

@@ -1,0 +1,70 @@
+"""Sending spans away: OpenTelemetry's OTLP exporter, with one log line when it fails and one when it works again."""
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import structlog
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from rpc.tracing.config import TracingConfig
+
+log = structlog.get_logger(__name__)
+
+# They report every attempt, every retry, every dropped span; an exporter that is away is one line, not thousands.
+_NOISY = ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal")
+
+
+class QuietExporter(SpanExporter):
+    """An exporter that says when its receiver goes away and comes back. Called by one thread at a time."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._lost = 0
+        self._lock = threading.Lock()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Sends spans; those that cannot be sent are lost, and counted."""
+        result = self._exporter.export(spans)
+        with self._lock:
+            if result is SpanExportResult.SUCCESS:
+                self._note_success()
+            else:
+                self._note_failure(len(spans))
+        return result
+
+    def shutdown(self, timeout_millis: float = 3_000) -> None:
+        """Gives up what is still being sent."""
+        if isinstance(self._exporter, OTLPSpanExporter):
+            self._exporter.shutdown(timeout_millis=timeout_millis)
+        else:
+            self._exporter.shutdown()
+
+    def _note_success(self) -> None:
+        if self._lost:
+            log.info("spans are exported again", endpoint=self._endpoint, lost=self._lost)
+        self._lost = 0
+
+    def _note_failure(self, count: int) -> None:
+        if not self._lost:
+            log.warning("spans cannot be exported", endpoint=self._endpoint)
+        self._lost += count
+
+
+def open_exporter(config: TracingConfig) -> QuietExporter:
+    """An exporter to `config.endpoint`. Connects when first used. Raises ConfigError if TLS files cannot be read."""
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    headers = [(key.lower(), value.get_secret_value()) for key, value in config.headers.items()]
+    exporter = OTLPSpanExporter(
+        # With a scheme, so that neither the library nor an environment variable guesses one.
+        endpoint=f"{'https' if config.tls else 'http'}://{config.endpoint}",
+        insecure=config.tls is None,
+        credentials=config.tls.channel_credentials() if config.tls else None,
+        headers=headers,
+        timeout=config.export_timeout_seconds,
+    )
+    return QuietExporter(exporter, config.endpoint)

@@ -1,0 +1,66 @@
+"""W3C trace context (https://www.w3.org/TR/trace-context/) in the metadata of calls."""
+
+from collections.abc import Iterable
+
+from opentelemetry.trace import SpanContext, TraceFlags, TraceState, format_span_id, format_trace_id
+
+TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+
+Metadata = tuple[tuple[str, str], ...]
+
+# The specification's least that must be passed on, and more than anybody needs.
+_LONGEST_STATE = 512
+_HEX = frozenset("0123456789abcdef")
+
+
+def read_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> SpanContext | None:
+    """The caller's span; None if it sent none, or one that is not valid."""
+    parent = ""
+    states: list[str] = []
+    for key, value in metadata or ():
+        if key == TRACEPARENT:
+            if parent:
+                return None  # Two parents are as good as none.
+            parent = str(value)
+        elif key == TRACESTATE:
+            states.append(str(value))
+    return parse_traceparent(parent, ",".join(states)) if parent else None
+
+
+def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | None:
+    """The span that `traceparent` names; None if it is not valid. A `tracestate` that is not valid is left out."""
+    version, *fields = traceparent.split("-")
+    # Later versions may append fields; version ff is none.
+    if not _is_hex(version, 2) or version == "ff" or len(fields) < 3 or (version == "00" and len(fields) > 3):
+        return None
+    trace_id, span_id, flags = fields[:3]
+    if not (_is_hex(trace_id, 32) and _is_hex(span_id, 16) and _is_hex(flags, 2)):
+        return None
+    context = SpanContext(
+        int(trace_id, 16),
+        int(span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(flags, 16)),
+        trace_state=_state(tracestate),
+    )
+    return context if context.is_valid else None
+
+
+def format_traceparent(context: SpanContext) -> str:
+    """The header that names a span."""
+    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags & 0xFF:02x}"
+
+
+def metadata_of(context: SpanContext) -> Metadata:
+    """What a call carries so that its server continues the trace."""
+    parent = (TRACEPARENT, format_traceparent(context))
+    return (parent, (TRACESTATE, context.trace_state.to_header())) if context.trace_state else (parent,)
+
+
+def _state(tracestate: str) -> TraceState | None:
+    return TraceState.from_header([tracestate]) if 0 < len(tracestate) <= _LONGEST_STATE else None
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and _HEX.issuperset(text)

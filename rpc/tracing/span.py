@@ -1,0 +1,192 @@
+"""A span, recorded or not, and the one that the running task is in."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TypeAlias
+
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace import Span as OtelSpan
+
+from rpc.tracing import failures
+from rpc.tracing.propagation import Metadata, format_traceparent, metadata_of, parse_traceparent
+
+AttributeValue: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+Attributes: TypeAlias = Mapping[str, AttributeValue]
+
+
+class Recorder:
+    """Where the spans of one call are recorded: a tracer, and the offset of its clock.
+
+    Times are seconds of time.perf_counter, so that a wall clock that is set never bends a trace. `epoch_ns` is what
+    has to be added: the Unix time at which that counter was 0, looked up once a call.
+    """
+
+    __slots__ = ("_epoch_ns", "_tracer")
+
+    def __init__(self, tracer: Tracer, epoch_ns: int) -> None:
+        self._tracer = tracer
+        self._epoch_ns = epoch_ns
+
+    def start(self, name: str, parent: SpanContext | None, started: float, kind: SpanKind) -> OtelSpan:
+        """A new span; one that is not sampled is not recorded."""
+        context = set_span_in_context(NonRecordingSpan(parent)) if parent else None
+        return self._tracer.start_span(name, context=context, kind=kind, start_time=self.unix_ns(started))
+
+    def unix_ns(self, seconds: float) -> int:
+        """A time as spans have it."""
+        return self._epoch_ns + int(seconds * 1e9)
+
+
+class Span:
+    """A part of a trace. Where it is not recorded its methods do nothing, and it only passes the trace on.
+
+    Its owner ends it, once. Times are seconds of time.perf_counter; unset is now.
+    """
+
+    __slots__ = ("_ended", "_metadata", "_recorded", "_recorder", "context")
+
+    def __init__(
+        self, context: SpanContext | None, recorded: OtelSpan | None = None, recorder: Recorder | None = None
+    ) -> None:
+        self.context = context
+        self._recorded = recorded
+        self._recorder = recorder
+        self._metadata: Metadata | None = None
+        self._ended = False
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether anybody will see it."""
+        return self._recorded is not None
+
+    @property
+    def trace_id(self) -> str:
+        """In hexadecimal; empty without a trace."""
+        return format_trace_id(self.context.trace_id) if self.context else ""
+
+    @property
+    def traceparent(self) -> str:
+        """Names this span to other processes; empty without a trace."""
+        return format_traceparent(self.context) if self.context else ""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What calls made within this span carry."""
+        if self._metadata is None:
+            self._metadata = metadata_of(self.context) if self.context else ()
+        return self._metadata
+
+    def child(self, name: str, *, started: float | None = None, kind: SpanKind = SpanKind.INTERNAL) -> "Span":
+        """A new span below this one."""
+        if self._recorder is None or self._recorded is None:
+            return self
+        return begin(self._recorder, name, self.context, started=started, kind=kind)
+
+    def stage(self, name: str, started: float, ended: float, attributes: Attributes) -> None:
+        """A span below this one that is over already: what was measured elsewhere is not measured again."""
+        if self._recorded is not None:
+            span = self.child(name, started=started)
+            span.set(attributes)
+            span.end(ended)
+
+    def set(self, attributes: Attributes) -> None:
+        """Adds attributes, or replaces them."""
+        if self._recorded is not None:
+            self._recorded.set_attributes(attributes)
+
+    def event(self, name: str, attributes: Attributes | None = None, *, at: float | None = None) -> None:
+        """Notes that something happened."""
+        if self._recorded is not None and self._recorder is not None:
+            self._recorded.add_event(name, attributes, self._recorder.unix_ns(_or_now(at)))
+
+    def link(self, other: "SpanContext | str | None", relation: str) -> None:
+        """Points to a span that is not above this one, by its context or its traceparent; none if that is invalid."""
+        context = parse_traceparent(other) if isinstance(other, str) else other
+        if self._recorded is not None and context is not None:
+            self._recorded.add_link(context, {"baton.link": relation})
+
+    def fail(self, error: BaseException) -> None:
+        """Says how it ended, if not well; see rpc/tracing/failures.py."""
+        if self._recorded is not None:
+            failures.record(self._recorded, error)
+
+    def end(self, ended: float | None = None) -> None:
+        """It is over. A second end changes nothing."""
+        if self._recorded is not None and self._recorder is not None and not self._ended:
+            self._ended = True
+            self._recorded.end(self._recorder.unix_ns(_or_now(ended)))
+
+
+NO_SPAN = Span(None)
+
+_current: ContextVar[Span] = ContextVar("baton_span", default=NO_SPAN)
+
+
+def begin(recorder: Recorder, name: str, parent: SpanContext | None, *, started: float | None, kind: SpanKind) -> Span:
+    """A new span of a recorder; whether it is recorded is for the sampler to say."""
+    recorded = recorder.start(name, parent, _or_now(started), kind)
+    context = recorded.get_span_context()
+    return Span(context, recorded, recorder) if recorded.is_recording() else Span(context)
+
+
+def current_span() -> Span:
+    """The span that this task is in; NO_SPAN if it is in none."""
+    return _current.get()
+
+
+class entered:  # noqa: N801  # reads as a function: `with entered(span):`
+    """Makes a span the current one while the context is open. Does not end it."""
+
+    __slots__ = ("_before", "_span")
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> Span:
+        self._before = _current.get()
+        _current.set(self._span)
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Set, not reset by a token: a token is good for one context only, and a generator may be closed in another.
+        _current.set(self._before)
+
+
+class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefill") as span:`
+    """A span below the current one, for as long as the context is open, and current within it.
+
+    An error that passes through becomes its status. Nothing is made where the current span is not recorded.
+    """
+
+    __slots__ = ("_attributes", "_before", "_kind", "_name", "_span")
+
+    def __init__(self, name: str, attributes: Attributes | None = None, kind: SpanKind = SpanKind.INTERNAL) -> None:
+        self._name = name
+        self._attributes = attributes
+        self._kind = kind
+
+    def __enter__(self) -> Span:
+        self._before = _current.get()
+        self._span = self._before.child(self._name, kind=self._kind)
+        if self._attributes:
+            self._span.set(self._attributes)
+        _current.set(self._span)
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.set(self._before)
+        if self._span is self._before:
+            return
+        if error is not None:
+            self._span.fail(error)
+        self._span.end()
+
+
+def _or_now(seconds: float | None) -> float:
+    return time.perf_counter() if seconds is None else seconds

@@ -1,0 +1,101 @@
+"""A process's tracer: begins the span of a call, and sends what was recorded when the process ends."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.trace import Tracer as OtelTracer
+
+from rpc.errors import ConfigError
+from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import open_exporter
+from rpc.tracing.span import NO_SPAN, Recorder, Span, begin
+
+_SCOPE = "baton"
+
+
+class Tracer:
+    """Begins spans. One that is off records nothing, and passes a caller's trace on."""
+
+    def __init__(self, tracer: OtelTracer | None = None) -> None:
+        self._tracer = tracer
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it records anything at all."""
+        return self._tracer is not None
+
+    def begin(self, name: str, parent: SpanContext | None, kind: SpanKind = SpanKind.SERVER) -> Span:
+        """A span that belongs to no other of this process: of a trace that comes from elsewhere, or a new one."""
+        if self._tracer is None:
+            return Span(parent) if parent else NO_SPAN
+        now = time.perf_counter()
+        recorder = Recorder(self._tracer, time.time_ns() - int(now * 1e9))
+        return begin(recorder, name, parent, started=now, kind=kind)
+
+
+NO_TRACER = Tracer()
+
+
+@contextmanager
+def configure_tracing(config: TracingConfig, service_name: str, instance_id: str = "") -> Iterator[Tracer]:
+    """A tracer of this process while the context is open; leaving it sends what is left, for `flush_seconds` at most.
+
+    Its provider is its own: OpenTelemetry's global one is left alone, so that one process may hold several services.
+    Raises ConfigError if the endpoint is not `host:port` or TLS files cannot be read.
+    """
+    if not config.endpoint:
+        yield NO_TRACER
+        return
+    _check(config.endpoint)
+    with recording(config, open_exporter(config), _resource(service_name, instance_id)) as tracer:
+        yield tracer
+
+
+@contextmanager
+def recording(config: TracingConfig, exporter: SpanExporter, resource: Resource) -> Iterator[Tracer]:
+    """A tracer that gives its spans to any exporter, in batches, from a thread of its own."""
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), resource=resource, shutdown_on_exit=False
+    )
+    processor = BatchSpanProcessor(
+        exporter,
+        max_queue_size=config.max_queue_spans,
+        schedule_delay_millis=config.export_interval_seconds * 1e3,
+        max_export_batch_size=min(config.max_batch_spans, config.max_queue_spans),
+        export_timeout_millis=config.export_timeout_seconds * 1e3,
+    )
+    provider.add_span_processor(processor)
+    try:
+        yield Tracer(provider.get_tracer(_SCOPE, version("baton-serving")))
+    finally:
+        # The provider waits for half a minute, and has no way to say how long it may.
+        flushing = threading.Thread(target=provider.shutdown, name="trace-flush", daemon=True)
+        flushing.start()
+        flushing.join(config.flush_seconds)
+        if flushing.is_alive():
+            exporter.shutdown()
+
+
+def _resource(service_name: str, instance_id: str) -> Resource:
+    attributes = {
+        "service.name": service_name,
+        "service.namespace": "baton",
+        "service.version": version("baton-serving"),
+    }
+    if instance_id:
+        attributes["service.instance.id"] = instance_id
+    return Resource.create(attributes)
+
+
+def _check(endpoint: str) -> None:
+    host, _, port = endpoint.rpartition(":")
+    if not (host and "/" not in endpoint and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(f"tracing.endpoint: {endpoint!r} is not host:port")

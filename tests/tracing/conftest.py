@@ -1,0 +1,5 @@
+"""Leaves logging as it was found."""
+
+from support.restored_logging import restored_logging
+
+__all__ = ["restored_logging"]
