@@ -24,7 +24,8 @@ def main() -> int:
     environment = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv")
     if sys.version_info < OLDEST:
         found = ".".join(map(str, sys.version_info[:3]))
-        print(f"Baton needs Python 3.10 or newer; {sys.executable} is {found}. Try: make PYTHON=python3.12", file=sys.stderr)
+        print(f"Baton needs Python 3.10 or newer; {sys.executable} is {found}.", file=sys.stderr)
+        print("Try: make PYTHON=python3.12", file=sys.stderr)
         return 1
     try:
         install(environment)
@@ -66,7 +67,8 @@ def run_pip(python: Path, log: Path, arguments: list[str]) -> None:
     """Runs `pip install`, shows which package it is at, and keeps everything it says in the log."""
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     command += ["--constraint", str(ROOT / "constraints.txt"), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip, log.open("a") as file:
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    with log.open("a") as file, subprocess.Popen(command, stdout=pipe, stderr=merged, text=True) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
             file.write(line)

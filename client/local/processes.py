@@ -29,11 +29,15 @@ Report = Callable[[ProcessState], None]
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """Keeps processes running. `report` hears of every change; `environment` is added to our own."""
+    """Keeps processes running. `report` hears of every change; `environment` is added to our own.
+
+    A process has `stop_seconds` to end by itself when it is told to.
+    """
 
     logs: Path
     report: Report
     environment: Mapping[str, str]
+    stop_seconds: float = STOP_SECONDS
 
     @contextlib.asynccontextmanager
     async def keep(self, plans: Iterable[ProcessPlan]) -> AsyncGenerator[None, None]:
@@ -64,7 +68,7 @@ class Keeper:
             self.report(state.model_copy(update={"pid": process.pid, "started_at": time.time()}))
             code = await process.wait()
         finally:
-            await _end(process)
+            await _end(process, self.stop_seconds)
         ended = state.model_copy(update={"restarts": state.restarts + 1, "last_exit": code})
         self.report(ended)
         return ended
@@ -96,12 +100,12 @@ def _die_with(parent: int) -> Callable[[], None]:
     return before_exec
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:
     """Asks the process to end, waits, and kills it and whatever it has started. Runs to its end when cancelled."""
     if process.returncode is None:
         process.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(process.wait()), STOP_SECONDS)
+            await asyncio.wait_for(asyncio.shield(process.wait()), seconds)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

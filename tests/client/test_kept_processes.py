@@ -57,7 +57,7 @@ class Kept:
 async def kept(folder: Path, program: str) -> AsyncIterator[Kept]:
     plan = ProcessPlan(name="one", role="decode", address="", command=(sys.executable, "-c", program))
     seen = Kept()
-    async with Keeper(folder, seen.states.append, {"GREETING": "hello"}).keep([plan]):
+    async with Keeper(folder, seen.states.append, {"GREETING": "hello"}, stop_seconds=1.0).keep([plan]):
         yield seen
 
 
