@@ -240,6 +240,7 @@ class _Race:
 
     async def _follow(self, responses: AsyncIterable[decode_pb2.DecodeResponse], worker: Worker) -> End:
         """Reads a decode to its end: the worker's, or a stop string's, which the worker cannot see."""
+        end: End | None = None
         async for response in responses:
             match response.WhichOneof("event"):
                 case "tokens":
@@ -252,8 +253,11 @@ class _Race:
                 case "finished":
                     self._ledger.add(response.finished.timings, worker.record.worker_id)
                     self._account.decoded(response.finished.usage.cached_tokens)
-                    return self._answer.end or self._answer.ended_by(response.finished.reason)
-        raise Unavailable("the decode stream ended before its last message")
+                    # Read on, to the status: a call that is left before that is a cancelled one to the worker.
+                    end = self._answer.end = self._answer.end or self._answer.ended_by(response.finished.reason)
+        if end is None:
+            raise Unavailable("the decode stream ended before its last message")
+        return end
 
     def _decode_instead(self, error: BatonError, tried: frozenset[str]) -> Worker:
         context_tokens = self._demand.prompt_tokens + len(self._answer.token_ids) + 1
