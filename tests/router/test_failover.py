@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import prometheus_client
 import pytest
-from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc
 from conftest import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventually, simulated
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -204,11 +205,17 @@ async def test_the_router_is_serving_only_while_a_decode_worker_is_ready(pair: B
 async def test_a_client_that_never_reads_is_given_up_at_its_deadline() -> None:
     limits = LimitsConfig(request_timeout_seconds=1.0, max_waiting_tokens=64)
     short = FAST_ROUTER.model_copy(update={"limits": limits})
-    async with bench(PREFILL, DECODE, router=short) as running:
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with (
+        bench(PREFILL, DECODE, router=short) as running,
+        aio.insecure_channel(running.address, narrow) as channel,
+    ):
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         request = {"prompt": "hello", "stopping": {"max_tokens": 8000}, "response": {"logprobs": 20}}
-        call = running.stub.Generate(generate_pb2.GenerateRequest(**request))
+        call = stub.Generate(generate_pb2.GenerateRequest(**request))
         await eventually(lambda: running.used_blocks() > 0)
         await eventually(lambda: running.used_blocks() == 0)
+        await eventually(lambda: prometheus_client.REGISTRY.get_sample_value("baton_router_running_requests") == 0)
         with pytest.raises(aio.AioRpcError) as caught:
             _ = [message async for message in call]
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
