@@ -104,6 +104,12 @@ class HandoffLost(BatonError):
     reason = "HANDOFF_LOST"
 
 
+class EmbeddingLost(HandoffLost):
+    """The lease on a medium's embedding did not hold, or its owner is gone: encode the medium again."""
+
+    reason = "EMBEDDING_LOST"
+
+
 class Overloaded(BatonError):
     """There is no room now. Retry after `retry_after_seconds`."""
 

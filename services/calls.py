@@ -11,7 +11,7 @@ from services.identity import Identity, Role
 
 
 class Call:
-    """One running Prefill or Decode. `stage` and `tokens` (with KV here) are kept up to date by whoever runs it."""
+    """One running Encode, Prefill or Decode. `stage` and `tokens` (with KV here) are kept up to date by whoever runs it."""
 
     def __init__(self, stage: "timing_pb2.Stage.ValueType") -> None:
         self.stage = stage
@@ -85,6 +85,7 @@ class Calls:
 
 
 _FIRST_STAGES: dict[Role, "timing_pb2.Stage.ValueType"] = {
+    "encode": timing_pb2.STAGE_ENCODE,
     "prefill": timing_pb2.STAGE_PREFILL_COMPUTE,
     "decode": timing_pb2.STAGE_DECODE,
 }

@@ -20,17 +20,65 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """A medium that has been checked: whole, within the limits, and of its MIME type. `content` is the file."""
+
+    content: bytes
+    mime_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What the language model reads in place of a medium: `data` has the rows of `[tokens, hidden size]`, little endian.
+
+    Equal digests are equal embeddings: they are of the content, the encoder's weights and the processor.
+    """
+
+    digest: bytes
+    shape: tuple[int, int]
+    dtype: str  # numpy's or torch's name, such as float32, bfloat16
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Placeholder ids `start:start + num_tokens` of a prompt, for which an embedding stands.
+
+    Without it the prompt's KV can be pulled, but not computed.
+    """
+
+    start: int
+    num_tokens: int
+    digest: bytes
+    embedding: Embedding | None = None
+
+    @property
+    def end(self) -> int:
+        """The index after the last one."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids to continue. `emitted` are ids that the client already has: context, and counted as generated."""
+    """The ids to continue. `emitted` are ids that the client already has: context, and counted as generated.
+
+    `media` are in the order of their ids, and do not overlap.
+    """
 
     token_ids: tuple[int, ...]
     emitted: tuple[int, ...] = ()
     cache_salt: str = ""
+    media: tuple[MediaSpan, ...] = ()
 
     @property
     def context(self) -> tuple[int, ...]:
         """All ids that precede the next token."""
         return self.token_ids + self.emitted
+
+    @property
+    def is_computable(self) -> bool:
+        """Whether every medium's embedding is here."""
+        return all(span.embedding is not None for span in self.media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +156,24 @@ class KvLayout:
         """Hexadecimal SHA-256 over all fields."""
         text = "\n".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+EMBEDDING_BLOCK_ROWS = 16
+
+
+def embedding_layout(model: str, dtype: str, hidden_size: int) -> KvLayout:
+    """The layout of pools of embeddings: a block is some rows, and in no way KV. `model` is the KV layout's."""
+    width = {"float32": 4, "float16": 2, "bfloat16": 2}[dtype]
+    return KvLayout(
+        model=f"embeddings of {model}",
+        dtype=dtype,
+        num_layers=1,
+        kv_factor=1,
+        kv_heads=1,
+        block_tokens=EMBEDDING_BLOCK_ROWS,
+        head_dim=hidden_size,
+        block_bytes=EMBEDDING_BLOCK_ROWS * hidden_size * width,
+    )
 
 
 class BlockMemory(Protocol):
@@ -231,6 +297,19 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRules:
+    """How images stand in a prompt: `placeholder` in text, its id once for each row of the image's embedding.
+
+    `tokens_per_image` is how many rows every image has, 0 if that depends on the image; a row has `hidden_size` numbers.
+    """
+
+    placeholder: str
+    placeholder_token_id: int
+    tokens_per_image: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What an engine serves and within which limits."""
 
@@ -243,6 +322,40 @@ class ModelFacts:
     layout: KvLayout
     files: ModelFiles
     load_seconds: float
+    images: ImageRules | None = None  # of a model without media
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLoad:
+    """What an encoder is busy with, in media."""
+
+    running: int
+    waiting: int
+
+
+class EncodeEngine(Protocol):
+    """Turns media into embeddings."""
+
+    async def encode(self, media: Sequence[Media]) -> Sequence[Embedding]:
+        """One embedding for each medium, in order. Cancelling it drops those that have not begun."""
+
+
+class Encoder(EncodeEngine, Protocol):
+    """A model's eyes in one process. An async context manager: entering loads and warms up, leaving frees.
+
+    Raises: InvalidRequest for a medium that cannot be read, Overloaded when the bounded queue is full, EngineFailed when
+    computing fails. A fatal error makes every later call raise EngineFailed and `healthy` false.
+    """
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Of the model; `layout` is that of embeddings (`embedding_layout`), and `images` is set."""
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def load(self) -> EncoderLoad:
+        """Cheap and safe to call from the event loop at any time."""
 
 
 class PrefillEngine(Protocol):

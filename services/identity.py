@@ -6,8 +6,8 @@ from typing import Literal
 
 from rpc.errors import ModelNotFound, RoleMismatch, StaleEpoch
 
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, ...] = ("prefill", "decode")
+Role = Literal["encode", "prefill", "decode"]
+ROLES: tuple[Role, ...] = ("encode", "prefill", "decode")
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ WIRE = {
     "RoleMismatch": ("FAILED_PRECONDITION", "ROLE_MISMATCH"),
     "LayoutMismatch": ("FAILED_PRECONDITION", "KV_LAYOUT_MISMATCH"),
     "StaleEpoch": ("ABORTED", "STALE_EPOCH"),
+    "EmbeddingLost": ("ABORTED", "EMBEDDING_LOST"),
     "HandoffLost": ("ABORTED", "HANDOFF_LOST"),
     "Overloaded": ("RESOURCE_EXHAUSTED", "OVERLOADED"),
     "QuotaExceeded": ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED"),
