@@ -124,32 +124,28 @@ class _Report:
 
 
 def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-    """Applies penalties, biases and the ban on ending too early, in place."""
-    _penalise(logits, states)
-    for row, state in enumerate(states):
-        if state.sampling.logit_bias:
-            ids = torch.tensor(list(state.sampling.logit_bias), device=logits.device)
-            logits[row, ids] += torch.tensor(list(state.sampling.logit_bias.values()), device=logits.device)
-        if state.generated < state.sampling.min_tokens and state.ends:
-            logits[row, torch.tensor(state.ends, device=logits.device)] = -torch.inf
+    """Applies penalties, biases and the ban on ending too early, in place; row by row, for few rows ask for any."""
+    for row, state in zip(logits, states, strict=True):
+        options = state.sampling
+        if state.penalises:
+            _penalise(row, state)
+        if options.logit_bias:
+            ids = torch.tensor(list(options.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(options.logit_bias.values()), device=row.device)
+        if state.generated < options.min_tokens and state.ends:
+            row[torch.tensor(state.ends, device=row.device)] = -torch.inf
 
 
-def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-    rows = [row for row, state in enumerate(states) if state.penalises]
-    if not rows:
-        return
-    histories = [states[row].history(logits[row]) for row in rows]
-    counts = torch.stack([history[0] for history in histories])
-    seen = torch.stack([history[1] for history in histories])
-    index = torch.tensor(rows, device=logits.device)
-    chosen = [states[row].sampling for row in rows]
-    repetition = _column(logits, [options.repetition_penalty for options in chosen])
-    presence = _column(logits, [options.presence_penalty for options in chosen])
-    frequency = _column(logits, [options.frequency_penalty for options in chosen])
-    part = logits[index]
-    repeated = torch.where(part > 0, part / repetition, part * repetition)
-    part = torch.where(seen, repeated, part)
-    logits[index] = part - frequency * counts - presence * (counts > 0)
+def _penalise(row: torch.Tensor, state: SamplerState) -> None:
+    options = state.sampling
+    counts, seen = state.history(row)
+    if options.repetition_penalty != 1.0:
+        repeated = torch.where(row > 0, row / options.repetition_penalty, row * options.repetition_penalty)
+        row.copy_(torch.where(seen, repeated, row))
+    if options.frequency_penalty != 0.0:
+        row.sub_(counts, alpha=options.frequency_penalty)
+    if options.presence_penalty != 0.0:
+        row.sub_((counts > 0).to(row.dtype), alpha=options.presence_penalty)
 
 
 def _choose(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
@@ -181,7 +177,7 @@ def _draw_whole(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.T
     truncation.apply_min_p(logits, [state.sampling for state in states])
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     keys = _keys(logits, states)
-    rows = max(1, (1 << 17) // logits.shape[1]) if logits.device.type == "cpu" else len(states)
+    rows = max(1, (1 << 16) // logits.shape[1]) if logits.device.type == "cpu" else len(states)
     starts = range(0, len(states), rows)
     return torch.cat([_likeliest(logits[a : a + rows] + gumbel(keys[a : a + rows], ids)) for a in starts])
 
@@ -191,10 +187,20 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_cut(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    """Draws from the likeliest tokens only."""
-    kept = truncation.keep(logits, [state.sampling for state in states])
-    noisy = kept.logits + gumbel(_keys(logits, states), kept.token_ids.to(torch.int32))
-    return kept.token_ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+    """Draws from the likeliest tokens only: looks at few first, and at more for rows where those are not all."""
+    keys = _keys(logits, states)
+    drawn = torch.zeros(len(states), dtype=torch.int64, device=logits.device)
+    open_rows = list(range(len(states)))
+    for width in truncation.widths(logits.shape[1]):
+        index = torch.tensor(open_rows, device=logits.device)
+        kept = truncation.keep(logits[index], [states[row].sampling for row in open_rows], width)
+        noisy = kept.logits + gumbel(keys[index], kept.token_ids.to(torch.int32))
+        # Rows that are not complete are drawn again with more candidates.
+        drawn[index] = kept.token_ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+        open_rows = [row for row, complete in zip(open_rows, kept.complete, strict=True) if not complete]
+        if not open_rows:
+            break
+    return drawn
 
 
 def _keys(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:

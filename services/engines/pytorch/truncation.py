@@ -7,16 +7,24 @@ import torch
 
 from services.engine import Sampling
 
-FEW = 1024
-"""Candidates that are looked at first. A row whose top-p needs more is looked at whole; the outcome is the same."""
+_WIDTHS = (128, 1024, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Candidates of each row, likeliest first, `[rows, n]`; those that may not be drawn have a logit of -inf."""
+    """Candidates of each row, likeliest first, `[rows, n]`; those that may not be drawn have a logit of -inf.
+
+    A row is `complete` if everything that may be drawn is among them.
+    """
 
     logits: torch.Tensor
     token_ids: torch.Tensor
+    complete: list[bool]
+
+
+def widths(vocabulary: int) -> list[int]:
+    """How many candidates to look at: few, which is mostly enough, then more, then all."""
+    return [width for width in _WIDTHS if width < vocabulary] + [vocabulary]
 
 
 def cuts(sampling: Sampling) -> bool:
@@ -33,30 +41,18 @@ def apply_min_p(logits: torch.Tensor, samplings: Sequence[Sampling]) -> None:
     logits.masked_fill_(logits < least, -torch.inf)
 
 
-def keep(logits: torch.Tensor, samplings: Sequence[Sampling]) -> Kept:
-    """Ranks the candidates of `logits` `[rows, vocabulary]`, after temperature, and bans what is cut off."""
+def keep(logits: torch.Tensor, samplings: Sequence[Sampling], width: int) -> Kept:
+    """Ranks the `width` likeliest of `logits` `[rows, vocabulary]`, after temperature, and bans what is cut off."""
     vocabulary = logits.shape[1]
     limits = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
-    width = min(vocabulary, max(FEW, *(limit for limit in limits if limit < vocabulary), FEW))
-    kept = _ranked(logits, samplings, limits, width)
-    if kept is None:
-        kept = _ranked(logits, samplings, limits, vocabulary)
-    assert kept is not None
-    return kept
-
-
-def _ranked(logits: torch.Tensor, samplings: Sequence[Sampling], limits: Sequence[int], width: int) -> Kept | None:
-    """The first `width` candidates, or None if some row's top-p reaches beyond them."""
-    values, token_ids = logits.topk(width, dim=-1)
     limit = torch.tensor(limits, device=logits.device).unsqueeze(1)
-    values = values.masked_fill(torch.arange(width, device=logits.device) >= limit, -torch.inf)
-    bounded = limit < logits.shape[1]
-    total = torch.where(bounded, values.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
-    mass = (values - total).exp().cumsum(dim=-1)
     top_p = torch.tensor([s.top_p for s in samplings], dtype=logits.dtype, device=logits.device).unsqueeze(1)
-    if width < logits.shape[1] and bool((~bounded & (mass[:, -1:] < top_p)).any()):
-        return None
-    before = mass - (values - total).exp()
-    values = values.masked_fill((before >= top_p) & (top_p < 1.0), -torch.inf)
+    values, token_ids = logits.topk(width, dim=-1)
+    values = values.masked_fill(torch.arange(width, device=logits.device) >= limit, -torch.inf)
+    whole = torch.where(limit < vocabulary, values.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
+    shares = (values - whole).exp()
+    mass = shares.cumsum(dim=-1)
+    values = values.masked_fill((mass - shares >= top_p) & (top_p < 1.0), -torch.inf)
     apply_min_p(values, samplings)
-    return Kept(values, token_ids)
+    complete = (limit <= width) | ((mass[:, -1:] >= top_p) & (limit == vocabulary) & (top_p < 1.0))
+    return Kept(values, token_ids, complete[:, 0].tolist())
