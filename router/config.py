@@ -5,6 +5,7 @@ from pydantic import Field
 from discovery.config import RegistryConfig
 from rpc.config import Section
 from rpc.telemetry import LogFormat, LogLevel
+from rpc.tracing.config import TracingConfig
 
 
 class LogConfig(Section):
@@ -60,3 +61,4 @@ class RouterConfig(Section):
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
     probe: ProbeConfig = ProbeConfig()
+    tracing: TracingConfig = TracingConfig()

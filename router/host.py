@@ -23,6 +23,7 @@ from router.tokenization import Tokenization
 from rpc.aio import TaskGroup
 from rpc.health import Health
 from rpc.serve import Service, serve
+from rpc.tracing.tracer import configure_tracing
 
 _INFERENCE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _CLUSTER = cluster_service_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
@@ -50,8 +51,10 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         group = await stack.enter_async_context(TaskGroup())
         reporting = group.create_task(_report_health(cluster, health))
         stack.callback(reporting.cancel)
+        tracer = stack.enter_context(configure_tracing(config.tracing, "baton-router"))
+        services, drain_seconds = _services(config, cluster), config.drain_seconds
         server = await stack.enter_async_context(
-            serve(config.listen, _services(config, cluster), health=health, drain_seconds=config.drain_seconds)
+            serve(config.listen, services, health=health, drain_seconds=drain_seconds, tracer=tracer)
         )
         yield Router(server.address, cluster)
 

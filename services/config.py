@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from discovery.config import RegistryConfig
 from rpc.config import Section
 from rpc.telemetry import LogFormat, LogLevel
+from rpc.tracing.config import TracingConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
 from services.identity import ROLES, Role
@@ -45,6 +46,7 @@ class WorkerConfig(Section):
     metrics_listen: str = ""
     drain_seconds: float = Field(default=30.0, ge=0)
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @property
     def advertised_host(self) -> str:

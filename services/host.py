@@ -11,6 +11,7 @@ from discovery.registry import Registry, WorkerRecord
 from rpc.errors import EngineFailed
 from rpc.health import Health
 from rpc.serve import serve
+from rpc.tracing.tracer import configure_tracing
 from services import metrics
 from services.calls import Calls
 from services.config import WorkerConfig
@@ -91,7 +92,10 @@ async def _serve(config: WorkerConfig, registry: Registry, engine: Engine, ident
         services = await stack.enter_async_context(
             open_services(config, Parts(identity, engine, leases, calls, drainer))
         )
-        server = await stack.enter_async_context(serve(config.listen, services, health=health, drain_seconds=0))
+        tracer = stack.enter_context(configure_tracing(config.tracing, _service_name(config), identity.worker_id))
+        server = await stack.enter_async_context(
+            serve(config.listen, services, health=health, drain_seconds=0, tracer=tracer)
+        )
         identity.address = config.advertise or _address(config.advertised_host, server.port)
         health.set("", True)
         try:
@@ -112,6 +116,11 @@ async def _leave(worker: Worker, announcement: Announcement) -> None:
     async with aclosing(worker.drainer.drain()) as stages:
         async for progress in stages:
             log.info("draining", running=progress.running, handoffs_held=progress.handoffs_held)
+
+
+def _service_name(config: WorkerConfig) -> str:
+    """What traces call it: by its role, as workers of one role are one service."""
+    return f"baton-{config.roles[0] if len(config.roles) == 1 else 'worker'}"
 
 
 def _record(worker: Worker) -> WorkerRecord:

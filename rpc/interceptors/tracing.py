@@ -1,6 +1,5 @@
 """Gives each call of a request a span, below its caller's."""
 
-import asyncio
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +12,7 @@ from rpc.errors import BatonError, DeadlineExceeded
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
 from rpc.interceptors.logging import identity
 from rpc.status import code_of
+from rpc.tracing.failures import is_departure
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import Span, entered
 from rpc.tracing.tracer import Tracer
@@ -60,7 +60,7 @@ class _Served:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.__exit__(None, None, None)
-        if isinstance(error, asyncio.CancelledError) and self._context.time_remaining() == 0:
+        if error is not None and is_departure(causes(error)[0]) and self._context.time_remaining() == 0:
             error = DeadlineExceeded("the caller's time was over")
         self._span.set({"rpc.response.status_code": self._code(error)})
         if error is not None:
@@ -74,7 +74,7 @@ class _Served:
         if isinstance(first, aio.AbortError):
             code: Any = self._context.code()
             return str(getattr(code, "name", code))
-        if isinstance(first, asyncio.CancelledError):
+        if is_departure(first):
             return StatusCode.CANCELLED.name
         return code_of(type(first)).name if isinstance(first, BatonError) else StatusCode.INTERNAL.name
 

@@ -1,7 +1,7 @@
 """Channels whose calls carry the trace that they are made in.
 
-A wrapper around a channel's methods and no client interceptor: gRPC runs intercepted calls in a task of their own, and
-passes every message of their streams through one more generator (benchmarks/trace_propagation.py measures both).
+A wrapper around a channel's methods and no client interceptor: gRPC runs an intercepted call in one more task, and
+passes each message of its stream through one more generator. benchmarks/trace_propagation.py measures both.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 | it raised | span status | attributes | event |
 |---|---|---|---|
-| Cancelled, or its task was cancelled | unset: nothing is wrong | baton.outcome = CANCELLED | cancelled |
+| Cancelled, its task was cancelled, or its caller is gone | unset | baton.outcome = CANCELLED | cancelled |
 | any other BatonError | ERROR, its message | baton.outcome = error.type = its reason, stage, worker | exception |
 | anything else | ERROR, internal error | baton.outcome = INTERNAL_ERROR, error.type = class | exception, with stack |
 
@@ -12,6 +12,7 @@ A span without baton.outcome ended well. Client mistakes are errors too: a refus
 import asyncio
 import traceback
 
+from grpc import aio
 from opentelemetry.trace import Span, Status, StatusCode
 
 from rpc.causes import causes
@@ -24,15 +25,22 @@ _LONGEST_STACK = 8192
 def record(span: Span, error: BaseException) -> None:
     """Puts an error that ended a span into it. Of a group that tasks have raised, the first is meant."""
     found = causes(error)
-    match next((one for one in found if not isinstance(one, BatonError)), found[0]):
-        case asyncio.CancelledError() | GeneratorExit():
-            _record_cancel(span, "its caller left, or stopped it")
-        case Cancelled(message=message):
-            _record_cancel(span, message)
-        case BatonError() as known:
-            _record_known(span, known)
-        case unexpected:
-            _record_unexpected(span, unexpected)
+    first = next((one for one in found if not isinstance(one, BatonError)), found[0])
+    if is_departure(first):
+        _record_cancel(span, "its caller left, or stopped it")
+    elif isinstance(first, Cancelled):
+        _record_cancel(span, first.message)
+    elif isinstance(first, BatonError):
+        _record_known(span, first)
+    else:
+        _record_unexpected(span, first)
+
+
+def is_departure(error: BaseException) -> bool:
+    """Whether nobody waits any more: the task was cancelled, or gRPC could not write because its peer has gone."""
+    if isinstance(error, aio.BaseError):
+        return not isinstance(error, aio.AbortError)
+    return isinstance(error, (asyncio.CancelledError, GeneratorExit))
 
 
 def _record_cancel(span: Span, why: str) -> None:

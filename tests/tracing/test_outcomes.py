@@ -126,7 +126,9 @@ async def test_a_client_that_leaves_during_a_write_is_a_cancel_and_logs_nothing(
     for name in ("Generate", "decode"):
         span = found.named(name)
         assert (span.status.status_code, span.attributes["baton.outcome"]) == (SpanStatus.UNSET, "CANCELLED")
-    assert not [record for record in caplog.records if "detach" in record.message or record.levelno >= logging.WARNING]
+    # gRPC itself may complain that it could not write.
+    ours = [record for record in caplog.records if not record.name.startswith("grpc.")]
+    assert not [record for record in ours if "detach" in record.message or record.levelno >= logging.WARNING]
 
 
 async def test_a_malformed_request_has_a_span_too() -> None:
