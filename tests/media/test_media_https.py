@@ -256,6 +256,14 @@ async def test_an_ambiguous_uri_is_refused(site: Site, uri: str, problem: str) -
     assert refused.value.violations == (FieldViolation("media[0].uri", problem),)
 
 
+async def test_a_type_that_is_not_accepted_is_refused_before_anything_is_fetched() -> None:
+    resolver = FixedResolver({})
+    async with MediaLoader(MediaConfig(fetch=FetchConfig(allowed_hosts=("*",))), resolver) as loader:
+        with pytest.raises(Unsupported, match=r"media\[0\].mime_type: 'image/tiff' is not accepted"):
+            await loader.load(MediaItem("media[0]", "https://example.org/a.tiff", "image/tiff"))
+    assert resolver.asked == []
+
+
 async def test_a_body_without_end_is_read_to_the_limit_and_no_further(site: Site) -> None:
     sent = 0
 

@@ -60,6 +60,7 @@ class Authority:
             # Python's ssl insists on these since 3.13.
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
+            .add_extension(_usage(authority), critical=True)
             .sign(self._key, hashes.SHA256())
         )
 
@@ -67,6 +68,20 @@ class Authority:
         path = self._folder / name
         path.write_bytes(content)
         return path
+
+
+def _usage(authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _named(name: str) -> x509.Name:
