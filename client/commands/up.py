@@ -58,7 +58,7 @@ async def _check(folder: StateFolder, state: ClusterState) -> int:
 
 async def _start(folder: StateFolder, options: ClusterOptions) -> int:
     """Starts the cluster; whatever interrupts that ends it again."""
-    print(f"starting etcd, a router and {_words(options)}")
+    print(f"starting etcd, a router and {_words(options)}", flush=True)
     readiness = Readiness(folder, time.monotonic())
     complete = False
     try:

@@ -21,12 +21,22 @@ POLL_SECONDS = 0.05
 
 
 async def start(folder: StateFolder, options: ClusterOptions) -> None:
-    """Starts a supervisor in a session of its own, and returns when it has the folder. Raises StartFailed."""
+    """Starts a supervisor in a session of its own, and returns when it has the folder. Raises StartFailed.
+
+    Whoever interrupts that interrupts the supervisor too: before it has the folder, `stop` would not find it.
+    """
     process = _spawn(folder, options)
-    async with timeout(START_SECONDS):
-        while folder.read() is None:
-            _raise_if_failed(process.poll(), folder)
-            await asyncio.sleep(POLL_SECONDS)
+    try:
+        async with timeout(START_SECONDS):
+            while folder.read() is None:
+                _raise_if_failed(process.poll(), folder)
+                await asyncio.sleep(POLL_SECONDS)
+    except asyncio.TimeoutError:
+        _end(process)
+        raise StartFailed(f"the supervisor did not start within {START_SECONDS:g} s", "supervisor") from None
+    except asyncio.CancelledError:
+        _end(process)
+        raise
 
 
 def _spawn(folder: StateFolder, options: ClusterOptions) -> "subprocess.Popen[bytes]":
@@ -40,6 +50,16 @@ def _spawn(folder: StateFolder, options: ClusterOptions) -> "subprocess.Popen[by
             cwd=ROOT,
             start_new_session=True,
         )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the supervisor and with it everything that it has started. Blocks, so that nothing interrupts it."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _raise_if_failed(exit_code: int | None, folder: StateFolder) -> None:

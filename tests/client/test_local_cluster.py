@@ -34,6 +34,12 @@ def pids_of(state: ClusterState) -> list[int]:
     return [state.supervisor_pid, *(each.pid for each in state.processes)]
 
 
+def processes_of(folder: Path) -> list[int]:
+    """Every process that was started with something of this folder on its command line."""
+    found = psutil.process_iter(["cmdline"])
+    return [each.pid for each in found if any(str(folder) in word for word in each.info["cmdline"] or [])]
+
+
 def none_alive(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
@@ -103,6 +109,20 @@ async def test_ctrl_c_during_start_up_ends_everything(tmp_path: Path, folder: St
     assert process.returncode == 130
     assert none_alive(pids)
     assert not folder.has_supervisor
+
+
+async def test_ctrl_c_before_the_supervisor_has_the_folder_ends_it_too(tmp_path: Path, folder: StateFolder) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "client", *UP),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    await eventually(lambda: bool(processes_of(tmp_path)))
+    process.send_signal(signal.SIGINT)
+    await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 130
+    assert processes_of(tmp_path) == []
 
 
 async def test_a_checkpoint_that_is_not_there_is_said_in_one_line(baton: Baton, tmp_path: Path) -> None:
