@@ -2,35 +2,44 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from services.engine import ModelFiles
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+_WHOLE_BYTES = 64 << 20
+_SAMPLES = 256
+_SAMPLE_BYTES = 64 << 10
 
 
 def fingerprint(folder: Path) -> str:
-    """Hexadecimal SHA-256 over the configuration and a sample of the weights; cheap, and different for other weights.
+    """Hexadecimal SHA-256 over the configuration and the weights, of which large files are only sampled.
 
-    Of every weights file count its size, its beginning with the header, and samples at equal distances.
+    Files of up to 64 MiB count whole. Of larger ones count the size, the header, and 256 samples at equal distances:
+    training changes every weight, so other weights differ in the samples.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in _weights(folder):
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:
-            header = min(size, 8 + int.from_bytes(file.read(8), "little")) if path.suffix == ".safetensors" else 0
-            file.seek(0)
-            digest.update(file.read(min(header, 1 << 24)))
-            for index in range(_SAMPLES):
-                file.seek(header + (size - header) * index // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
+            for piece in _whole(file) if size <= _WHOLE_BYTES else _sampled(file, size):
+                digest.update(piece)
     return digest.hexdigest()
 
 
-def _weights(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+def _whole(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(1 << 20):
+        yield piece
+
+
+def _sampled(file: BinaryIO, size: int) -> Iterator[bytes]:
+    header = min(8 + int.from_bytes(file.read(8), "little"), 16 << 20)
+    yield file.read(header - 8)
+    for index in range(_SAMPLES):
+        file.seek(header + (size - header) * index // _SAMPLES)
+        yield file.read(_SAMPLE_BYTES)
 
 
 def model_files(folder: Path) -> ModelFiles:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError
 from transformers import (
@@ -12,16 +13,20 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
 from rpc.errors import ConfigError
+from services.engine import ImageRules
 from services.engines.pytorch import attention
 from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.images import image_rules
+from services.engines.pytorch.llava import LlavaLanguage
 from services.engines.pytorch.support import TextShape, text_shape
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +38,27 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    images: ImageRules | None
 
 
 def load_model(config: PyTorchConfig) -> LoadedModel:
     """Reads the checkpoint from its folder. Raises ConfigError if it is not there or cannot be served."""
-    model_config = _read_config(config.model)
+    model_config = read_config(config.model)
     shape = text_shape(model_config, config.max_context_tokens)
-    device = _device(config)
-    dtype = _dtype(config, device, model_config)
+    images = image_rules(model_config, config.model)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device, model_config)
     attention.register()
     module = _read_weights(config.model, model_config, dtype)
+    _log.info("language model loaded", parameters=count_parameters(module), device=str(device))
     module = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
-    return LoadedModel(module, shape, device, dtype, _eos_token_ids(config.model, model_config))
+    return LoadedModel(module, shape, device, dtype, _eos_token_ids(config.model, model_config), images)
 
 
 def _read_weights(folder: Path, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with all its weights; of LLaVA, which prefill and decode need without its eyes, the text side."""
-    is_llava = isinstance(model_config, LlavaConfig)
-    kind = LlavaForConditionalGeneration if is_llava else AutoModelForCausalLM
-    _quiet()
+    kind = LlavaLanguage if isinstance(model_config, LlavaConfig) else AutoModelForCausalLM
+    quiet()
     try:
         loaded: Any = kind.from_pretrained(
             folder, local_files_only=True, attn_implementation=attention.NAME, dtype=dtype, output_loading_info=True
@@ -62,13 +69,12 @@ def _read_weights(folder: Path, model_config: PreTrainedConfig, dtype: torch.dty
     # The library fills what is missing with random numbers.
     if report["missing_keys"]:
         raise ConfigError(f"engine.model: {folder} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}")
-    if is_llava:
-        del module.model.vision_tower, module.model.multi_modal_projector
     found: PreTrainedModel = module
     return found
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The checkpoint's configuration. Raises ConfigError if it cannot be read."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"engine.model: {folder} is not a checkpoint folder: it has no config.json")
     try:
@@ -78,14 +84,16 @@ def _read_config(folder: Path) -> PreTrainedConfig:
     return found
 
 
-def _device(config: PyTorchConfig) -> torch.device:
+def choose_device(config: PyTorchConfig) -> torch.device:
+    """Where to compute. Raises ConfigError if CUDA was asked for and is not there."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda was asked for and PyTorch finds none")
     wanted = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", torch.cuda.current_device()) if wanted == "cuda" else torch.device("cpu")
 
 
-def _dtype(config: PyTorchConfig, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:
+def choose_dtype(config: PyTorchConfig, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:
+    """What to compute in, as configured or derived."""
     if config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu"):
         return torch.float32
     stored = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
@@ -105,7 +113,12 @@ def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in found))
 
 
-def _quiet() -> None:
+def count_parameters(module: torch.nn.Module) -> int:
+    """How many numbers the weights are."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def quiet() -> None:
     """Progress bars and load reports belong to a person at a terminal, not to a worker's log."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity(logging.ERROR)

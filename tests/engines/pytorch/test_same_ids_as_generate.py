@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from conftest import Checkpoint
+from support.embedded import Checkpoint
 from support.engine_calls import blocks_used, collect, disaggregated, greedy
 
 from services.engine import Prompt

@@ -60,10 +60,10 @@ def test_top_p_counts_within_what_top_k_leaves() -> None:
 
 
 def test_a_nucleus_wider_than_the_first_candidates_is_complete() -> None:
-    logits = torch.zeros(1, 4096)
-    tokens = {choose(logits, replace(PLAIN, top_p=0.9, seed=seed), Prompt((1,))) for seed in range(2000)}
-    # A nucleus of the first 1024 candidates alone could never show this many different ones.
-    assert len(tokens) > 1100
+    logits = torch.zeros(1, 9000)
+    tokens = {choose(logits, replace(PLAIN, top_p=0.95, seed=seed), Prompt((1,))) for seed in range(200)}
+    # The 128 candidates that are looked at first could never show this many.
+    assert len(tokens) > 190
 
 
 def test_min_p_draws_only_what_is_likely_enough_beside_the_likeliest() -> None:

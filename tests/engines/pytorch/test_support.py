@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Checkpoint
 from support.checkpoints import PlainModel
+from support.embedded import Checkpoint
 from support.engine_calls import collect, greedy
 from transformers import (
     AutoModelForCausalLM,
