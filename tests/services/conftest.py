@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from support.lifetimes import in_one_task
 from support.worker_calls import until
 from support.workers import LEASE_SECONDS, Running, Starter
 
@@ -15,7 +16,7 @@ def start() -> Starter:
 @pytest.fixture
 async def prefill(start: Starter) -> AsyncIterator[Running]:
     """Its blocks must be back one lease and a second after the test, at the latest."""
-    async with start("prefill") as running:
+    async with in_one_task(start("prefill")) as running:
         yield running
         await until(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
 
@@ -23,6 +24,6 @@ async def prefill(start: Starter) -> AsyncIterator[Running]:
 @pytest.fixture
 async def decode(start: Starter) -> AsyncIterator[Running]:
     """Its blocks must be back when the last call has ended."""
-    async with start("decode") as running:
+    async with in_one_task(start("decode")) as running:
         yield running
         await until(lambda: running.blocks_used == 0, 1)

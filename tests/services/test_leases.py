@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from support.lifetimes import in_one_task
 from support.worker_calls import until
 
 from services import leases
@@ -15,7 +16,7 @@ from services.leases import Lease, LeaseTable
 
 @pytest.fixture
 async def engine() -> AsyncIterator[SimulatedEngine]:
-    async with SimulatedEngine(SimulatedConfig(num_blocks=64, block_bytes=64)) as opened:
+    async with in_one_task(SimulatedEngine(SimulatedConfig(num_blocks=64, block_bytes=64))) as opened:
         yield opened
         assert opened.load().blocks_used == 0
 

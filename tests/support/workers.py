@@ -14,7 +14,7 @@ from services.engines.simulated_config import SimulatedConfig
 from services.host import Worker, host_worker
 from services.identity import Role
 
-LEASE_SECONDS = 0.6
+LEASE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
