@@ -18,15 +18,15 @@ _COLORS_IN_PNG = 64
 SCENES = MappingProxyType(
     {
         "circle-and-square.png": Scene(
-            (Figure("red", "circle", 22, 24, 8), Figure("blue", "square", 42, 39, 7.5)),
+            (Figure("red", "circle", 20, 23, 11), Figure("blue", "square", 44, 41, 12)),
             background=(250, 248, 240),
         ),
         "four-shapes.png": Scene(
             (
-                Figure("yellow", "star", 9, 41, 8),
-                Figure("green", "triangle", 25, 21, 8),
-                Figure("purple", "circle", 40, 42, 7),
-                Figure("black", "star", 55, 10, 8),
+                Figure("yellow", "star", 12, 44, 11),
+                Figure("green", "triangle", 24, 17, 10),
+                Figure("purple", "circle", 39, 46, 9),
+                Figure("black", "star", 53, 19, 10),
             ),
             background=(232, 240, 250),
         ),

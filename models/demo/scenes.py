@@ -2,47 +2,55 @@
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from random import Random
 from types import MappingProxyType
 
 from PIL import Image, ImageDraw
 
 SIDE = 64
-CELLS = 4
-CELL = SIDE // CELLS
-"""Shapes stand in different columns of a grid of cells, so 'from left to right' has one meaning. A cell is a patch."""
+CELL = 16
+CELLS = SIDE // CELL
+"""A cell is one of the vision tower's patches; no two figures of a scene have their middles in the same one."""
 
 COLORS = MappingProxyType(
     {
         "black": (30, 30, 30),
-        "blue": (40, 80, 220),
-        "green": (40, 160, 60),
-        "purple": (150, 50, 190),
-        "red": (220, 40, 40),
-        "yellow": (240, 200, 30),
+        "blue": (25, 45, 220),
+        "green": (30, 160, 40),
+        "purple": (145, 35, 165),
+        "red": (220, 30, 30),
+        "yellow": (235, 210, 25),
     }
 )
 
 SHAPES = ("circle", "square", "star", "triangle")
 
+_MOST_FIGURES = 4
 _SMALLEST_RADIUS = 6.0
-_LARGEST_RADIUS = 8.0
-_JITTER = 3.0
+_LARGEST_RADIUS = 12.0
+_STEP_RIGHT = 6.0
+_TRIES = 40
+_TINT = 30
+_DARKEST_BACKGROUND = 205
 _SMOOTHING = 2
 
+Color = tuple[int, int, int]
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One shape; lengths in pixels of a picture of SIDE by SIDE."""
+    """One upright shape in a circle around (x, y); lengths in pixels of a picture of SIDE by SIDE.
+
+    `tint` is added to the color that the figure is named after.
+    """
 
     color: str
     shape: str
     x: float
     y: float
     radius: float
+    tint: Color = (0, 0, 0)
 
     @property
     def name(self) -> str:
@@ -51,46 +59,62 @@ class Figure:
 
     @property
     def cell(self) -> int:
-        """Which patch the centre is in, counted in reading order."""
+        """Which patch the middle is in, counted in reading order."""
         return int(self.y // CELL) * CELLS + int(self.x // CELL)
 
-    def touches(self, other: "Figure") -> bool:
-        """Whether less than a pixel is between the two."""
-        return math.hypot(self.x - other.x, self.y - other.y) < self.radius + other.radius + 1
+    @property
+    def fill(self) -> Color:
+        """Red, green and blue."""
+        red, green, blue = (min(max(sum(parts), 0), 255) for parts in zip(COLORS[self.color], self.tint, strict=True))
+        return (red, green, blue)
+
+    def is_apart_from(self, other: "Figure") -> bool:
+        """Whether the circles around the two leave a pixel between them, and one is clearly to the right."""
+        across, down = self.x - other.x, self.y - other.y
+        distance = math.hypot(across, down)
+        return distance >= self.radius + other.radius + 1 and abs(across) >= _STEP_RIGHT and self.cell != other.cell
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One to four figures from left to right, none touching another, on a light background."""
+    """One to four figures on a light background, each clearly to the right of the one before, none touching another."""
 
     figures: tuple[Figure, ...]
-    background: tuple[int, int, int]
+    background: Color
 
 
 def random_scene(random: Random) -> Scene:
     """Draws a scene, all numbers of figures being equally likely."""
-    background = (random.randint(225, 255), random.randint(225, 255), random.randint(225, 255))
-    columns = sorted(random.sample(range(CELLS), random.randint(1, CELLS)))
-    while True:
-        figures = tuple(_random_figure(random, column) for column in columns)
-        if not any(left.touches(right) for left, right in pairwise(figures)):
-            return Scene(figures, background)
+    figures = _random_figures(random, random.randint(1, _MOST_FIGURES))
+    return Scene(tuple(sorted(figures, key=lambda figure: figure.x)), _three(random, _DARKEST_BACKGROUND, 255))
 
 
-def _random_figure(random: Random, column: int) -> Figure:
-    radius = random.uniform(_SMALLEST_RADIUS, _LARGEST_RADIUS)
+def _random_figures(random: Random, count: int) -> list[Figure]:
+    figures: list[Figure] = []
+    for _ in range(_TRIES):
+        figure = _random_figure(random)
+        if all(figure.is_apart_from(other) for other in figures):
+            figures.append(figure)
+        if len(figures) == count:
+            return figures
+    # The first ones may leave no room for the rest.
+    return _random_figures(random, count)
+
+
+def _random_figure(random: Random) -> Figure:
+    radius = round(random.uniform(_SMALLEST_RADIUS, _LARGEST_RADIUS), 2)
     return Figure(
         color=random.choice(tuple(COLORS)),
         shape=random.choice(SHAPES),
-        x=_coordinate(random, column, radius),
-        y=_coordinate(random, random.randrange(CELLS), radius),
+        x=round(random.uniform(radius, SIDE - radius), 2),
+        y=round(random.uniform(radius, SIDE - radius), 2),
         radius=radius,
+        tint=_three(random, -_TINT, _TINT),
     )
 
 
-def _coordinate(random: Random, cell: int, radius: float) -> float:
-    middle = (cell + 0.5) * CELL + random.uniform(-_JITTER, _JITTER)
-    return round(min(max(middle, radius), SIDE - radius), 2)
+def _three(random: Random, low: int, high: int) -> Color:
+    return (random.randint(low, high), random.randint(low, high), random.randint(low, high))
 
 
 def draw(scene: Scene, side: int = SIDE) -> Image.Image:
@@ -99,7 +123,7 @@ def draw(scene: Scene, side: int = SIDE) -> Image.Image:
     canvas = Image.new("RGB", (side * _SMOOTHING, side * _SMOOTHING), scene.background)
     pen = ImageDraw.Draw(canvas)
     for figure in scene.figures:
-        pen.polygon([(x * scale, y * scale) for x, y in _outline(figure)], fill=COLORS[figure.color])
+        pen.polygon([(x * scale, y * scale) for x, y in _outline(figure)], fill=figure.fill)
     return canvas.reduce(_SMOOTHING)
 
 
@@ -118,9 +142,9 @@ def _corners(count: int, first_turn: float = -0.25, radii: tuple[float, ...] = (
 
 _OUTLINES = MappingProxyType(
     {
-        "circle": _corners(32),
-        "square": _corners(4, first_turn=0.125, radii=(1.15,)),
-        "star": _corners(10, radii=(1.15, 0.46)),
-        "triangle": _corners(3, radii=(1.15,)),
+        "circle": _corners(32, radii=(0.9,)),
+        "square": _corners(4, first_turn=0.125),
+        "star": _corners(10, radii=(1.0, 0.4)),
+        "triangle": _corners(3),
     }
 )

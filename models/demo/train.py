@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from transformers import AutoProcessor, GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -27,6 +28,7 @@ CHECKPOINT = Path(__file__).parent
 _WEIGHT_DECAY = 0.05
 _LONGEST_GRADIENT = 1.0
 _REPORTS = 40
+_STORED_TOWER = "vision_tower.vision_model."
 _SAVES = 4
 
 
@@ -95,16 +97,27 @@ class Trainer:
 
     def save(self) -> None:
         """Writes the checkpoint as it is now, rounded to bfloat16."""
-        rounded = LlavaForConditionalGeneration(self.model.config)
-        rounded.load_state_dict(self.model.state_dict())
-        rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        self.output.mkdir(parents=True, exist_ok=True)
+        weights = {stored_name(name): tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
+        save_file(weights, self.output / "model.safetensors", metadata={"format": "pt"})
+        self.model.config.dtype = torch.bfloat16
+        self.model.config.architectures = [type(self.model).__name__]
+        self.model.config.save_pretrained(self.output)
+        ends = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
         )
-        rounded.to(torch.bfloat16).save_pretrained(self.output)  # type: ignore[arg-type]
+        ends.save_pretrained(self.output)
         self.processor.save_pretrained(self.output)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def stored_name(name: str) -> str:
+    """A weight's name in a LLaVA checkpoint. All versions of the library read these; those they write differ."""
+    name = name.removeprefix("model.")
+    name = name.replace("vision_tower.vision_model.", "vision_tower.").replace("vision_tower.", _STORED_TOWER)
+    return name.replace("language_model.", "language_model.model.").replace("lm_head.", "language_model.lm_head.")
 
 
 def _label_loss(
@@ -142,7 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=14, help="processes that make data")
-    parser.add_argument("--tower-steps", type=int, default=1500)
+    parser.add_argument("--tower-steps", type=int, default=2500)
     parser.add_argument("--tower-minutes", type=float, default=math.inf)
     parser.add_argument("--tower-pictures", type=int, default=1024, help="in a step")
     parser.add_argument("--steps", type=int, default=7500)

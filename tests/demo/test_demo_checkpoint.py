@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 from jinja2 import TemplateError
-from PIL import Image
+from PIL import Image, ImageDraw
 from safetensors import safe_open
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
@@ -45,6 +45,18 @@ def test_the_folder_has_at_most_eight_megabytes() -> None:
 def test_every_weight_is_stored_in_bfloat16() -> None:
     with safe_open(DEMO / "model.safetensors", framework="pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def test_weights_are_stored_under_names_that_every_supported_library_reads() -> None:
+    with safe_open(DEMO / "model.safetensors", framework="pt") as weights:
+        parts = {".".join(name.split(".")[:2]) for name in weights.keys()}  # noqa: SIM118
+    assert parts == {
+        "language_model.model",
+        "language_model.lm_head",
+        "vision_tower.vision_model",
+        "multi_modal_projector.linear_1",
+        "multi_modal_projector.linear_2",
+    }
 
 
 def test_the_file_has_exactly_the_weights_of_the_model() -> None:
@@ -88,6 +100,14 @@ def test_held_out_exercises_are_answered_exactly(examiner: Examiner, task: Task)
 )
 def test_the_example_pictures_are_described(examiner: Examiner, name: str, expected: str) -> None:
     assert answer(examiner, f"{IMAGE}\nWhat is in the picture?", Image.open(EXAMPLES / name)) == expected
+
+
+def test_shapes_drawn_by_other_means_are_described(examiner: Examiner) -> None:
+    picture = Image.new("RGB", (600, 400), "white")
+    pen = ImageDraw.Draw(picture)
+    pen.ellipse((60, 60, 160, 160), fill="purple")
+    pen.rectangle((400, 200, 500, 300), fill=(0, 255, 0))
+    assert answer(examiner, f"{IMAGE}\nWhat is in the picture?", picture) == "a purple circle and a green square"
 
 
 @pytest.mark.parametrize("name", SCENES)

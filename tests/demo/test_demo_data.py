@@ -54,7 +54,7 @@ def test_sorted_words_are_in_the_order_of_the_alphabet() -> None:
 def test_figures_stand_apart_and_from_left_to_right() -> None:
     random = Random(1)
     pairs = [pair for _ in range(200) for pair in pairwise(random_scene(random).figures)]
-    assert all(left.x < right.x and not left.touches(right) for left, right in pairs)
+    assert all(left.x < right.x and left.is_apart_from(right) for left, right in pairs)
 
 
 def test_a_figure_has_its_color_where_it_stands() -> None:
