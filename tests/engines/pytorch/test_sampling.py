@@ -182,3 +182,10 @@ def test_logits_that_are_no_numbers_choose_nothing_and_spare_the_other_rows(samp
     logits[2, 17] = torch.inf
     chosen = sample(logits, [state(sampling), state(sampling), state(sampling)])
     assert chosen == [Chosen(good), Chosen(None), Chosen(None)]
+
+
+def test_noise_belongs_to_the_position_in_the_whole_context() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    at_five = choose(logits, PLAIN, Prompt((1, 1, 1, 1, 1)))
+    assert choose(logits, PLAIN, Prompt((2, 3), emitted=(4, 5, 6))) == at_five
+    assert choose(logits, PLAIN, Prompt((1, 1, 1, 1))) != at_five
