@@ -62,6 +62,17 @@ def _logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help="go on with what is written from now on")
 
 
+def _traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--otlp", default="127.0.0.1:4317", metavar="HOST:PORT", help="where exporters send spans")
+    parser.add_argument("--listen", default="127.0.0.1:16686", metavar="HOST:PORT", help="where the page is shown")
+    parser.add_argument(
+        "--max-traces", type=_integer(UINT32), default=10_000, metavar="N", help="kept at most (default 10000)"
+    )
+    parser.add_argument(
+        "--max-mib", type=_integer(UINT32), default=128, metavar="N", help="of spans kept at most (default 128)"
+    )
+
+
 def _address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
@@ -106,4 +117,5 @@ COMMANDS = (
     Command("down", "End the cluster of `baton up`", _nothing),
     Command("status", "Show the processes of `baton up`", _nothing),
     Command("logs", "Show what the processes of `baton up` wrote", _logs),
+    Command("traces", "Receive traces, and show them on a page", _traces),
 )
