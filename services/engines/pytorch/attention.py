@@ -72,4 +72,4 @@ def _attend_to_blocks(group: PagedGroup, layer: LayerViews, query: torch.Tensor,
     values = layer.values.index_select(0, group.rows).view(shape)
     query = query.view(heads, count, width, head_dim).permute(1, 0, 2, 3).reshape(count, keys.shape[1], -1, head_dim)
     answer = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scaling)
-    return answer.view(count, heads, width, head_dim).transpose(1, 2).reshape(tokens, heads, head_dim)
+    return answer.reshape(count, heads, width, head_dim).transpose(1, 2).reshape(tokens, heads, head_dim)

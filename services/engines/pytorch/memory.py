@@ -139,7 +139,7 @@ class DeviceMemory(BlockMemory):
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
         """Views of a copy in host memory."""
         staging = self._staging(len(block_ids))
-        with torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             staging.copy_(self._bytes.index_select(0, self._index(block_ids)), non_blocking=True)
         self._stream.synchronize()
         return self._views(staging, block_ids)
@@ -151,7 +151,7 @@ class DeviceMemory(BlockMemory):
 
     def store(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
         """Copies staged blocks into the pool and waits until they are there."""
-        with torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._bytes.index_copy_(0, self._index(block_ids), staging.to(self._bytes.device, non_blocking=True))
         self._stream.synchronize()
 
