@@ -82,7 +82,11 @@ def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:
 
 def _renderers(format: LogFormat) -> list[Processor]:
     if format == "console":
-        return [structlog.dev.ConsoleRenderer(timestamp_key="ts", colors=sys.stderr.isatty())]
+        # The other formatters show local variables, prompts and secrets among them.
+        plain = structlog.dev.plain_traceback
+        return [
+            structlog.dev.ConsoleRenderer(timestamp_key="ts", colors=sys.stderr.isatty(), exception_formatter=plain)
+        ]
     return [
         structlog.processors.format_exc_info,
         _put_first,

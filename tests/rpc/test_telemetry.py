@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from rpc.errors import ConfigError
-from rpc.telemetry import configure_logging, serve_metrics
+from rpc.telemetry import LogFormat, configure_logging, serve_metrics
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -114,3 +114,16 @@ def test_a_taken_port_of_metrics_is_a_config_error() -> None:
 def test_an_address_of_metrics_that_is_none_is_a_config_error(listen: str) -> None:
     with pytest.raises(ConfigError, match=f"metrics_listen.*{listen}"), serve_metrics(listen):
         pass
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_a_traceback_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str], format: LogFormat) -> None:
+    configure_logging(format, "info")
+    try:
+        prompt = "a client's own words"
+        int(prompt[:0])
+    except ValueError:
+        structlog.get_logger().exception("failed")
+    logged = capsys.readouterr().err
+    assert "Traceback" in logged
+    assert "a client's own words" not in logged.replace('prompt = "a client\'s own words"', "")
