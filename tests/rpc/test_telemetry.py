@@ -120,10 +120,10 @@ def test_an_address_of_metrics_that_is_none_is_a_config_error(listen: str) -> No
 def test_a_traceback_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str], format: LogFormat) -> None:
     configure_logging(format, "info")
     try:
-        prompt = "a client's own words"
-        int(prompt[:0])
+        prompt = "-".join(["own", "words"])
+        int(prompt)
     except ValueError:
         structlog.get_logger().exception("failed")
     logged = capsys.readouterr().err
     assert "Traceback" in logged
-    assert "a client's own words" not in logged.replace('prompt = "a client\'s own words"', "")
+    assert logged.count("own-words") == 1  # in int's message alone
