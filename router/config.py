@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from discovery.config import RegistryConfig
+from media.config import MediaConfig
 from rpc.config import Section
 from rpc.telemetry import LogFormat, LogLevel
 from rpc.tracing.config import TracingConfig
@@ -24,6 +25,8 @@ class LimitsConfig(Section):
     max_waiting_tokens: int = Field(
         default=1024, ge=1
     )  # unread by a slow client, before its decode stream is read no further
+    max_images: int = Field(default=16, ge=0)  # of one request
+    max_loading_images: int = Field(default=16, ge=1)  # fetched and checked at the same time, of all requests
 
 
 class RetryConfig(Section):
@@ -39,6 +42,14 @@ class RoutingConfig(Section):
 
     local_prefill_tokens: int = Field(default=0, ge=0)  # a shorter prompt runs whole on its decode worker; 0 is off
     session_slack: float = Field(default=8.0, ge=0)  # how much busier, in requests, a session's own worker may be
+    inline_encode: bool = True  # without an encode worker, images go to one that encodes beside prefill or decode
+
+
+class EmbeddingsConfig(Section):
+    """What the router keeps of images that were encoded."""
+
+    max_bytes: int = Field(default=256 * 2**20, ge=0)  # of all embeddings, wherever they are; 0 keeps none
+    leased_idle_seconds: float = Field(default=60.0, gt=0)  # then one that lies on an encode worker is given back
 
 
 class ProbeConfig(Section):
@@ -62,3 +73,5 @@ class RouterConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     probe: ProbeConfig = ProbeConfig()
     tracing: TracingConfig = TracingConfig()
+    media: MediaConfig = MediaConfig()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()

@@ -17,6 +17,7 @@ class ServedModel:
     capabilities: model_pb2.ModelCapabilities
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
+    images: worker_pb2.ImageRules | None = None
 
     @classmethod
     def from_card(cls, card: worker_pb2.ModelCard) -> "ServedModel":
@@ -27,6 +28,7 @@ class ServedModel:
             capabilities=card.capabilities,
             eos_token_ids=frozenset(card.eos_token_ids),
             tokenizer=_tokenizer(card),
+            images=card.images if card.HasField("images") else None,
         )
 
     @property
@@ -43,6 +45,7 @@ class ServedModel:
             "guided decoding": capabilities.guided_decoding,
             "lora": capabilities.lora,
             "n > 1": capabilities.multiple_answers,
+            "media": bool(capabilities.modalities),
         }
         return ", ".join(name for name, is_able in able.items() if is_able)
 
@@ -55,4 +58,4 @@ class ServedModel:
 def _tokenizer(card: worker_pb2.ModelCard) -> Tokenizer | None:
     if not card.tokenizer_json:
         return None
-    return Tokenizer(card.tokenizer_json, card.tokenizer_config_json, card.chat_template)
+    return Tokenizer(card.tokenizer_json, card.tokenizer_config_json, card.chat_template, card.images.placeholder)

@@ -19,6 +19,14 @@ class Candidate(Protocol):
         """Why nothing should be sent to it now; empty if it is ready."""
 
     @property
+    def embedding_layout(self) -> str:
+        """Of the embeddings that it makes or reads; empty if it does not say."""
+
+    @property
+    def encoder(self) -> str:
+        """The fingerprint of what makes its embeddings; empty if it does not say."""
+
+    @property
     def requests(self) -> int:
         """Requests that it runs or that wait for it, as far as can be known here."""
 
@@ -35,6 +43,9 @@ class Need:
     model: str
     context_tokens: int
     layout_digest: str = ""
+    embedding_layout: str = ""
+    encoder: str = ""
+    is_dedicated: bool = False  # to this role alone
     tried: frozenset[str] = frozenset()  # worker ids that have failed this request
 
 
@@ -115,6 +126,18 @@ def _reason_against(worker: Candidate, need: Need) -> str:
         return f"its KV layout {record.layout_digest[:12]} differs from {need.layout_digest[:12]}"
     if record.max_context_tokens < need.context_tokens:
         return f"its context ends at {record.max_context_tokens} tokens"
+    return _media_reason_against(worker, need)
+
+
+def _media_reason_against(worker: Candidate, need: Need) -> str:
+    if need.embedding_layout and worker.embedding_layout != need.embedding_layout:
+        found = worker.embedding_layout[:12] or "none"
+        return f"its embedding layout, {found}, differs from {need.embedding_layout[:12]}"
+    if need.encoder and worker.encoder != need.encoder:
+        return f"its encoder, {worker.encoder[:12]}, differs from {need.encoder[:12]}"
+    if need.is_dedicated and worker.record.roles != (need.role,):
+        others = " and ".join(role for role in worker.record.roles if role != need.role)
+        return f"has the {need.role} role beside {others} only, which the configuration does not allow"
     return ""
 
 

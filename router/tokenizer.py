@@ -15,14 +15,16 @@ class Tokenizer:
     """A model's tokenizer and chat template. Safe to use from several threads.
 
     Raises ValueError if the files cannot be read. `chat_template` wins over the one inside the configuration.
+    `placeholder` is what stands for an image where the template cannot write it.
     """
 
-    def __init__(self, tokenizer_json: bytes, config_json: str, chat_template: str) -> None:
+    def __init__(self, tokenizer_json: bytes, config_json: str, chat_template: str, placeholder: str = "") -> None:
         self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = json.loads(config_json or "{}")
-        self._template = _template(chat_template or _embedded_template(config), _special_tokens(config))
+        source = chat_template or _embedded_template(config)
+        self._template = ChatTemplate(source, _special_tokens(config), placeholder) if source else None
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -61,10 +63,6 @@ class Tokenizer:
 
     def _decode_all(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def _template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    return ChatTemplate(source, special_tokens) if source else None
 
 
 def _embedded_template(config: Mapping[str, Any]) -> str:

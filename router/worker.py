@@ -5,7 +5,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
-from baton.engine.v1 import decode_pb2_grpc, handoff_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.engine.v1 import (
+    decode_pb2_grpc,
+    encode_pb2_grpc,
+    handoff_pb2_grpc,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from baton.inference.v1 import cluster_service_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,11 +37,12 @@ class Worker:
     """A worker of one epoch. Created by `connect`; its stubs may be used until `idle`, also after it has left.
 
     It is sent work only while its card is known and both ways of asking for its health say so: Watch pushes changes,
-    Check notices a process that hangs.
+    Check notices a process that hangs. `leaving` is set when it has left the cluster.
     """
 
     def __init__(self, record: WorkerRecord, channel: aio.Channel, changed: Callable[[], None]) -> None:
         self.record = record
+        self.encode = encode_pb2_grpc.EncodeServiceStub(channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(channel)
@@ -48,8 +56,20 @@ class Worker:
         self._load_at = time.monotonic()
         self._sent_requests = self._sent_requests_at_load = 0
         self._sent_tokens = self._sent_tokens_at_load = 0
+        self._users = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self.leaving = asyncio.Event()
+
+    @property
+    def embedding_layout(self) -> str:
+        """Of the embeddings that it makes or reads; empty if it does not say."""
+        return self.model.images.embedding_layout_digest if self.model and self.model.images else ""
+
+    @property
+    def encoder(self) -> str:
+        """The fingerprint of what makes its embeddings; empty if it does not say."""
+        return self.model.images.encoder_fingerprint if self.model and self.model.images else ""
 
     @property
     def problem(self) -> str:
@@ -77,13 +97,23 @@ class Worker:
         """Counts a request that is there, and `prompt_tokens` of a prompt that it has to compute."""
         self._sent_requests += 1
         self._sent_tokens += prompt_tokens
+        try:
+            with self.in_use():
+                yield
+        finally:
+            self._sent_requests -= 1
+            self._sent_tokens -= prompt_tokens
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keeps the stubs usable, also after it has left."""
+        self._users += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._sent_requests -= 1
-            self._sent_tokens -= prompt_tokens
-            if not self._sent_requests:
+            self._users -= 1
+            if not self._users:
                 self._idle.set()
 
     def suspect(self, problem: str) -> None:
@@ -92,7 +122,7 @@ class Worker:
         self._changed()
 
     async def idle(self) -> None:
-        """Waits until nothing runs there for this router."""
+        """Waits until nothing runs or is held there for this router."""
         await self._idle.wait()
 
     async def watch_health(self) -> None:
@@ -188,4 +218,5 @@ async def connect(
             finally:
                 for task in tasks:
                     task.cancel()
+                worker.leaving.set()
         await worker.idle()

@@ -16,6 +16,8 @@ class Seen:
     problem: str = ""
     requests: int = 0
     waiting_tokens: int = 0
+    embedding_layout: str = ""
+    encoder: str = ""
 
 
 def worker(worker_id: str, requests: int = 0, waiting_tokens: int = 0, problem: str = "", **record: object) -> Seen:
