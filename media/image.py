@@ -15,10 +15,10 @@ from rpc.errors import BatonError, InvalidRequest, Unsupported
 
 # A JPEG with further pictures inside, such as a depth map, is the first of them to all who do not look for more.
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 # What Pillow's readers raise for files that are broken, each in its own way.
-_BROKEN = (
+BROKEN = (
     OSError,
     SyntaxError,
     ValueError,
@@ -52,7 +52,7 @@ def check_image(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
 
 def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
     try:
-        with Image.open(BytesIO(content), formats=_FORMATS) as image:
+        with Image.open(BytesIO(content), formats=FORMATS) as image:
             mime_type = _TYPES[image.format or ""]
             _check_type(item, mime_type, config)
             _check_size(item, image.width, image.height, config)
@@ -62,7 +62,7 @@ def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
             return Media(content, mime_type, image.width, image.height, hashlib.sha256(content).digest())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels(item, config) from None
-    except _BROKEN:
+    except BROKEN:
         raise InvalidRequest.of(item.source_field, "is truncated or damaged") from None
 
 

@@ -44,6 +44,6 @@ class Aborter:
         leases = self._leases.of(request_id)
         if leases:
             stage = stage or timing_pb2.STAGE_HANDOFF_WAIT
-            tokens += sum(lease.kv.num_tokens for lease in leases)
+            tokens += sum(lease.held.num_tokens for lease in leases)
             blocks += await self._leases.release_each(leases)
         return Aborted(bool(calls or leases), stage, tokens, blocks, time.monotonic() - started)

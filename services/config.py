@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from discovery.config import RegistryConfig
+from media.config import MediaConfig
 from rpc.config import Section
 from rpc.telemetry import LogFormat, LogLevel
 from rpc.tracing.config import TracingConfig
@@ -22,6 +23,14 @@ class HandoffConfig(Section):
     """The key `handoff`."""
 
     lease_seconds: float = Field(default=10.0, gt=0, description="How long a handoff is held unless it is renewed.")
+
+
+class EncodeConfig(Section):
+    """The key `encode`."""
+
+    inline_bytes: int = Field(default=2**20, ge=0, description="Larger embeddings are not in answers, but leased.")
+    pool_bytes: int = Field(default=64 * 2**20, ge=1, description="What leased embeddings may take together.")
+    max_items: int = Field(default=16, ge=1, description="Media of one request.")
 
 
 class LogConfig(Section):
@@ -42,6 +51,8 @@ class WorkerConfig(Section):
     registry: RegistryConfig = RegistryConfig()
     engine: EngineConfig = SimulatedConfig()
     handoff: HandoffConfig = HandoffConfig()
+    encode: EncodeConfig = EncodeConfig()
+    media: MediaConfig = MediaConfig()
     transports: tuple[TransportName, ...] = Field(default=("shm", "tcp"), min_length=1)
     metrics_listen: str = ""
     drain_seconds: float = Field(default=30.0, ge=0)

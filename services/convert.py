@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2, worker_pb2
-from baton.inference.v1 import cluster_service_pb2, model_pb2, sampling_pb2, timing_pb2
+from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, sampling_pb2, timing_pb2
 from google.protobuf.duration_pb2 import Duration
 
 from rpc.errors import FieldViolation, InvalidRequest, Unsupported
@@ -17,6 +17,7 @@ from services.engine import (
     Finished,
     FinishReason,
     HeldKv,
+    ImageRules,
     KvLayout,
     ModelFacts,
     Prompt,
@@ -113,7 +114,7 @@ def handoff(message: handoff_pb2.KvHandoff) -> Handoff:
         worker_id=message.worker_id,
         epoch=message.epoch,
         address=message.address,
-        lease_seconds=_seconds(message.lease),
+        lease_seconds=as_seconds(message.lease),
         layout_digest=message.layout_digest,
         num_tokens=message.num_tokens,
         num_bytes=message.num_bytes,
@@ -133,7 +134,7 @@ def prefill_response(owner: Owner, prefilled: Prefilled) -> prefill_pb2.PrefillR
         Timing(timing_pb2.STAGE_PREFILL_QUEUE, kv.queue_seconds),
         Timing(timing_pb2.STAGE_PREFILL_COMPUTE, kv.compute_seconds),
     ]
-    return prefill_pb2.PrefillResponse(handoff=handed_over, timings=_timings(timings, owner.identity.worker_id))
+    return prefill_pb2.PrefillResponse(handoff=handed_over, timings=stage_timings(timings, owner.identity.worker_id))
 
 
 def _handoff(owner: Owner, prefilled: Prefilled) -> handoff_pb2.KvHandoff:
@@ -169,7 +170,7 @@ def decode_response(worker_id: str, event: Accepted | Tokens | Finished) -> deco
             tokens = decode_pb2.DecodedTokens(token_ids=ids, logprobs=[_logprob(one) for one in logprobs])
             return decode_pb2.DecodeResponse(tokens=tokens)
         case Accepted(timings):
-            accepted = decode_pb2.DecodeAccepted(timings=_timings(timings, worker_id))
+            accepted = decode_pb2.DecodeAccepted(timings=stage_timings(timings, worker_id))
             return decode_pb2.DecodeResponse(accepted=accepted)
         case Finished():
             return decode_pb2.DecodeResponse(finished=_finished(worker_id, event))
@@ -183,11 +184,12 @@ def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
     return decode_pb2.DecodeFinished(
         reason=_REASONS[event.reason],
         usage=handoff_pb2.PromptUsage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens),
-        timings=_timings(timings, worker_id),
+        timings=stage_timings(timings, worker_id),
     )
 
 
-def _timings(timings: Sequence[Timing], worker_id: str) -> list[timing_pb2.StageTiming]:
+def stage_timings(timings: Sequence[Timing], worker_id: str) -> list[timing_pb2.StageTiming]:
+    """How long the stages took, on this worker."""
     return [
         timing_pb2.StageTiming(
             stage=timing.stage,
@@ -230,7 +232,7 @@ def list_response(leases: Iterable[Lease]) -> handoff_pb2.ListResponse:
     handoffs = [
         handoff_pb2.HeldHandoff(
             request_id=lease.request_id,
-            num_blocks=len(lease.kv.block_ids),
+            num_blocks=len(lease.held.block_ids),
             age=duration(lease.age_seconds),
             remaining=duration(lease.remaining_seconds),
         )
@@ -248,12 +250,29 @@ def model_card(facts: ModelFacts) -> worker_pb2.ModelCard:
             vocab_size=facts.vocab_size,
             max_logprobs=facts.max_logprobs,
         ),
-        capabilities=model_pb2.ModelCapabilities(chat=bool(facts.files.chat_template), logprobs=facts.max_logprobs > 0),
+        capabilities=_capabilities(facts),
         layout=layout(facts.layout),
         eos_token_ids=facts.eos_token_ids,
         tokenizer_json=facts.files.tokenizer_json,
         tokenizer_config_json=facts.files.tokenizer_config_json,
         chat_template=facts.files.chat_template,
+        images=_image_rules(facts.images) if facts.images else None,
+    )
+
+
+def _capabilities(facts: ModelFacts) -> model_pb2.ModelCapabilities:
+    return model_pb2.ModelCapabilities(
+        chat=bool(facts.files.chat_template),
+        logprobs=facts.max_logprobs > 0,
+        modalities=[media_pb2.MODALITY_IMAGE] if facts.images else [],
+    )
+
+
+def _image_rules(rules: ImageRules) -> worker_pb2.ImageRules:
+    return worker_pb2.ImageRules(
+        placeholder=rules.placeholder,
+        placeholder_token_id=rules.placeholder_token_id,
+        tokens_per_image=rules.tokens_per_image,
     )
 
 
@@ -271,12 +290,12 @@ def worker_load(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
 
 def interval_seconds(request: worker_pb2.WatchLoadRequest) -> float:
     """How often to look; not more often than every 10 ms."""
-    return max(0.01, _seconds(request.interval)) if request.HasField("interval") else 0.1
+    return max(0.01, as_seconds(request.interval)) if request.HasField("interval") else 0.1
 
 
 def grace_seconds(request: worker_pb2.DrainRequest) -> float | None:
     """How long what runs may go on; None if the request does not say."""
-    return max(0.0, _seconds(request.grace)) if request.HasField("grace") else None
+    return max(0.0, as_seconds(request.grace)) if request.HasField("grace") else None
 
 
 def abort_response(aborted: Aborted) -> worker_pb2.AbortResponse:
@@ -312,7 +331,8 @@ def layout(value: KvLayout) -> handoff_pb2.KvLayout:
     )
 
 
-def _seconds(message: Duration) -> float:
+def as_seconds(message: Duration) -> float:
+    """A duration as a number."""
     return message.ToNanoseconds() / 1e9
 
 

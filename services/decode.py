@@ -6,10 +6,11 @@ from typing import Any
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc
 from grpc import aio
 
-from services import convert
+from services import convert, convert_media
 from services.calls import Calls
 from services.decoding import Decoder, Work
 from services.identity import Identity
+from services.resolving import MediaResolver
 
 Context = aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
@@ -17,22 +18,22 @@ Context = aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """The decode role of a worker."""
 
-    def __init__(self, identity: Identity, calls: Calls, decoder: Decoder) -> None:
+    def __init__(self, identity: Identity, calls: Calls, media: MediaResolver, decoder: Decoder) -> None:
         self._identity = identity
         self._calls = calls
+        self._media = media
         self._decoder = decoder
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
         with self._calls.run("decode", request.request_id, request.model) as call:
-            async with aclosing(self._decoder.decode(_work(request), call)) as events:
+            async with aclosing(self._decoder.decode(await self._work(request), call)) as events:
                 async for event in events:
                     await context.write(convert.decode_response(self._identity.worker_id, event))
 
-
-def _work(request: decode_pb2.DecodeRequest) -> Work:
-    return Work(
-        prompt=convert.prompt(request.prompt, request.emitted),
-        sampling=convert.sampling(request.sampling),
-        handoff=convert.handoff(request.handoff) if request.HasField("handoff") else None,
-    )
+    async def _work(self, request: decode_pb2.DecodeRequest) -> Work:
+        given, spans = convert.prompt(request.prompt, request.emitted), convert_media.spans(request.prompt)
+        sampling = convert.sampling(request.sampling)
+        if request.HasField("handoff"):
+            return Work(self._media.described(given, spans), sampling, convert.handoff(request.handoff))
+        return Work(await self._media.computable(given, spans), sampling, handoff=None)

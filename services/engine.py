@@ -159,11 +159,17 @@ class KvLayout:
 
 
 EMBEDDING_BLOCK_ROWS = 16
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def embedding_bytes(shape: tuple[int, int], dtype: str) -> int | None:
+    """What an embedding of this shape takes; None for a dtype that embeddings do not have."""
+    width = _WIDTHS.get(dtype)
+    return None if width is None else shape[0] * shape[1] * width
 
 
 def embedding_layout(model: str, dtype: str, hidden_size: int) -> KvLayout:
     """The layout of pools of embeddings: a block is some rows, and in no way KV. `model` is the KV layout's."""
-    width = {"float32": 4, "float16": 2, "bfloat16": 2}[dtype]
     return KvLayout(
         model=f"embeddings of {model}",
         dtype=dtype,
@@ -172,7 +178,7 @@ def embedding_layout(model: str, dtype: str, hidden_size: int) -> KvLayout:
         kv_heads=1,
         block_tokens=EMBEDDING_BLOCK_ROWS,
         head_dim=hidden_size,
-        block_bytes=EMBEDDING_BLOCK_ROWS * hidden_size * width,
+        block_bytes=EMBEDDING_BLOCK_ROWS * hidden_size * _WIDTHS[dtype],
     )
 
 
@@ -207,6 +213,20 @@ class BlockWriter(Protocol):
 
     def commit(self) -> None:
         """Makes the bytes the pool's: nothing to do in host memory, a copy to the device elsewhere. Blocking."""
+
+
+class HeldBlocks(Protocol):
+    """Blocks of a pool in somebody's hands, until `release`, which is idempotent and quick."""
+
+    @property
+    def block_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the blocks are for."""
+
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were back already."""
 
 
 class HeldKv(Protocol):
@@ -350,6 +370,10 @@ class Encoder(EncodeEngine, Protocol):
     @property
     def facts(self) -> ModelFacts:
         """Of the model; `layout` is that of embeddings (`embedding_layout`), and `images` is set."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of weights, processor and its version: two encoders of one fingerprint make equal embeddings of a medium."""
 
     @property
     def healthy(self) -> bool: ...

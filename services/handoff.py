@@ -1,26 +1,27 @@
 """HandoffService: the owner's side of every handoff."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 
 from services import convert
+from services.identity import Identity
 from services.leases import LeaseTable
-from services.owner import OfferedPool
+from services.owner import OfferedPool, pool_of
 
 
 class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
-    """Lets the holders of handoffs read the pool, and keep and end their leases."""
+    """Lets the holders of handoffs read the pools, and keep and end their leases."""
 
-    def __init__(self, pool: OfferedPool, leases: LeaseTable) -> None:
-        self._pool = pool
-        self._identity = pool.owner.identity
+    def __init__(self, identity: Identity, pools: Sequence[OfferedPool], leases: LeaseTable) -> None:
+        self._pools = pools
+        self._identity = identity
         self._leases = leases
 
     async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: Any) -> handoff_pb2.GetPoolResponse:
         self._identity.require_epoch(request.epoch)
-        self._pool.owner.require_layout(request.layout_digest)
-        return convert.get_pool_response(self._pool)
+        return convert.get_pool_response(pool_of(self._pools, request.layout_digest))
 
     async def Renew(self, request: handoff_pb2.RenewRequest, context: Any) -> handoff_pb2.RenewResponse:
         self._identity.require_epoch(request.epoch)

@@ -9,8 +9,8 @@ from services.engine import KvLayout, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
-    """A lease on KV in another worker's pool, as it came off the wire: nothing in it is to be trusted unchecked."""
+class LeasedBlocks:
+    """A lease on blocks of another worker's pool, as it came off the wire: nothing in it is to be trusted unchecked."""
 
     handoff_id: str
     worker_id: str
@@ -18,9 +18,15 @@ class Handoff:
     address: str
     lease_seconds: float
     layout_digest: str
-    num_tokens: int
     num_bytes: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff(LeasedBlocks):
+    """A lease on KV, and the token that was sampled from it."""
+
+    num_tokens: int
     first_token: int
 
 
@@ -56,14 +62,14 @@ def check_handoff(handoff: Handoff, prompt: Prompt, layout: KvLayout) -> None:
         raise InvalidRequest(violations)
 
 
-def check_blocks(handoff: Handoff, num_blocks: int) -> None:
-    """Raises InvalidRequest naming each id that is no block of a pool of this size, or comes twice."""
+def check_blocks(leased: LeasedBlocks, num_blocks: int, path: str = "handoff") -> None:
+    """Raises InvalidRequest naming each id, below `path`, that is no block of a pool of this size, or comes twice."""
     seen: set[int] = set()
     violations = []
-    for index, block_id in enumerate(handoff.block_ids):
+    for index, block_id in enumerate(leased.block_ids):
         if block_id >= num_blocks or block_id in seen:
             text = f"{block_id} comes twice" if block_id in seen else f"{block_id} is not within {num_blocks} blocks"
-            violations.append(FieldViolation(f"handoff.block_ids[{index}]", text))
+            violations.append(FieldViolation(f"{path}.block_ids[{index}]", text))
         seen.add(block_id)
     if violations:
         raise InvalidRequest(violations)

@@ -17,12 +17,12 @@ from services.calls import Calls
 from services.config import WorkerConfig
 from services.draining import Drainer
 from services.engine import Engine, EngineLoad
-from services.engines.factory import open_engine
 from services.identity import Identity
 from services.leases import LeaseTable
 from services.registering import Announcement
 from services.servicers import ROLE_SERVICES, Parts, open_services
 from services.watching import watch
+from services.worker_engines import WorkerEngines, open_engines
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +34,7 @@ class Worker:
     """A worker that serves. To end it, leave its context: that drains it."""
 
     identity: Identity
-    engine: Engine
+    engines: WorkerEngines
     leases: LeaseTable
     drainer: Drainer
     health: Health
@@ -42,6 +42,10 @@ class Worker:
     @property
     def worker_id(self) -> str:
         return self.identity.worker_id
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines.engine
 
     @property
     def address(self) -> str:
@@ -61,7 +65,7 @@ class Worker:
                     raise EngineFailed("the engine has failed", worker_id=self.worker_id)
 
     def _state(self) -> tuple[bool, EngineLoad, int]:
-        return self.engine.healthy, self.engine.load(), len(self.leases)
+        return self.engines.healthy, self.engines.load(), len(self.leases)
 
 
 @asynccontextmanager
@@ -75,22 +79,24 @@ async def host_worker(config: WorkerConfig, registry: Registry | None = None) ->
     async with AsyncExitStack() as stack:
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
-        engine = await stack.enter_async_context(open_engine(config.engine))
-        metrics.MODEL_LOAD_SECONDS.set(engine.facts.load_seconds)
-        identity = Identity(config.worker_id, config.roles, engine.facts.name)
-        yield await stack.enter_async_context(_serve(config, registry, engine, identity))
+        engines = await stack.enter_async_context(open_engines(config))
+        metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
+        identity = Identity(config.worker_id, config.roles, engines.engine.facts.name)
+        yield await stack.enter_async_context(_serve(config, registry, engines, identity))
 
 
 @asynccontextmanager
-async def _serve(config: WorkerConfig, registry: Registry, engine: Engine, identity: Identity) -> AsyncIterator[Worker]:
+async def _serve(
+    config: WorkerConfig, registry: Registry, engines: WorkerEngines, identity: Identity
+) -> AsyncIterator[Worker]:
     announcement, health = Announcement(registry), Health()
     async with AsyncExitStack() as stack:
         leases = await stack.enter_async_context(LeaseTable(config.handoff.lease_seconds))
         calls = Calls(identity)
         drainer = Drainer(calls, leases, announcement, config.drain_seconds)
-        worker = Worker(identity, engine, leases, drainer, health)
+        worker = Worker(identity, engines, leases, drainer, health)
         services = await stack.enter_async_context(
-            open_services(config, Parts(identity, engine, leases, calls, drainer))
+            open_services(config, Parts(identity, engines, leases, calls, drainer))
         )
         tracer = stack.enter_context(configure_tracing(config.tracing, _service_name(config), identity.worker_id))
         server = await stack.enter_async_context(
@@ -111,7 +117,7 @@ async def _leave(worker: Worker, announcement: Announcement) -> None:
     await announcement.withdraw()
     for name in ("", *ROLE_SERVICES):
         worker.health.set(name, False)
-    if not worker.engine.healthy:
+    if not worker.engines.healthy:
         return
     async with aclosing(worker.drainer.drain()) as stages:
         async for progress in stages:
@@ -134,6 +140,7 @@ def _record(worker: Worker) -> WorkerRecord:
         engine=facts.engine,
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
+        capabilities=worker.engines.capabilities,
     )
 
 

@@ -1,4 +1,4 @@
-"""The handoffs that this worker holds: KV that somebody may be reading, each under a lease on this process's clock."""
+"""What this worker holds for others: KV and embeddings that may be being read, each under a lease on its own clock."""
 
 import asyncio
 import secrets
@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from rpc.aio import TaskGroup
 from services import metrics
-from services.engine import HeldKv
+from services.engine import HeldBlocks
 
 log = structlog.get_logger(__name__)
 
@@ -22,9 +22,9 @@ _REMEMBERED = 4096
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One held handoff. Times are of the monotonic clock."""
+    """Held blocks, of whatever pool. Times are of the monotonic clock."""
 
-    kv: HeldKv
+    held: HeldBlocks
     request_id: str
     granted_at: float
     expires_at: float
@@ -48,7 +48,7 @@ class Released:
 
 
 class LeaseTable:
-    """Owns every HeldKv given to it, and frees it on release, on expiry, and when the table is closed.
+    """Owns whatever is given to it, and frees it on release, on expiry, and when the table is closed.
 
     An async context manager. Safe against cancellation: blocks that are being given back are given back.
     """
@@ -81,10 +81,10 @@ class LeaseTable:
     def held(self) -> tuple[Lease, ...]:
         return tuple(self._leases.values())
 
-    def hold(self, request_id: str, kv: HeldKv) -> Lease:
-        """Takes `kv` over, under a new lease of full length."""
+    def hold(self, request_id: str, held: HeldBlocks) -> Lease:
+        """Takes `held` over, under a new lease of full length."""
         now = time.monotonic()
-        lease = Lease(kv, request_id, now, now + self.lease_seconds)
+        lease = Lease(held, request_id, now, now + self.lease_seconds)
         self._leases[lease.handoff_id] = lease
         self._granted.set()
         return lease
@@ -140,7 +140,7 @@ class LeaseTable:
     def _end_one(self, lease: Lease, *, still_valid: bool) -> "asyncio.Task[Released]":
         if not lease.remaining_seconds:
             metrics.LEASE_EXPIRIES.inc()
-            log.info("handoff lease expired", request_id=lease.request_id, blocks=len(lease.kv.block_ids))
+            log.info("handoff lease expired", request_id=lease.request_id, blocks=len(lease.held.block_ids))
         del self._leases[lease.handoff_id]
         task = self._group.create_task(_free(lease, still_valid=still_valid))
         self._freeing.add(task)
@@ -166,4 +166,4 @@ class LeaseTable:
 
 
 async def _free(lease: Lease, *, still_valid: bool) -> Released:
-    return Released(still_valid, await lease.kv.release())
+    return Released(still_valid, await lease.held.release())

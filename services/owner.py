@@ -17,13 +17,6 @@ class Owner:
     identity: Identity
     layout: KvLayout
 
-    def require_layout(self, digest: str) -> None:
-        """Raises LayoutMismatch naming both digests."""
-        if digest != self.layout.digest:
-            raise LayoutMismatch(
-                f"worker {self.identity.worker_id} has KV layout {self.layout.digest}; the reader's is {digest}"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class OfferedPool:
@@ -32,3 +25,12 @@ class OfferedPool:
     owner: Owner
     num_blocks: int
     endpoints: Sequence[handoff_pb2.TransportEndpoint]
+
+
+def pool_of(pools: Sequence[OfferedPool], digest: str) -> OfferedPool:
+    """The pool of this layout. Raises LayoutMismatch naming the digests of those that there are."""
+    for pool in pools:
+        if pool.owner.layout.digest == digest:
+            return pool
+    owned = " and ".join(pool.owner.layout.digest for pool in pools)
+    raise LayoutMismatch(f"worker {pools[0].owner.identity.worker_id} has KV layout {owned}; the reader's is {digest}")

@@ -1,4 +1,4 @@
-"""The workers whose KV is read here: a channel to each, and its pool, opened once an epoch."""
+"""The workers whose blocks are read here: a channel to each, and its pools, opened once an epoch."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from rpc.calls import unary
 from rpc.channels import open_channel
 from rpc.errors import HandoffLost, LayoutMismatch, StaleEpoch
 from services.engine import KvLayout
-from services.handoffs import Handoff
+from services.handoffs import LeasedBlocks
 from services.transports.transport import PoolReader, Transport, TransportUnavailable
 
 log = structlog.get_logger(__name__)
@@ -31,6 +31,7 @@ class Pool:
     """Another worker's pool, and the transport that reads it."""
 
     num_blocks: int
+    block_bytes: int
     transport: str
     reader: PoolReader
 
@@ -44,22 +45,22 @@ class Peer:
         self._channel = open_channel(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
         self._opening = asyncio.Lock()
-        self._pool: Pool | None = None
+        self._pools: dict[str, Pool] = {}
 
-    async def pool(self, handoff: Handoff, transports: Sequence[Transport], layout: KvLayout) -> Pool:
-        """How to read the pool. Raises what GetPool answers, and HandoffLost where it can be read in no way."""
+    async def pool(self, leased: LeasedBlocks, transports: Sequence[Transport], layout: KvLayout) -> Pool:
+        """How to read the pool of this layout. Raises what GetPool answers, and HandoffLost where there is no way."""
         async with self._opening:
-            if self._pool is None:
-                request = handoff_pb2.GetPoolRequest(epoch=handoff.epoch, layout_digest=layout.digest)
+            if layout.digest not in self._pools:
+                request = handoff_pb2.GetPoolRequest(epoch=leased.epoch, layout_digest=layout.digest)
                 offer = await unary(self.stub.GetPool(request, timeout=_TIMEOUT_SECONDS))
-                _check(offer, handoff, layout)
-                self._pool = await _open(offer, transports, layout.block_bytes)
-            return self._pool
+                _check(offer, leased, layout)
+                self._pools[layout.digest] = await _open(offer, transports, layout.block_bytes)
+            return self._pools[layout.digest]
 
     async def close(self) -> None:
-        """Lets go of the pool and the channel."""
-        if self._pool is not None:
-            self._pool.reader.close()
+        """Lets go of the pools and the channel."""
+        for pool in self._pools.values():
+            pool.reader.close()
         await self._channel.close(None)
 
 
@@ -87,12 +88,12 @@ class Peers:
             await peer.close()
 
     @asynccontextmanager
-    async def use(self, handoff: Handoff) -> AsyncIterator[Peer]:
-        """The peer that a handoff is from; it is not closed while it is used."""
-        key = (handoff.address, handoff.epoch)
+    async def use(self, leased: LeasedBlocks) -> AsyncIterator[Peer]:
+        """The peer that a lease is from; it is not closed while it is used."""
+        key = (leased.address, leased.epoch)
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = Peer(handoff.address)
+            peer = self._peers[key] = Peer(leased.address)
         peer.users += 1
         try:
             yield peer
@@ -100,9 +101,9 @@ class Peers:
             peer.users -= 1
             peer.used_at = time.monotonic()
 
-    def forget(self, handoff: Handoff) -> None:
+    def forget(self, leased: LeasedBlocks) -> None:
         """Begins anew next time: the peer is gone, or cannot be read any more as it was."""
-        peer = self._peers.pop((handoff.address, handoff.epoch), None)
+        peer = self._peers.pop((leased.address, leased.epoch), None)
         if peer is not None:
             self._forgotten.append(peer)
 
@@ -118,16 +119,16 @@ class Peers:
                 await peer.close()
 
 
-def _check(offer: handoff_pb2.GetPoolResponse, handoff: Handoff, layout: KvLayout) -> None:
+def _check(offer: handoff_pb2.GetPoolResponse, leased: LeasedBlocks, layout: KvLayout) -> None:
     """Refuses a pool that is not the one meant. It was not the caller who got this wrong."""
-    if offer.epoch != handoff.epoch:
-        raise StaleEpoch(f"{handoff.address} is in epoch {offer.epoch}; the handoff is of {handoff.epoch}")
+    if offer.epoch != leased.epoch:
+        raise StaleEpoch(f"{leased.address} is in epoch {offer.epoch}; the lease is of {leased.epoch}")
     if offer.layout.digest != layout.digest:
         raise LayoutMismatch(
-            f"the pool at {handoff.address} has layout {offer.layout.digest}; here it is {layout.digest}"
+            f"the pool at {leased.address} has layout {offer.layout.digest}; here it is {layout.digest}"
         )
     if not offer.num_blocks or offer.layout.block_bytes != layout.block_bytes:
-        raise HandoffLost(f"the pool at {handoff.address} has {offer.num_blocks} x {offer.layout.block_bytes} bytes")
+        raise HandoffLost(f"the pool at {leased.address} has {offer.num_blocks} x {offer.layout.block_bytes} bytes")
 
 
 async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transport], block_bytes: int) -> Pool:
@@ -145,5 +146,5 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
             refusals.append(f"{name}: {error}")
             continue
         log.info("opened a pool", owner=offer.worker_id, transport=name, refused=refusals)
-        return Pool(offer.num_blocks, name, reader)
+        return Pool(offer.num_blocks, block_bytes, name, reader)
     raise HandoffLost(f"no way to read the pool of {offer.worker_id}: {'; '.join(refusals)}")

@@ -1,4 +1,4 @@
-"""A lease on another worker's KV, as its reader sees it: kept while it is needed, confirmed, or given up."""
+"""A lease on another worker's blocks, as its reader sees it: kept while it is needed, confirmed, or given up."""
 
 import asyncio
 import secrets
@@ -9,7 +9,7 @@ from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 
 from rpc.calls import unary
 from rpc.errors import BatonError, HandoffLost, StaleEpoch, Unavailable
-from services.handoffs import Handoff
+from services.handoffs import LeasedBlocks
 
 log = structlog.get_logger(__name__)
 
@@ -22,14 +22,14 @@ _GIVE_UP_SECONDS = 2.0
 class RemoteLease:
     """Not later than `remaining_seconds` from now it may be over: renewals move that, and nothing else does."""
 
-    def __init__(self, handoff: Handoff, stub: "handoff_pb2_grpc.HandoffServiceAsyncStub") -> None:
-        self._handoff = handoff
+    def __init__(self, leased: LeasedBlocks, stub: "handoff_pb2_grpc.HandoffServiceAsyncStub") -> None:
+        self._leased = leased
         self._stub = stub
         # Whether its owner has said that it is over: then there is nothing to give up.
         self.over = False
         # A release that is sent again is answered again, but only to the same reader.
         self._reader = secrets.token_urlsafe(12)
-        self._expires_at = time.monotonic() + handoff.lease_seconds
+        self._expires_at = time.monotonic() + leased.lease_seconds
 
     @property
     def remaining_seconds(self) -> float:
@@ -61,17 +61,24 @@ class RemoteLease:
         if not answer.still_valid:
             raise self._lost("its lease did not hold")
 
+    async def confirm_and_leave(self) -> None:
+        """Sees that the lease holds, and leaves it to whoever else has it. Raises HandoffLost or StaleEpoch."""
+        try:
+            await self._renew()
+        except Unavailable as error:
+            raise self._lost(error.message) from error
+
     async def give_up(self) -> None:
         """Ends the lease if its owner can be told within a moment; otherwise it expires by itself."""
         try:
             await unary(self._stub.Release(self._request(), timeout=_GIVE_UP_SECONDS))
         except BatonError as error:
-            log.info("left a handoff to expire", owner=self._handoff.worker_id, error=error.message)
+            log.info("left a handoff to expire", owner=self._leased.worker_id, error=error.message)
 
     async def _renew(self) -> None:
         self._require_time()
         sent = time.monotonic()
-        request = handoff_pb2.RenewRequest(handoff_ids=[self._handoff.handoff_id], epoch=self._handoff.epoch)
+        request = handoff_pb2.RenewRequest(handoff_ids=[self._leased.handoff_id], epoch=self._leased.epoch)
         try:
             answer = await unary(self._stub.Renew(request, timeout=self.remaining_seconds))
         except StaleEpoch:
@@ -91,8 +98,8 @@ class RemoteLease:
             raise self._lost("its owner did not answer before the lease was over")
 
     def _request(self) -> handoff_pb2.ReleaseRequest:
-        handoff = self._handoff
-        return handoff_pb2.ReleaseRequest(handoff_id=handoff.handoff_id, epoch=handoff.epoch, reader=self._reader)
+        leased = self._leased
+        return handoff_pb2.ReleaseRequest(handoff_id=leased.handoff_id, epoch=leased.epoch, reader=self._reader)
 
     def _lost(self, why: str) -> HandoffLost:
-        return HandoffLost(f"the handoff from worker {self._handoff.worker_id} is lost: {why}")
+        return HandoffLost(f"the handoff from worker {self._leased.worker_id} is lost: {why}")

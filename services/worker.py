@@ -1,6 +1,6 @@
 """WorkerService: what every worker answers, whatever its roles."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,28 +10,29 @@ from rpc.errors import Unsupported
 from services import convert
 from services.aborting import Aborter
 from services.draining import Drainer
-from services.engine import Engine
+from services.engine import EngineLoad, ModelFacts
 from services.watching import watch
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The model, the load, and the ends of requests and of the worker itself."""
 
-    def __init__(self, engine: Engine, aborter: Aborter, drainer: Drainer) -> None:
-        self._engine = engine
+    def __init__(self, facts: ModelFacts, load: Callable[[], EngineLoad], aborter: Aborter, drainer: Drainer) -> None:
+        self._facts = facts
+        self._load = load
         self._aborter = aborter
         self._drainer = drainer
 
     async def GetModel(self, request: worker_pb2.GetModelRequest, context: Any) -> worker_pb2.GetModelResponse:
-        return worker_pb2.GetModelResponse(card=convert.model_card(self._engine.facts))
+        return worker_pb2.GetModelResponse(card=convert.model_card(self._facts))
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
-        return worker_pb2.GetLoadResponse(load=convert.worker_load(self._engine.load()))
+        return worker_pb2.GetLoadResponse(load=convert.worker_load(self._load()))
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
-        async with aclosing(watch(self._engine.load, convert.interval_seconds(request))) as loads:
+        async with aclosing(watch(self._load, convert.interval_seconds(request))) as loads:
             async for load in loads:
                 yield worker_pb2.WatchLoadResponse(load=convert.worker_load(load))
 
@@ -48,4 +49,4 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def SubscribeKvEvents(  # type: ignore[override]
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
     ) -> None:
-        raise Unsupported(f"the {self._engine.facts.engine} engine does not tell what its prefix cache holds")
+        raise Unsupported(f"the {self._facts.engine} engine does not tell what its prefix cache holds")

@@ -52,7 +52,7 @@ class SharedPool:
 
     def write(self, block_ids: Sequence[int]) -> BlockWriter:
         """The blocks' bytes, to be written by whoever reserved them."""
-        return _Writer(self._views(block_ids))
+        return ViewWriter(self._views(block_ids))
 
     def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
         size = self._block_bytes
@@ -75,7 +75,9 @@ def runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-class _Writer:
+class ViewWriter:
+    """A BlockWriter straight into memory."""
+
     def __init__(self, views: list[memoryview]) -> None:
         self._views = views
 

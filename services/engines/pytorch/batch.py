@@ -119,6 +119,14 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaRows:
+    """Rows of a medium's embedding, which stand for the tokens of the step from `start` on."""
+
+    start: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """A step, ready for the model. `chunks` are in the order of the tokens; `last_rows` are those that sample."""
 
@@ -127,6 +135,7 @@ class StepInput:
     positions: torch.Tensor
     last_rows: torch.Tensor
     paged: PagedBatch
+    media: Sequence[MediaRows]
 
 
 class BatchBuilder:
@@ -153,6 +162,7 @@ class BatchBuilder:
             positions=move(positions).unsqueeze(0),
             last_rows=move(last_rows),
             paged=PagedBatch(self._cache, self._slots(ordered, positions), self._groups(decodes, others)),
+            media=_media_rows(ordered),
         )
 
     def _slots(self, chunks: Sequence[Chunk], positions: Indices) -> torch.Tensor:
@@ -225,3 +235,18 @@ class BatchBuilder:
 
 def _length(chunk: Chunk) -> int:
     return chunk.sequence.computed
+
+
+def _media_rows(chunks: Sequence[Chunk]) -> list[MediaRows]:
+    """The part of each embedding that belongs to a chunk: one may be split over several steps."""
+    found = []
+    first = 0
+    for chunk in chunks:
+        computed = chunk.sequence.computed
+        for span in chunk.sequence.prompt.media:
+            start, end = max(span.start, computed), min(span.end, chunk.end)
+            if start < end:
+                rows = chunk.sequence.rows_of(span)[start - span.start : end - span.start]
+                found.append(MediaRows(first + start - computed, rows))
+        first += chunk.count
+    return found

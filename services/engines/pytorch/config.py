@@ -32,7 +32,9 @@ class PyTorchConfig(BaseModel):
     max_step_tokens: int | None = Field(default=None, ge=2)
     """Tokens computed in one step, which bounds its duration: 512 on a CPU, 4096 on CUDA."""
     max_waiting: int = Field(default=256, ge=1)
-    """Requests that wait for room; one more is refused as Overloaded."""
+    """Requests, or images to encode, that wait for room; one more is refused as Overloaded."""
+    max_step_images: int = Field(default=16, ge=1)
+    """Images that an encode worker looks at together."""
     max_logprobs: int = Field(default=20, ge=0)
     prefix_cache: bool = True
     threads: int | None = Field(default=None, ge=1)

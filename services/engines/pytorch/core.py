@@ -51,6 +51,7 @@ class EngineCore:
             layout=layout,
             files=checkpoint.model_files(config.model),
             load_seconds=time.monotonic() - began,
+            images=model.images,
         )
 
     def new_sequence(self, prompt: Prompt, sampling: Sampling, sink: Sink, *, hold: bool) -> TokenSequence:
@@ -59,7 +60,7 @@ class EngineCore:
             prompt=prompt,
             sampling=sampling,
             hold=hold,
-            chain=HashChain(prompt.cache_salt, self._layout.block_tokens),
+            chain=HashChain(prompt.cache_salt, self._layout.block_tokens, prompt.media),
             sampler=SamplerState(prompt, sampling, self.eos_token_ids),
             sink=sink,
             tokens=list(prompt.context),
@@ -100,9 +101,20 @@ class EngineCore:
         """Runs one step; False if there was nothing to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
-            return False
+            return self._make_way()
         for chunk, chosen in self._runner.run(chunks):
             self._advance(chunk, chosen)
+        return True
+
+    def _make_way(self) -> bool:
+        """Ends the newest of requests that all wait for a block and none of which could be run again here."""
+        if not self.scheduler.running:
+            return False
+        sequence = self.scheduler.running[-1]
+        self.abort(sequence)
+        sequence.sink(
+            Failed(HandoffLost("its blocks were needed, and without the embeddings it cannot be run again here"))
+        )
         return True
 
     def fail_all(self, error: BatonError) -> None:

@@ -85,7 +85,7 @@ class PyTorchEngine:
         if num_tokens >= self.facts.max_context_tokens:
             raise InvalidRequest.of("prompt", f"leaves no room for an answer within {self.facts.max_context_tokens}")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens)
+        chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media)
         hashes = chain.upto(prompt.context, num_tokens)
 
         def settled(error: BatonError | None) -> None:

@@ -52,7 +52,7 @@ def load_model(config: PyTorchConfig) -> LoadedModel:
     module = _read_weights(config.model, model_config, dtype)
     _log.info("language model loaded", parameters=count_parameters(module), device=str(device))
     module = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
-    return LoadedModel(module, shape, device, dtype, _eos_token_ids(config.model, model_config), images)
+    return LoadedModel(module, shape, device, dtype, eos_token_ids(config.model, model_config), images)
 
 
 def _read_weights(folder: Path, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -101,7 +101,7 @@ def choose_dtype(config: PyTorchConfig, device: torch.device, model_config: PreT
     return torch.float32 if whole else torch.bfloat16
 
 
-def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """Every id that ends an answer, from the generation settings and the model's configuration."""
     sources: list[object] = [config, config.get_text_config()]
     if (folder / "generation_config.json").is_file():

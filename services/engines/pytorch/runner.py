@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.engines.pytorch.batch import BatchBuilder, Chunk, KvCache
+from services.engines.pytorch.batch import BatchBuilder, Chunk, KvCache, StepInput
 from services.engines.pytorch.model import LoadedModel
 from services.engines.pytorch.sampling import Chosen, sample
 
@@ -20,7 +20,7 @@ class Runner:
         """Computes the chunks' KV into their blocks; with each chunk the token that was sampled after it, if any."""
         step = self._builder.build(chunks)
         output = self._module(
-            input_ids=step.token_ids,
+            **self._tokens(step),
             position_ids=step.positions,
             use_cache=False,
             logits_to_keep=step.last_rows,
@@ -30,6 +30,15 @@ class Runner:
         chosen = self._sample(output.logits[0], sampling) if sampling else []
         results = iter(chosen)
         return [(chunk, next(results) if chunk.samples else None) for chunk in step.chunks]
+
+    def _tokens(self, step: StepInput) -> dict[str, torch.Tensor]:
+        """What the model reads: ids, or, where media are among them, the embeddings of ids and media."""
+        if not step.media:
+            return {"input_ids": step.token_ids}
+        read: torch.Tensor = self._module.get_input_embeddings()(step.token_ids)
+        for part in step.media:
+            read[0, part.start : part.start + len(part.rows)] = part.rows.to(read.device, read.dtype)
+        return {"inputs_embeds": read}
 
     def _sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[Chosen]:
         return sample(logits.float(), [chunk.sequence.sampler for chunk in chunks])

@@ -39,8 +39,9 @@ class Scheduler:
     """First come, first served, by steps of bounded size: each running sequence decodes, the rest is for prompts.
 
     A sequence gets the blocks for all its tokens when it is admitted, and one more whenever it outgrows them. If there
-    is none, the newest running sequence gives all of its own back and waits at the front, to be computed again. What
-    is held or reserved is never taken away; its holder gives it back within the lease.
+    is none, the newest running sequence gives all of its own back and waits at the front, to be computed again; unless
+    it was pulled without the embeddings of its media: then it keeps its blocks, and waits without a step. What is held
+    or reserved is never taken away; its holder gives it back within the lease.
     """
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
@@ -100,17 +101,23 @@ class Scheduler:
         return chunks + self._admit(budget)
 
     def _grow(self, sequence: TokenSequence) -> bool:
-        """Makes room for all tokens of the sequence, at the expense of newer ones; False if it gave way itself."""
+        """Makes room for all tokens of the sequence, at the expense of newer ones; False if there is none."""
         missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
         while missing > self._pool.available:
-            # Newer ones stand behind it and have no chunk yet.
-            victim = self.running[-1]
+            victim = self._newest_since(sequence)
+            if victim is None:
+                return False
             self._preempt(victim)
             if victim is sequence:
                 return False
         if missing > 0:
             sequence.blocks += self._pool.allocate(missing)
         return True
+
+    def _newest_since(self, sequence: TokenSequence) -> TokenSequence | None:
+        """Who gives way to `sequence`: newer ones stand behind it and have no chunk yet; at last itself."""
+        newer = self.running[self.running.index(sequence) :]
+        return next((other for other in reversed(newer) if other.is_recomputable), None)
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1

@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from rpc.errors import BatonError
-from services.engine import Finished, FinishReason, Prompt, Sampling, TokenLogprob
+from services.engine import Finished, FinishReason, MediaSpan, Prompt, Sampling, TokenLogprob
 from services.engines.pytorch.prefix import HashChain
 from services.engines.pytorch.sampling import SamplerState
 
@@ -79,11 +81,23 @@ class TokenSequence:
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
     first_token_at: float = 0.0
+    _rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def rows_of(self, span: MediaSpan) -> torch.Tensor:
+        """The embedding of one of the prompt's media, `[tokens, hidden size]`."""
+        if span.start not in self._rows:
+            self._rows[span.start] = _rows(span)
+        return self._rows[span.start]
 
     @property
     def generated(self) -> int:
         """Ids after the prompt, those already emitted included."""
         return len(self.tokens) - len(self.prompt.token_ids)
+
+    @property
+    def is_recomputable(self) -> bool:
+        """Whether it can be run again from its ids, after giving its blocks back."""
+        return self.prompt.is_computable
 
     @property
     def remaining(self) -> int:
@@ -119,3 +133,11 @@ class TokenSequence:
             prefill_seconds=0.0 if self.pulled else max(0.0, first - (self.started or now)),
             decode_seconds=now - (self.started or now) if self.pulled else now - first,
         )
+
+
+def _rows(span: MediaSpan) -> torch.Tensor:
+    embedding = span.embedding
+    assert embedding is not None
+    # PyTorch reads memory in place, and warns where it could not also write.
+    data = torch.frombuffer(bytearray(embedding.data), dtype=getattr(torch, embedding.dtype))
+    return data.view(embedding.shape)

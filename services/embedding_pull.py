@@ -1,0 +1,75 @@
+"""The reader's side of a leased embedding: pull, then confirm that the lease still holds."""
+
+import time
+from collections.abc import Sequence
+
+from rpc.errors import BatonError, EmbeddingLost, HandoffLost, LayoutMismatch, StaleEpoch
+from services.engine import ModelFacts, embedding_layout
+from services.engines.scratch import Scratch
+from services.handoffs import LeasedBlocks, check_blocks
+from services.peers import Peer, Peers, Pool
+from services.remote_lease import RemoteLease
+from services.settle import do_while
+from services.spans import GivenEmbedding
+from services.transports.transport import Transfer, TransferFailed, Transport
+
+_TRANSFER_SECONDS = 30.0
+
+
+class EmbeddingPuller:
+    """Reads embeddings from encode workers' pools. Whoever asked for an embedding releases it, not its readers."""
+
+    def __init__(self, facts: ModelFacts, peers: Peers, transports: Sequence[Transport]) -> None:
+        self._facts = facts
+        self._peers = peers
+        self._transports = transports
+
+    async def pull(self, given: GivenEmbedding, leased: LeasedBlocks, path: str) -> bytes:
+        """The embedding's bytes, confirmed. `given` has been checked.
+
+        Raises EmbeddingLost if the lease did not hold throughout or the bytes cannot be had, LayoutMismatch if it is of
+        another model, and InvalidRequest naming a field below `path`.
+        """
+        async with self._peers.use(leased) as peer:
+            try:
+                return await self._pull(peer, given, leased, path)
+            except EmbeddingLost:
+                raise
+            except (HandoffLost, StaleEpoch) as error:
+                # Its process may be gone, and its pool with it.
+                self._peers.forget(leased)
+                raise EmbeddingLost(f"an embedding is lost: {error.message}") from error
+
+    async def _pull(self, peer: Peer, given: GivenEmbedding, leased: LeasedBlocks, path: str) -> bytes:
+        lease = RemoteLease(leased, peer.stub)
+        scratch = await do_while(lease.keep(), self._copy(peer, given, leased, path))
+        # Not while renewing: this renewal is the one that counts.
+        await lease.confirm_and_leave()
+        return scratch.take(leased.num_bytes)
+
+    async def _copy(self, peer: Peer, given: GivenEmbedding, leased: LeasedBlocks, path: str) -> Scratch:
+        pool = await self._open(peer, given, leased)
+        check_blocks(leased, pool.num_blocks, path)
+        scratch = Scratch(len(leased.block_ids), pool.block_bytes)
+        deadline = time.monotonic() + _TRANSFER_SECONDS
+        try:
+            await pool.reader.pull(Transfer(leased.block_ids, scratch, range(scratch.num_blocks), deadline))
+        except TransferFailed as error:
+            raise HandoffLost(f"what worker {leased.worker_id} holds did not arrive: {error}") from error
+        return scratch
+
+    async def _open(self, peer: Peer, given: GivenEmbedding, leased: LeasedBlocks) -> Pool:
+        layout = embedding_layout(self._facts.layout.model, given.dtype, given.shape[1])
+        if leased.layout_digest != layout.digest:
+            raise LayoutMismatch(
+                f"the embedding of worker {leased.worker_id} has layout {leased.layout_digest}; "
+                f"of this model it would be {layout.digest}"
+            )
+        try:
+            return await peer.pool(leased, self._transports, layout)
+        except (StaleEpoch, LayoutMismatch, HandoffLost):
+            raise
+        except BatonError as error:
+            raise HandoffLost(
+                f"worker {leased.worker_id} does not say how to read its pool: {error.message}"
+            ) from error

@@ -1,0 +1,80 @@
+"""What a worker computes with, by its roles: a language model, a model's eyes, or both in one process."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from services.config import WorkerConfig
+from services.embedding_pool import EmbeddingPool
+from services.encode_only import EncodeOnly
+from services.engine import Encoder, Engine, EngineLoad
+from services.engines.factory import open_encoder, open_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """The encode role's part: the encoder, and the pool that large embeddings wait in."""
+
+    encoder: Encoder
+    pool: EmbeddingPool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEngines:
+    """`engine` serves prefill and decode, or stands in their place; `encoding` is there with the role encode."""
+
+    engine: Engine
+    encoding: Encoding | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all of it is."""
+        return self.engine.healthy and (self.encoding is None or self.encoding.encoder.healthy)
+
+    @property
+    def load_seconds(self) -> float:
+        """What loading took."""
+        parts = [self.engine.facts.load_seconds]
+        if self.encoding is not None and not isinstance(self.engine, EncodeOnly):
+            parts.append(self.encoding.encoder.facts.load_seconds)
+        return sum(parts)
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """For the registry: `images`, and of an encoder its fingerprint, which embeddings can be cached by."""
+        images = ("images",) if self.engine.facts.images else ()
+        return (*images, f"encoder:{self.encoding.encoder.fingerprint}") if self.encoding else images
+
+    def load(self) -> EngineLoad:
+        """The engine's; images that are encoded beside it count as requests."""
+        load = self.engine.load()
+        if self.encoding is None or isinstance(self.engine, EncodeOnly):
+            return load
+        images = self.encoding.encoder.load()
+        return EngineLoad(
+            running=load.running + images.running,
+            waiting=load.waiting + images.waiting,
+            waiting_prefill_tokens=load.waiting_prefill_tokens,
+            blocks_total=load.blocks_total,
+            blocks_used=load.blocks_used,
+            blocks_held=load.blocks_held,
+        )
+
+
+@asynccontextmanager
+async def open_engines(config: WorkerConfig) -> AsyncIterator[WorkerEngines]:
+    """Loads what the roles need, and nothing else. Raises ConfigError, and EngineFailed if it cannot be loaded."""
+    async with AsyncExitStack() as stack:
+        encoding = await stack.enter_async_context(_open_encoding(config)) if "encode" in config.roles else None
+        if set(config.roles) == {"encode"}:
+            assert encoding is not None
+            yield WorkerEngines(EncodeOnly(encoding.encoder, encoding.pool), encoding)
+            return
+        yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine)), encoding)
+
+
+@asynccontextmanager
+async def _open_encoding(config: WorkerConfig) -> AsyncIterator[Encoding]:
+    async with open_encoder(config.engine) as encoder:
+        with EmbeddingPool(encoder.facts.layout, config.encode.pool_bytes) as pool:
+            yield Encoding(encoder, pool)
