@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, sampling_pb2
 
 from router.ledger import Ledger
 
@@ -17,6 +17,7 @@ class Account:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)  # the answer's own, shared with it
+    finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     migrations: int = 0
     topology: generate_pb2.Topology.ValueType = generate_pb2.TOPOLOGY_AGGREGATED
     prefill_worker_id: str = ""

@@ -6,13 +6,16 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
 from baton.inference.v1 import timing_pb2
+from opentelemetry.trace import SpanContext, SpanKind
 
+from router import traces
 from router.deadline import Deadline
 from router.ledger import Ledger
 from router.requests import RunningRequest
 from router.worker import Worker
 from rpc.calls import stream, unary
 from rpc.errors import BatonError, DeadlineExceeded, Draining, NoWorker, Unavailable
+from rpc.tracing.span import stage_span
 
 _RELEASE_SECONDS = 2.0
 
@@ -24,12 +27,19 @@ class Hops:
         self._running = running
         self._ledger = ledger
         self._deadline = deadline
+        self._prefill_span: SpanContext | None = None
 
     async def prefill(self, worker: Worker, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillResponse:
         """Runs the prompt. The blocks that the answer names are held for whoever releases them."""
         tokens = len(request.prompt.token_ids)
-        with self._at(timing_pb2.STAGE_PREFILL_COMPUTE, worker), worker.carrying(tokens):
+        with (
+            self._at(timing_pb2.STAGE_PREFILL_COMPUTE, worker),
+            stage_span("prefill", traces.worker(worker), kind=SpanKind.CLIENT) as span,
+            worker.carrying(tokens),
+        ):
             response = await unary(worker.prefill.Prefill(request, timeout=self._deadline.remaining_seconds))
+            span.set(traces.prefilled(response))
+            self._prefill_span = span.context
         self._ledger.add(response.timings, worker.record.worker_id)
         return response
 
@@ -39,7 +49,13 @@ class Hops:
     ) -> AsyncGenerator[AsyncGenerator[decode_pb2.DecodeResponse, None], None]:
         """The worker's responses, for as long as the context is open."""
         tokens = 0 if request.HasField("handoff") else len(request.prompt.token_ids)
-        with self._at(timing_pb2.STAGE_DECODE, worker), worker.carrying(tokens):
+        with (
+            self._at(timing_pb2.STAGE_DECODE, worker),
+            stage_span("decode", traces.worker(worker), kind=SpanKind.CLIENT) as span,
+            worker.carrying(tokens),
+        ):
+            if request.HasField("handoff"):
+                span.link(self._prefill_span, "prefill")
             call = worker.decode.Decode(request, timeout=self._deadline.remaining_seconds)
             async with aclosing(stream(call)) as responses:
                 yield responses

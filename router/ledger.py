@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from baton.inference.v1 import timing_pb2
 from google.protobuf.duration_pb2 import Duration
 
+from rpc.tracing.span import Span, stage_span
+
 
 class Ledger:
     """The stages of one request, timed from its creation by the monotonic clock."""
@@ -16,6 +18,7 @@ class Ledger:
         self._timings: list[timing_pb2.StageTiming] = []
         self.stage = timing_pb2.STAGE_ADMISSION
         self._detokenize_seconds = 0.0
+        self._detokenized_at = 0.0
         self.first_token_seconds: float | None = None
 
     @property
@@ -29,12 +32,15 @@ class Ledger:
         return time.perf_counter() - self._started
 
     @contextmanager
-    def measure(self, stage: timing_pb2.Stage.ValueType) -> Iterator[None]:
-        """Times a stage of the router itself."""
+    def measure(self, stage: timing_pb2.Stage.ValueType) -> Iterator[Span]:
+        """Times a stage of the router itself, once: for the ledger and for the span that it gives."""
         self.stage = stage
         started = time.perf_counter()
-        yield
-        self._timings.append(_timing(stage, time.perf_counter() - started))
+        with stage_span(self.stage_name, started=started) as span:
+            yield span
+            ended = time.perf_counter()
+            self._timings.append(_timing(stage, ended - started))
+            span.end(ended)
 
     def add(self, timings: Iterable[timing_pb2.StageTiming], worker_id: str) -> None:
         """Appends what a worker reports."""
@@ -46,8 +52,15 @@ class Ledger:
         """Tokens have come, and were turned into text since `started` of time.perf_counter."""
         now = time.perf_counter()
         self._detokenize_seconds += now - started
+        self._detokenized_at = now
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._started
+
+    def trace_detokenizing(self, span: Span) -> None:
+        """One span for all of it, from the first token to the last; how much of that it took is an attribute."""
+        if self.first_token_seconds is not None:
+            busy = {"baton.detokenize.seconds": self._detokenize_seconds}
+            span.stage("detokenize", self._started + self.first_token_seconds, self._detokenized_at, busy)
 
     def timings(self) -> list[timing_pb2.StageTiming]:
         """All stages, and last the time that none of them accounts for. Stages overlap; that is never negative."""

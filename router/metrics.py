@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import structlog
 from prometheus_client import Counter, Gauge, Histogram
 
+from router import traces
 from router.account import Account
 from rpc.errors import BatonError
+from rpc.tracing.span import current_span
 
 REQUESTS = Counter("baton_router_requests_total", "Requests that have ended.", ["model", "outcome"])
 RUNNING = Gauge("baton_router_running_requests", "Requests that are running.")
@@ -42,6 +44,7 @@ def observe(request_id: str) -> Iterator[Account]:
 
 
 def _publish(account: Account) -> None:
+    traces.describe(account, current_span())
     REQUESTS.labels(account.model, account.outcome).inc()
     TOKENS.labels(account.model, "prompt").inc(account.prompt_tokens)
     TOKENS.labels(account.model, "completion").inc(len(account.token_ids))

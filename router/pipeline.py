@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 
-from router import admission, metrics
+from router import admission, metrics, traces
 from router.account import Account
 from router.answer import Answer, End
 from router.cluster import Cluster
@@ -33,6 +33,7 @@ from rpc.errors import (
     StaleEpoch,
     Unavailable,
 )
+from rpc.tracing.span import stage_span
 
 # The same request may succeed elsewhere. Never among them: what is wrong with the request itself.
 _ELSEWHERE = (Unavailable, Overloaded, EngineFailed)
@@ -58,7 +59,12 @@ class Pipeline:
         `client_seconds` is how long the client will wait, if it says so. Cancelling the caller means that it has left.
         """
         seconds = self._limits.request_timeout_seconds if client_seconds is None else client_seconds
-        with self.requests.enter(request.request_id) as running, metrics.observe(running.request_id) as account:
+        with (
+            stage_span("baton.generate") as span,
+            self.requests.enter(request.request_id) as running,
+            metrics.observe(running.request_id) as account,
+        ):
+            traces.ask(request, span)
             # A task of its own, so that CancelGeneration can stop it and the call still answers why.
             running.task = asyncio.create_task(self._run(request, send, running, account, seconds))
             try:
@@ -141,13 +147,15 @@ class _Race:
     async def run(self) -> None:
         """From the choice of workers to the last message."""
         self._retries.earn()
-        with self._ledger.measure(timing_pb2.STAGE_ROUTE):
+        with self._ledger.measure(timing_pb2.STAGE_ROUTE) as span:
             placement = self._placer.place(self._demand)
+            traces.route(placement, self._placer, self._demand, span)
         self._outbox.start(self._started(placement))
         try:
             end = await self._prefill_and_decode(placement)
         finally:
             await self._drop_baton()
+        self._account.finish_reason = end.reason
         self._outbox.finish(self._answer.close(end), self._finished(end))
 
     async def _prefill_and_decode(self, placement: Placement) -> End:

@@ -72,6 +72,18 @@ class Placer:
         need = replace(_need("decode", demand), context_tokens=context_tokens, tried=tried)
         return self._choose(need, demand)
 
+    def explain(self, demand: Demand) -> list[str]:
+        """What each worker is worth to a request now (the least is the best), or why it is left out."""
+        workers = self._cluster.workers
+        wish = policy.Wish(demand.prompt_tokens)
+        lines: list[str] = []
+        for role in ("prefill", "decode"):
+            filtered = policy.filter(workers, _need(role, demand))
+            able = [workers[index] for index in filtered.able]
+            lines += [f"{role} {worker.record.worker_id}: {policy.score(worker, wish):.3g}" for worker in able]
+            lines += [f"{role} {one.worker_id}: {one.reason}" for one in filtered.left_out]
+        return lines
+
     def _wants_prefill(self, demand: Demand) -> bool:
         match demand.routing.topology:
             case generate_pb2.TOPOLOGY_AGGREGATED:

@@ -162,16 +162,24 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
     An error that passes through becomes its status. Nothing is made where the current span is not recorded.
     """
 
-    __slots__ = ("_attributes", "_before", "_kind", "_name", "_span")
+    __slots__ = ("_attributes", "_before", "_kind", "_name", "_span", "_started")
 
-    def __init__(self, name: str, attributes: Attributes | None = None, kind: SpanKind = SpanKind.INTERNAL) -> None:
+    def __init__(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        started: float | None = None,
+    ) -> None:
         self._name = name
         self._attributes = attributes
         self._kind = kind
+        self._started = started
 
     def __enter__(self) -> Span:
         self._before = _current.get()
-        self._span = self._before.child(self._name, kind=self._kind)
+        self._span = self._before.child(self._name, kind=self._kind, started=self._started)
         if self._attributes:
             self._span.set(self._attributes)
         _current.set(self._span)
