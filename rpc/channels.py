@@ -1,7 +1,8 @@
 """Channels to peers, with the settings that every connection of the system shares."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import grpc
 from grpc import aio
 
 from rpc.tls import TlsConfig
@@ -40,7 +41,28 @@ def open_channel(
     ConfigError if these files cannot be read. `replaced_options` are for a peer that is not ours and wants others.
     Calls made within a span carry its context.
     """
-    options = tuple({**dict(_CHANNEL_OPTIONS), **(replaced_options or {})}.items())
+    options: dict[str, int | str] = {**dict(_CHANNEL_OPTIONS), **(replaced_options or {})}
     if tls is None:
-        return TracedChannel(aio.insecure_channel(address, options=options))
-    return TracedChannel(aio.secure_channel(address, tls.channel_credentials(), options=options))
+        return _open(address, None, options)
+    return _open(address, tls.channel_credentials(), {**options, **_expected(tls)})
+
+
+# Opens channels that all have the same credentials.
+Dial = Callable[[str], aio.Channel]
+
+
+def dialer(tls: TlsConfig | None) -> Dial:
+    """`open_channel` with the files read now, once: later ones cannot fail. Raises ConfigError."""
+    credentials = None if tls is None else tls.channel_credentials()
+    options: dict[str, int | str] = {**dict(_CHANNEL_OPTIONS), **(_expected(tls) if tls else {})}
+    return lambda address: _open(address, credentials, options)
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None, options: Mapping[str, int | str]) -> aio.Channel:
+    if credentials is None:
+        return TracedChannel(aio.insecure_channel(address, options=tuple(options.items())))
+    return TracedChannel(aio.secure_channel(address, credentials, options=tuple(options.items())))
+
+
+def _expected(tls: TlsConfig) -> dict[str, str]:
+    return {"grpc.ssl_target_name_override": tls.server_name} if tls.server_name else {}

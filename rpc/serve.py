@@ -5,17 +5,22 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from ipaddress import ip_address
 from typing import Any
 
 import structlog
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pydantic import Field
 
+from rpc.access import Access
 from rpc.channels import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
+from rpc.config import Section
 from rpc.errors import ConfigError
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
+from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
@@ -30,13 +35,32 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
     # Half of what our channels use; gRPC's default of 5 minutes would cut them off for pinging too often.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     # Otherwise a second process on the same port starts, and takes half of the calls.
     ("grpc.so_reuseport", 0),
 )
 
 # How long cancelled calls may take to clean up before the server is left to its fate.
 _CLEANUP_SECONDS = 5.0
+
+
+class ConnectionLimits(Section):
+    """The key `connections`: what one connection may ask of a server."""
+
+    max_message_bytes: int = Field(default=MAX_RECEIVE_BYTES, ge=1024, le=MAX_RECEIVE_BYTES, description="A request's.")
+    max_streams: int = Field(default=4096, ge=1, description="Calls at once; more wait on the caller's side.")
+    max_age_seconds: float = Field(
+        default=0.0, ge=0, description="Then the caller connects again, and running calls go on; 0 is never."
+    )
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """As gRPC calls them."""
+        limits = (
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_concurrent_streams", self.max_streams),
+        )
+        if not self.max_age_seconds:
+            return limits
+        return (*limits, ("grpc.max_connection_age_ms", int(self.max_age_seconds * 1e3)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +89,8 @@ async def serve(
     tls: TlsConfig | None = None,
     drain_seconds: float = 30.0,
     tracer: Tracer = NO_TRACER,
+    access: Access | None = None,
+    connections: ConnectionLimits | None = None,
 ) -> AsyncGenerator[Server, None]:
     """Serves at `listen`, a `host:port` where port 0 is any free one, until the context is left.
 
@@ -73,8 +99,9 @@ async def serve(
     more. `tracer` records a span for each call of a request. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
-    wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer)]
-    server = aio.server(interceptors=[WrapMethods(wrappers)], options=_OPTIONS)
+    wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
+    options = (*_OPTIONS, *(connections or ConnectionLimits()).options())
+    server = aio.server(interceptors=[WrapMethods(wrappers)], options=options)
     _add(server, services, health)
     port = _bind(server, listen, tls)
     await server.start()
@@ -101,12 +128,22 @@ def _bind(server: aio.Server, listen: str, tls: TlsConfig | None) -> int:
     # gRPC takes 99999 for port 34463, and a missing one for 443.
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise ConfigError(f"listen: {listen!r} is not host:port")
+    if tls is None and not is_loopback(host):
+        log.warning("listens without TLS beyond this host", listen=listen)
     try:
         if tls is None:
             return server.add_insecure_port(listen)
         return server.add_secure_port(listen, tls.server_credentials())
     except RuntimeError as error:
         raise ConfigError(f"listen: cannot listen on {listen!r}; is the port taken?") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach it there."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _stop(server: aio.Server, running: RunningCalls, drain_seconds: float) -> None:

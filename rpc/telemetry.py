@@ -5,13 +5,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import prometheus_client
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from rpc.errors import ConfigError
+from rpc.tls import TlsConfig
 
 LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -46,10 +47,11 @@ def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) 
 
 
 @contextmanager
-def serve_metrics(listen: str) -> Iterator[int]:
+def serve_metrics(listen: str, tls: TlsConfig | None = None) -> Iterator[int]:
     """Serves the metrics of this process over HTTP at `host:port` while the context is open, and gives the port.
 
-    Port 0 is any free one; an empty `listen` serves nothing and gives 0. Raises ConfigError if it cannot listen there.
+    Port 0 is any free one; an empty `listen` serves nothing and gives 0. Without a host it is 127.0.0.1. With `tls` it
+    is HTTPS, and with its `ca` only for callers with a certificate. Raises ConfigError if it cannot listen there.
     """
     if not listen:
         yield 0
@@ -57,7 +59,7 @@ def serve_metrics(listen: str) -> Iterator[int]:
     _BUILD.info({"version": version("baton-serving")})
     host, _, port = listen.rpartition(":")
     try:
-        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]"))
+        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]") or "127.0.0.1", **_files(tls))
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"metrics_listen: cannot listen on {listen!r}: {error}") from error
     try:
@@ -66,6 +68,15 @@ def serve_metrics(listen: str) -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _files(tls: TlsConfig | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    if tls.cert is None or tls.key is None:
+        raise ConfigError("metrics_tls: a server needs cert and key")
+    verifying = {} if tls.ca is None else {"client_cafile": str(tls.ca), "client_auth_required": True}
+    return {"certfile": str(tls.cert), "keyfile": str(tls.key), **verifying}
 
 
 def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:

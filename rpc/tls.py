@@ -7,6 +7,7 @@ import grpc
 from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import Self
 
+from rpc.certificates import identity_of
 from rpc.errors import ConfigError
 
 
@@ -19,7 +20,8 @@ class TlsConfig(BaseModel):
     """PEM files. `ca` verifies the peer; `cert` and `key` present ourselves, and come together or not at all.
 
     A server needs `cert` and `key`; with `ca` it also demands certificates of its callers (mutual TLS). A channel
-    without `ca` trusts the certificates that gRPC trusts by default.
+    without `ca` trusts the certificates that gRPC trusts by default. `server_name` is what a channel expects in its
+    peer's certificate; the host of the peer's address if it is empty.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,12 +29,26 @@ class TlsConfig(BaseModel):
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
+    server_name: str = ""
 
     @model_validator(mode="after")
     def _pair(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key come together")
         return self
+
+    @property
+    def is_mutual(self) -> bool:
+        """Whether a server demands certificates of its callers."""
+        return self.ca is not None
+
+    @property
+    def identity(self) -> str:
+        """The URI `baton://ROLE/NAME` of our own certificate; empty without one. Raises ConfigError.
+
+        Reading it also shows that certificate and key belong together, and that it is valid now.
+        """
+        return identity_of(self.cert, self.key) if self.cert and self.key else ""
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials to listen with. Raises ConfigError if a file is missing or cannot be read."""
@@ -56,6 +72,20 @@ class TlsConfig(BaseModel):
 
     def _authority(self) -> bytes | None:
         return None if self.ca is None else _read("tls.ca", self.ca)
+
+
+class TlsSection(BaseModel):
+    """The key `tls` of a process: to listen with, and to call others with. Plain text where it is not given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    listen: TlsConfig | None = None
+    call: TlsConfig | None = None
+
+    @property
+    def is_mutual(self) -> bool:
+        """Whether callers must present certificates."""
+        return self.listen is not None and self.listen.is_mutual
 
 
 def _read(name: str, path: Path) -> bytes:

@@ -29,10 +29,11 @@ class Authority:
         self._certificate = self._sign(name, self._key, authority=True)
         self.ca = self._write(f"{name}-ca.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *hosts: str) -> Pair:
-        """A certificate for `name` at 127.0.0.1 and for `hosts`, for servers and for clients."""
+    def issue(self, name: str, *hosts: str, uris: Sequence[str] = (), hours_left: float = 1) -> Pair:
+        """A certificate for `name` at 127.0.0.1, for `hosts` and `uris`, for servers and for clients."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(name, key, authority=False, hosts=hosts)
+        others = [*map(x509.DNSName, hosts), *map(x509.UniformResourceIdentifier, uris)]
+        certificate = self._sign(name, key, authority=False, others=others, hours_left=hours_left)
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -42,10 +43,16 @@ class Authority:
         )
 
     def _sign(
-        self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool, hosts: Sequence[str] = ()
+        self,
+        name: str,
+        key: ec.EllipticCurvePrivateKey,
+        *,
+        authority: bool,
+        others: Sequence[x509.GeneralName] = (),
+        hours_left: float = 1,
     ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.timezone.utc)
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)]
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *others]
         issuer = self._key.public_key()
         return (
             x509.CertificateBuilder()
@@ -53,8 +60,8 @@ class Authority:
             .issuer_name(_named(self._name))
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
+            .not_valid_before(now - datetime.timedelta(hours=2))
+            .not_valid_after(now + datetime.timedelta(hours=hours_left))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             # Python's ssl insists on these since 3.13.
