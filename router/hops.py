@@ -10,11 +10,12 @@ from opentelemetry.trace import SpanContext, SpanKind
 
 from router import traces
 from router.deadline import Deadline
+from router.faults import located
 from router.ledger import Ledger
 from router.requests import RunningRequest
 from router.worker import Worker
 from rpc.calls import stream, unary
-from rpc.errors import BatonError, DeadlineExceeded, Draining, NoWorker, Unavailable
+from rpc.errors import BatonError, DeadlineExceeded
 from rpc.tracing.span import stage_span
 
 _RELEASE_SECONDS = 2.0
@@ -81,16 +82,11 @@ class Hops:
 
     @contextmanager
     def _at(self, stage: timing_pb2.Stage.ValueType, worker: Worker) -> Iterator[None]:
-        """Says of every error where it happened, and leaves a worker that is away alone for a while."""
+        """A call of this stage. Errors say where they happened."""
         self._ledger.stage = stage
         self._running.visit(worker)
         try:
-            yield
+            with located(self._ledger.stage_name, worker):
+                yield
         except DeadlineExceeded:
             raise self._deadline.exceeded(worker.record.worker_id) from None
-        except BatonError as error:
-            error.stage = error.stage or self._ledger.stage_name
-            error.worker_id = error.worker_id or worker.record.worker_id
-            if isinstance(error, Unavailable) and not isinstance(error, (Draining, NoWorker)):
-                worker.suspect(f"a call to it failed: {error.message}")
-            raise

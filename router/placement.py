@@ -33,6 +33,7 @@ class Demand:
     model: str
     prompt_tokens: int
     routing: generate_pb2.RoutingOptions
+    embedding_layout: str = ""  # of its media
 
 
 class Placer:
@@ -133,7 +134,9 @@ class Placer:
 
 
 def _need(role: str, demand: Demand) -> policy.Need:
-    return policy.Need(role, demand.model, context_tokens=demand.prompt_tokens + 1)
+    return policy.Need(
+        role, demand.model, context_tokens=demand.prompt_tokens + 1, embedding_layout=demand.embedding_layout
+    )
 
 
 def _prefill_need(decode: Worker, demand: Demand, tried: frozenset[str]) -> policy.Need:
