@@ -6,6 +6,7 @@ from typing import Any
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc
 from grpc import aio
 
+from rpc.tracing.span import current_span
 from services import convert, convert_media
 from services.calls import Calls
 from services.decoding import Decoder, Work
@@ -26,6 +27,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
+        current_span().link(request.handoff.traceparent, "prefill")
         with self._calls.run("decode", request.request_id, request.model) as call:
             async with aclosing(self._decoder.decode(await self._work(request), call)) as events:
                 async for event in events:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
-from services import limits
+from services import limits, traces
 from services.calls import Call
 from services.engine import Engine, Finished, Prompt, PulledKv, Sampling, Tokens
 from services.handoffs import Handoff, Timing
@@ -43,8 +43,10 @@ class Decoder:
         async with self._source(work, call) as (source, accepted):
             yield accepted
             call.tokens = len(work.prompt.context)
+            decoding = traces.Decoding(source)
             async with aclosing(self._engine.decode(source, work.sampling)) as events:
                 async for event in events:
+                    decoding.saw(event)
                     if isinstance(event, Tokens):
                         call.tokens += len(event.ids)
                     yield event

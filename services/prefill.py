@@ -4,6 +4,7 @@ from typing import Any
 
 from baton.engine.v1 import prefill_pb2, prefill_pb2_grpc
 
+from rpc.tracing.span import current_span
 from services import convert, convert_media
 from services.calls import Calls
 from services.leases import LeaseTable
@@ -32,4 +33,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             prefilled = await self._prefiller.prefill(request.request_id, prompt, sampling, call)
         if prefilled.lease:
             free_if_unsent(context, [prefilled.lease.handoff_id], self._leases)
-        return convert.prefill_response(self._owner, prefilled)
+        response = convert.prefill_response(self._owner, prefilled)
+        response.handoff.traceparent = current_span().traceparent
+        return response

@@ -1,8 +1,9 @@
 """A request's first half: its prompt's KV is computed and put under a lease."""
 
+import time
 from dataclasses import dataclass
 
-from services import limits
+from services import limits, traces
 from services.calls import Call
 from services.engine import Engine, HeldKv, Prompt, Sampling
 from services.leases import Lease, LeaseTable
@@ -28,7 +29,9 @@ class Prefiller:
         """Computes and holds. Raises what the engine raises; cancelling it frees everything."""
         limits.check(self._engine.facts, prompt, sampling)
         call.tokens = len(prompt.context)
+        started = time.perf_counter()
         kv = await self._engine.prefill(prompt, sampling)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
         lease = self._leases.hold(request_id, kv) if kv.finish_reason is None else None
+        traces.prefilled(started, kv, len(prompt.token_ids))
         return Prefilled(kv, len(prompt.token_ids), lease)

@@ -11,6 +11,8 @@ from typing_extensions import Self
 
 from rpc.aio import TaskGroup
 from rpc.errors import BatonError, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
+from rpc.tracing.span import stage_span
+from services import traces
 from services.calls import Call
 from services.engine import Engine, Prompt, PulledKv, Reservation
 from services.handoffs import Handoff, Timing, check_blocks, check_handoff
@@ -65,9 +67,11 @@ class Puller:
                     undo.callback(self._give_up, handoff, lease)
                     check_handoff(handoff, prompt, self._engine.facts.layout)
                     try:
-                        await do_while(lease.keep(), self._transfer(attempt, peer))
-                        # Not while renewing: a renewal that the owner sees after the release denies the lease.
-                        pulled = await attempt.confirm(lease)
+                        with stage_span("handoff", {"baton.handoff.confirmed": False}) as span:
+                            await do_while(lease.keep(), self._transfer(attempt, peer))
+                            # Not while renewing: a renewal that the owner sees after the release denies the lease.
+                            pulled = await attempt.confirm(lease)
+                            traces.taken_over(span, handoff, pulled.timings)
                     except Overloaded:
                         undo.pop_all()
                         raise
