@@ -25,6 +25,7 @@ class WorkerRecord:
     capabilities: tuple[str, ...] = ()
     data_parallel_ranks: int = 1
     draining: bool = False
+    certificate: str = ""  # the URI in its certificate, by which other workers know it
 
     def to_json(self) -> bytes:
         """The record as stored; unknown keys are for newer versions to add."""
@@ -49,6 +50,7 @@ class WorkerRecord:
             capabilities=_texts({"capabilities": [], **fields}, "capabilities"),
             data_parallel_ranks=_integer({"data_parallel_ranks": 1, **fields}, "data_parallel_ranks"),
             draining=_flag({"draining": False, **fields}, "draining"),
+            certificate=_text({"certificate": "", **fields}, "certificate"),
         )
 
 

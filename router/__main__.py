@@ -46,7 +46,7 @@ def _load(path: str, overrides: list[str]) -> Loaded[RouterConfig]:
 
 
 async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:
-    with serve_metrics(config.metrics_listen):
+    with serve_metrics(config.metrics_listen, config.metrics_tls):
         async with host_router(config) as router:
             log.info("router listens", address=router.address, namespace=config.namespace)
             await stopping.wait()

@@ -15,6 +15,7 @@ from router.config import ProbeConfig
 from router.model import ServedModel
 from router.worker import Worker, connect
 from rpc.aio import TaskGroup
+from rpc.channels import Dial
 from rpc.errors import EngineFailed, InvalidRequest, ModelNotFound, NoWorker
 
 log = structlog.get_logger(__name__)
@@ -35,8 +36,9 @@ class Cluster:
     While the registry is silent the last view stays, and only the workers' own health takes any of them out.
     """
 
-    def __init__(self, group: TaskGroup, probe: ProbeConfig) -> None:
+    def __init__(self, group: TaskGroup, probe: ProbeConfig, dial: Dial) -> None:
         self._group = group
+        self._dial = dial
         self._probe = probe
         self._members: dict[tuple[str, int, str], _Member] = {}
         self._models: dict[str, ServedModel] = {}
@@ -100,7 +102,7 @@ class Cluster:
         self._settle()
 
     async def _host(self, key: tuple[str, int, str], member: _Member) -> None:
-        async with connect(member.record, self._probe, self._load_card, self._settle) as worker:
+        async with connect(member.record, self._dial, self._probe, self._load_card, self._settle) as worker:
             member.worker = worker
             await member.leave.wait()
             del self._members[key]
@@ -132,10 +134,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def watch_cluster(registry: Registry, probe: ProbeConfig) -> AsyncGenerator[Cluster, None]:
+async def watch_cluster(registry: Registry, probe: ProbeConfig, dial: Dial) -> AsyncGenerator[Cluster, None]:
     """The cluster that `registry` shows, for as long as the context is open."""
     async with TaskGroup() as group:
-        cluster = Cluster(group, probe)
+        cluster = Cluster(group, probe, dial)
         following = group.create_task(cluster.follow(registry))
         try:
             yield cluster

@@ -4,8 +4,11 @@ from pydantic import Field
 
 from discovery.config import RegistryConfig
 from media.config import MediaConfig
+from rpc.access import AuthConfig
 from rpc.config import Section
+from rpc.serve import ConnectionLimits
 from rpc.telemetry import LogFormat, LogLevel
+from rpc.tls import TlsConfig, TlsSection
 from rpc.tracing.config import TracingConfig
 
 
@@ -64,7 +67,11 @@ class RouterConfig(Section):
 
     namespace: str = "default"
     listen: str = "127.0.0.1:7070"
-    metrics_listen: str = ""  # empty serves no metrics
+    tls: TlsSection = TlsSection()  # with a `ca` to listen with, callers need certificates
+    auth: AuthConfig = AuthConfig()
+    connections: ConnectionLimits = ConnectionLimits()
+    metrics_listen: str = ""  # host:port; without a host 127.0.0.1; empty serves no metrics
+    metrics_tls: TlsConfig | None = None
     drain_seconds: float = Field(default=30.0, ge=0)
     registry: RegistryConfig = RegistryConfig()
     log: LogConfig = LogConfig()

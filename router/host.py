@@ -13,6 +13,7 @@ from baton.inference.v1 import (
 
 from discovery.config import open_registry
 from discovery.registry import Registry
+from router.access import RULES
 from router.cluster import Cluster, watch_cluster
 from router.config import RouterConfig
 from router.pipeline import Pipeline
@@ -20,7 +21,9 @@ from router.placement import Placer
 from router.retry import Retries
 from router.service import ClusterServicer, InferenceServicer
 from router.tokenization import Tokenization
+from rpc.access import open_access
 from rpc.aio import TaskGroup
+from rpc.channels import dialer
 from rpc.health import Health
 from rpc.serve import Service, serve
 from rpc.tracing.tracer import configure_tracing
@@ -43,10 +46,11 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
 
     It is SERVING while any model has a ready decode worker. Raises ConfigError, before anything listens.
     """
+    access = open_access(config.auth, RULES, mutual_tls=config.tls.is_mutual)
     async with AsyncExitStack() as stack:
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
-        cluster = await stack.enter_async_context(watch_cluster(registry, config.probe))
+        cluster = await stack.enter_async_context(watch_cluster(registry, config.probe, dialer(config.tls.call)))
         health = Health()
         group = await stack.enter_async_context(TaskGroup())
         reporting = group.create_task(_report_health(cluster, health))
@@ -54,7 +58,16 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         tracer = stack.enter_context(configure_tracing(config.tracing, "baton-router"))
         services, drain_seconds = _services(config, cluster), config.drain_seconds
         server = await stack.enter_async_context(
-            serve(config.listen, services, health=health, drain_seconds=drain_seconds, tracer=tracer)
+            serve(
+                config.listen,
+                services,
+                health=health,
+                tls=config.tls.listen,
+                drain_seconds=drain_seconds,
+                tracer=tracer,
+                access=access,
+                connections=config.connections,
+            )
         )
         yield Router(server.address, cluster)
 

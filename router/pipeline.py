@@ -171,7 +171,7 @@ class _Race:
         tried: frozenset[str] = frozenset()
         while placement.prefill is not None:
             try:
-                await self._prefill(placement.prefill)
+                await self._prefill(placement.prefill, reader=placement.decode)
                 return placement
             except _ELSEWHERE as error:
                 tried |= {placement.prefill.record.worker_id}
@@ -180,7 +180,7 @@ class _Race:
                 self._account.migrations += 1
         return placement
 
-    async def _prefill(self, worker: Worker) -> None:
+    async def _prefill(self, worker: Worker, reader: Worker) -> None:
         response = await self._hops.prefill(
             worker,
             prefill_pb2.PrefillRequest(
@@ -188,6 +188,7 @@ class _Race:
                 model=self._model,
                 prompt=self._prompt,
                 sampling=self._job.sampling,
+                reader=reader.record.certificate,
             ),
         )
         handoff = response.handoff

@@ -23,7 +23,7 @@ from router.config import ProbeConfig
 from router.model import ServedModel
 from rpc.aio import TaskGroup
 from rpc.calls import stream, unary
-from rpc.channels import open_channel
+from rpc.channels import Dial
 from rpc.errors import BatonError
 
 _NOT_CHECKED = "its health check has not answered yet"
@@ -201,10 +201,10 @@ class Worker:
 
 @asynccontextmanager
 async def connect(
-    record: WorkerRecord, probe: ProbeConfig, load_card: LoadCard, changed: Callable[[], None]
+    record: WorkerRecord, dial: Dial, probe: ProbeConfig, load_card: LoadCard, changed: Callable[[], None]
 ) -> AsyncGenerator[Worker, None]:
     """A worker that is watched while the context is open. At its end what still runs there is waited for."""
-    async with open_channel(record.address) as channel:
+    async with dial(record.address) as channel:
         worker = Worker(record, channel, changed)
         async with TaskGroup() as group:
             tasks = [

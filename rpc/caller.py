@@ -31,6 +31,12 @@ def current_caller() -> Caller | None:
     return _CURRENT.get()
 
 
+def certificate() -> str:
+    """The URI in the certificate of whose call this task answers; empty where there is none."""
+    caller = _CURRENT.get()
+    return caller.certificate if caller else ""
+
+
 def note_caller(caller: Caller) -> None:
     """Says whose call this task answers."""
     _CURRENT.set(caller)

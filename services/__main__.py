@@ -42,7 +42,7 @@ def _load(path: str, overrides: list[str]) -> Loaded[WorkerConfig]:
 
 
 async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
-    with serve_metrics(config.metrics_listen), _abandoned_on(stopping) as ready:
+    with serve_metrics(config.metrics_listen, config.metrics_tls), _abandoned_on(stopping) as ready:
         async with host_worker(config) as worker:
             ready.set()
             await do_while(worker.supervise(), stopping.wait())

@@ -9,7 +9,9 @@ from pydantic import Field, field_validator
 from discovery.config import RegistryConfig
 from media.config import MediaConfig
 from rpc.config import Section
+from rpc.serve import ConnectionLimits
 from rpc.telemetry import LogFormat, LogLevel
+from rpc.tls import TlsConfig, TlsSection
 from rpc.tracing.config import TracingConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
@@ -54,7 +56,10 @@ class WorkerConfig(Section):
     encode: EncodeConfig = EncodeConfig()
     media: MediaConfig = MediaConfig()
     transports: tuple[TransportName, ...] = Field(default=("shm", "tcp"), min_length=1)
-    metrics_listen: str = ""
+    tls: TlsSection = Field(default=TlsSection(), description="With a `ca` to listen with, callers need certificates.")
+    connections: ConnectionLimits = ConnectionLimits()
+    metrics_listen: str = Field(default="", description="host:port; without a host 127.0.0.1; empty serves none.")
+    metrics_tls: TlsConfig | None = None
     drain_seconds: float = Field(default=30.0, ge=0)
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()

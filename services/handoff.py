@@ -5,6 +5,7 @@ from typing import Any
 
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 
+from rpc.caller import certificate
 from services import convert
 from services.identity import Identity
 from services.leases import LeaseTable
@@ -25,12 +26,15 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
 
     async def Renew(self, request: handoff_pb2.RenewRequest, context: Any) -> handoff_pb2.RenewResponse:
         self._identity.require_epoch(request.epoch)
+        for handoff_id in request.handoff_ids:
+            self._leases.require_holder(handoff_id, certificate())
         return convert.renew_response(
             [(handoff_id, self._leases.renew(handoff_id)) for handoff_id in request.handoff_ids]
         )
 
     async def Release(self, request: handoff_pb2.ReleaseRequest, context: Any) -> handoff_pb2.ReleaseResponse:
         self._identity.require_epoch(request.epoch)
+        self._leases.require_holder(request.handoff_id, certificate())
         released = await self._leases.release(request.handoff_id, request.reader)
         return handoff_pb2.ReleaseResponse(still_valid=released.still_valid, blocks_freed=released.blocks_freed)
 

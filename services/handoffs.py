@@ -1,6 +1,6 @@
 """What passes between the two sides of a handoff, as values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.inference.v1 import timing_pb2
 
@@ -12,7 +12,7 @@ from services.engine import KvLayout, Prompt
 class LeasedBlocks:
     """A lease on blocks of another worker's pool, as it came off the wire: nothing in it is to be trusted unchecked."""
 
-    handoff_id: str
+    handoff_id: str = field(repr=False)
     worker_id: str
     epoch: int
     address: str

@@ -8,11 +8,13 @@ import structlog
 
 from discovery.config import open_registry
 from discovery.registry import Registry, WorkerRecord
+from rpc.access import Access
 from rpc.errors import EngineFailed
 from rpc.health import Health
 from rpc.serve import serve
 from rpc.tracing.tracer import configure_tracing
 from services import metrics
+from services.access import RULES
 from services.calls import Calls
 from services.config import WorkerConfig
 from services.draining import Drainer
@@ -79,9 +81,10 @@ async def host_worker(config: WorkerConfig, registry: Registry | None = None) ->
     async with AsyncExitStack() as stack:
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
+        certificate = config.tls.listen.identity if config.tls.listen else ""
         engines = await stack.enter_async_context(open_engines(config))
         metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
-        identity = Identity(config.worker_id, config.roles, engines.engine.facts.name)
+        identity = Identity(config.worker_id, config.roles, engines.engine.facts.name, certificate=certificate)
         yield await stack.enter_async_context(_serve(config, registry, engines, identity))
 
 
@@ -100,7 +103,16 @@ async def _serve(
         )
         tracer = stack.enter_context(configure_tracing(config.tracing, _service_name(config), identity.worker_id))
         server = await stack.enter_async_context(
-            serve(config.listen, services, health=health, drain_seconds=0, tracer=tracer)
+            serve(
+                config.listen,
+                services,
+                health=health,
+                tls=config.tls.listen,
+                drain_seconds=0,
+                tracer=tracer,
+                access=Access(RULES) if config.tls.is_mutual else None,
+                connections=config.connections,
+            )
         )
         identity.address = config.advertise or _address(config.advertised_host, server.port)
         health.set("", True)
@@ -141,6 +153,7 @@ def _record(worker: Worker) -> WorkerRecord:
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
         capabilities=worker.engines.capabilities,
+        certificate=worker.identity.certificate,
     )
 
 

@@ -20,6 +20,7 @@ class Identity:
     # Later processes have higher epochs, so that a registry can tell which of two records is the new one.
     epoch: int = field(default_factory=time.time_ns)
     address: str = ""
+    certificate: str = ""  # the URI baton://worker/NAME in its certificate, if it has one
 
     def require_role(self, role: Role) -> None:
         """Raises RoleMismatch naming the roles that there are."""

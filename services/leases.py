@@ -12,6 +12,7 @@ import structlog
 from typing_extensions import Self
 
 from rpc.aio import TaskGroup
+from rpc.errors import PermissionDenied
 from services import metrics
 from services.engine import HeldBlocks
 
@@ -28,7 +29,8 @@ class Lease:
     request_id: str
     granted_at: float
     expires_at: float
-    handoff_id: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    holders: frozenset[str] = frozenset()  # certificates of those who may renew and release it; empty is everybody
+    handoff_id: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     @property
     def remaining_seconds(self) -> float:
@@ -81,13 +83,19 @@ class LeaseTable:
     def held(self) -> tuple[Lease, ...]:
         return tuple(self._leases.values())
 
-    def hold(self, request_id: str, held: HeldBlocks) -> Lease:
-        """Takes `held` over, under a new lease of full length."""
+    def hold(self, request_id: str, held: HeldBlocks, holders: frozenset[str] = frozenset()) -> Lease:
+        """Takes `held` over, under a new lease of full length. Only `holders` may renew and release it, if there are any."""
         now = time.monotonic()
-        lease = Lease(held, request_id, now, now + self.lease_seconds)
+        lease = Lease(held, request_id, now, now + self.lease_seconds, holders)
         self._leases[lease.handoff_id] = lease
         self._granted.set()
         return lease
+
+    def require_holder(self, handoff_id: str, certificate: str) -> None:
+        """Raises PermissionDenied if the lease is for others than this certificate."""
+        lease = self._leases.get(handoff_id)
+        if lease is not None and lease.holders and certificate not in lease.holders:
+            raise PermissionDenied(f"a handoff of request {lease.request_id} is not for {certificate or 'strangers'}")
 
     def renew(self, handoff_id: str) -> float:
         """Extends a lease to its full length; returns what remains, 0 if it does not hold."""

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from rpc.aio import TaskGroup
 from rpc.calls import unary
-from rpc.channels import open_channel
+from rpc.channels import Dial
 from rpc.errors import HandoffLost, LayoutMismatch, StaleEpoch
 from services.engine import KvLayout
 from services.handoffs import LeasedBlocks
@@ -39,10 +39,10 @@ class Pool:
 class Peer:
     """One life of another worker's process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, dial: Dial) -> None:
         self.users = 0
         self.used_at = time.monotonic()
-        self._channel = open_channel(address)
+        self._channel = dial(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
         self._opening = asyncio.Lock()
         self._pools: dict[str, Pool] = {}
@@ -70,7 +70,8 @@ class Peers:
     Whoever was not needed for a while is closed: a mapped pool is memory, also after its owner is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
         self._peers: dict[tuple[str, int], Peer] = {}
         self._forgotten: list[Peer] = []
 
@@ -93,7 +94,7 @@ class Peers:
         key = (leased.address, leased.epoch)
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = Peer(leased.address)
+            peer = self._peers[key] = Peer(leased.address, self._dial)
         peer.users += 1
         try:
             yield peer

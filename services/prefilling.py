@@ -10,6 +10,14 @@ from services.leases import Lease, LeaseTable
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """Whose the KV will be: a request's, and by certificate those who may take it over; everybody, if none is named."""
+
+    request_id: str
+    holders: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """A first token, and the lease on what it was computed from; no lease if it ended the request."""
 
@@ -25,13 +33,13 @@ class Prefiller:
         self._engine = engine
         self._leases = leases
 
-    async def prefill(self, request_id: str, prompt: Prompt, sampling: Sampling, call: Call) -> Prefilled:
+    async def prefill(self, claim: Claim, prompt: Prompt, sampling: Sampling, call: Call) -> Prefilled:
         """Computes and holds. Raises what the engine raises; cancelling it frees everything."""
         limits.check(self._engine.facts, prompt, sampling)
         call.tokens = len(prompt.context)
         started = time.perf_counter()
         kv = await self._engine.prefill(prompt, sampling)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
-        lease = self._leases.hold(request_id, kv) if kv.finish_reason is None else None
+        lease = self._leases.hold(claim.request_id, kv, claim.holders) if kv.finish_reason is None else None
         traces.prefilled(started, kv, len(prompt.token_ids))
         return Prefilled(kv, len(prompt.token_ids), lease)

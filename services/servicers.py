@@ -18,6 +18,7 @@ from baton.engine.v1 import (
 )
 
 from media.loader import MediaLoader
+from rpc.channels import dialer
 from rpc.serve import Service
 from services.aborting import Aborter
 from services.calls import Calls
@@ -90,7 +91,7 @@ async def _open_reach(config: WorkerConfig, parts: Parts) -> AsyncIterator[Reach
     async with AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(_offer(config, parts.identity, *pool)) for pool in _pools(parts)]
         transports = stack.enter_context(open_transports(config.transports))
-        peers = await stack.enter_async_context(Peers())
+        peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))
         puller = await stack.enter_async_context(Puller(engine, peers, transports))
         yield Reach(pools, puller, MediaResolver(engine.facts, EmbeddingPuller(engine.facts, peers, transports)))
 
