@@ -11,7 +11,7 @@ from services.identity import Identity, Role
 
 
 class Call:
-    """One running Encode, Prefill or Decode. `stage` and `tokens` (with KV here) are kept up to date by whoever runs it."""
+    """One running call of a role. `stage` and `tokens` (with KV here) are kept up to date by whoever runs it."""
 
     def __init__(self, stage: "timing_pb2.Stage.ValueType") -> None:
         self.stage = stage

@@ -273,6 +273,8 @@ def _image_rules(rules: ImageRules) -> worker_pb2.ImageRules:
         placeholder=rules.placeholder,
         placeholder_token_id=rules.placeholder_token_id,
         tokens_per_image=rules.tokens_per_image,
+        embedding_layout_digest=rules.embedding_layout.digest,
+        encoder_fingerprint=rules.encoder_fingerprint,
     )
 
 

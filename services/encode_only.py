@@ -45,14 +45,17 @@ class EncodeOnly:
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Refuses."""
+        del prompt, sampling
         raise self._refusal()
 
     async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
         """Refuses."""
+        del prompt, num_tokens
         raise self._refusal()
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         """Refuses."""
+        del source, sampling
         raise self._refusal()
 
     def _refusal(self) -> RoleMismatch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from media.item import MediaItem
 from media.loader import MediaLoader
+from services import metrics
 from services.embedding_pool import EmbeddingPool
 from services.engine import Embedding, Encoder, Media
 from services.leases import Lease, LeaseTable
@@ -56,6 +57,8 @@ class EmbeddingStore:
                 undo.callback(self._leases.discard, lease.handoff_id)
                 offered.append(Leased(embedding, lease, self._pool.layout.digest))
             undo.pop_all()
+        for one in offered:
+            metrics.MEDIA_ENCODED.labels("leased" if isinstance(one, Leased) else "inline").inc()
         return tuple(offered)
 
 

@@ -29,7 +29,7 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What the language model reads in place of a medium: `data` has the rows of `[tokens, hidden size]`, little endian.
+    """What the language model reads in place of a medium: `data` are the rows `[tokens, hidden size]`, little endian.
 
     Equal digests are equal embeddings: they are of the content, the encoder's weights and the processor.
     """
@@ -206,7 +206,7 @@ class BlockMemory(Protocol):
 
 
 class BlockWriter(Protocol):
-    """Where pulled bytes go. `views` are writable, in the order of the ids, neighbours merged; `commit` ends the write."""
+    """Where pulled bytes go. `views` are writable, in the order of the ids, neighbours merged; `commit` ends it."""
 
     @property
     def views(self) -> Sequence[memoryview]: ...
@@ -309,7 +309,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a router needs to turn text into ids and back. `tokenizer_json` is empty for an engine without a vocabulary."""
+    """What a router needs to turn text into ids and back. `tokenizer_json` is empty where there is no vocabulary."""
 
     tokenizer_json: bytes
     tokenizer_config_json: str
@@ -320,13 +320,16 @@ class ModelFiles:
 class ImageRules:
     """How images stand in a prompt: `placeholder` in text, its id once for each row of the image's embedding.
 
-    `tokens_per_image` is how many rows every image has, 0 if that depends on the image; a row has `hidden_size` numbers.
+    `tokens_per_image` is how many rows every image has, 0 if that differs; a row has `hidden_size` numbers of
+    `embedding_layout`'s dtype. `encoder_fingerprint` is empty where nothing encodes.
     """
 
     placeholder: str
     placeholder_token_id: int
     tokens_per_image: int
     hidden_size: int
+    embedding_layout: KvLayout
+    encoder_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,17 +366,16 @@ class EncodeEngine(Protocol):
 class Encoder(EncodeEngine, Protocol):
     """A model's eyes in one process. An async context manager: entering loads and warms up, leaving frees.
 
-    Raises: InvalidRequest for a medium that cannot be read, Overloaded when the bounded queue is full, EngineFailed when
-    computing fails. A fatal error makes every later call raise EngineFailed and `healthy` false.
+    Raises: InvalidRequest for a medium that cannot be read, Overloaded when the bounded queue is full, EngineFailed
+    when computing fails. A fatal error makes every later call raise EngineFailed and `healthy` false.
     """
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the model; `layout` is that of embeddings (`embedding_layout`), and `images` is set."""
+        """Of the model; `layout` is that of embeddings, and `images.encoder_fingerprint` is set.
 
-    @property
-    def fingerprint(self) -> str:
-        """Of weights, processor and its version: two encoders of one fingerprint make equal embeddings of a medium."""
+        It is of weights, processor and its version: encoders of one fingerprint make equal embeddings of a medium.
+        """
 
     @property
     def healthy(self) -> bool: ...

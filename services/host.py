@@ -32,6 +32,17 @@ _LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
+class _State:
+    """What the metrics tell of a worker."""
+
+    is_healthy: bool
+    load: EngineLoad
+    held: int
+    embedding_blocks: int
+    embedding_blocks_used: int
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """A worker that serves. To end it, leave its context: that drains it."""
 
@@ -60,14 +71,22 @@ class Worker:
     async def supervise(self) -> None:
         """Keeps the metrics up to date, until cancelled. Raises EngineFailed once the engine is not healthy."""
         async with aclosing(watch(self._state, _LOOK_SECONDS)) as states:
-            async for healthy, load, held in states:
-                metrics.observe(load, held)
-                if not healthy:
+            async for state in states:
+                metrics.observe(state.load, state.held)
+                metrics.observe_embeddings(state.embedding_blocks, state.embedding_blocks_used)
+                if not state.is_healthy:
                     self.health.set("", False)
                     raise EngineFailed("the engine has failed", worker_id=self.worker_id)
 
-    def _state(self) -> tuple[bool, EngineLoad, int]:
-        return self.engines.healthy, self.engines.load(), len(self.leases)
+    def _state(self) -> _State:
+        pool = self.engines.encoding.pool if self.engines.encoding else None
+        return _State(
+            is_healthy=self.engines.healthy,
+            load=self.engines.load(),
+            held=len(self.leases),
+            embedding_blocks=pool.total if pool else 0,
+            embedding_blocks_used=pool.used if pool else 0,
+        )
 
 
 @asynccontextmanager

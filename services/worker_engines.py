@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.config import WorkerConfig
 from services.embedding_pool import EmbeddingPool
 from services.encode_only import EncodeOnly
-from services.engine import Encoder, Engine, EngineLoad
+from services.engine import Encoder, Engine, EngineLoad, ModelFacts
 from services.engines.factory import open_encoder, open_engine
 
 
@@ -40,10 +40,15 @@ class WorkerEngines:
         return sum(parts)
 
     @property
+    def facts(self) -> ModelFacts:
+        """Of the model: the engine's, and what the encoder adds."""
+        facts = self.engine.facts
+        return facts if self.encoding is None else replace(facts, images=self.encoding.encoder.facts.images)
+
+    @property
     def capabilities(self) -> tuple[str, ...]:
-        """For the registry: `images`, and of an encoder its fingerprint, which embeddings can be cached by."""
-        images = ("images",) if self.engine.facts.images else ()
-        return (*images, f"encoder:{self.encoding.encoder.fingerprint}") if self.encoding else images
+        """For the registry: `images` of a model that takes them."""
+        return ("images",) if self.engine.facts.images else ()
 
     def load(self) -> EngineLoad:
         """The engine's; images that are encoded beside it count as requests."""

@@ -4,13 +4,11 @@ The pool's bytes follow from the tokens, and a decode from pulled KV checks them
 """
 
 import asyncio
-import hashlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 from typing_extensions import Self
@@ -21,7 +19,6 @@ from services.engine import (
     EngineLoad,
     Finished,
     FinishReason,
-    KvLayout,
     ModelFacts,
     Prompt,
     PulledKv,
@@ -32,11 +29,13 @@ from services.engines.shared_pool import SharedPool
 from services.engines.simulated_blocks import Blocks
 from services.engines.simulated_config import SimulatedConfig
 from services.engines.simulated_contents import Contents
+from services.engines.simulated_facts import kv_layout, model_facts
+from services.engines.simulated_images import check_embeddings
 from services.engines.simulated_kv import Claim, SimulatedKv, SimulatedReservation
 from services.engines.simulated_scheduler import Scheduler
 from services.engines.simulated_sequence import Sequence, chain
 from services.engines.simulated_stream import SimulatedStream
-from services.engines.simulated_tokens import TokenStream, Vocabulary, byte_vocabulary, folder_vocabulary
+from services.engines.simulated_tokens import TokenStream, vocabulary_of
 
 
 class SimulatedEngine:
@@ -44,7 +43,7 @@ class SimulatedEngine:
 
     def __init__(self, config: SimulatedConfig) -> None:
         self._config = config
-        self._vocabulary = folder_vocabulary(Path(config.model)) if config.model else byte_vocabulary()
+        self._vocabulary = vocabulary_of(config)
         self._blocks = Blocks(config.num_blocks)
         self._held: Counter[int] = Counter()
         self._resources = ExitStack()
@@ -55,7 +54,8 @@ class SimulatedEngine:
         self._contents = Contents(self._memory, self._blocks, self._config.block_tokens)
         self._scheduler = Scheduler(self._config, self._vocabulary, self._blocks, self._contents)
         await asyncio.sleep(self._config.load_seconds)
-        self._facts = _facts(self._config, self._vocabulary, time.monotonic() - started)
+        layout = kv_layout(self._config, self._vocabulary)
+        self._facts = model_facts(self._config, self._vocabulary, layout, time.monotonic() - started)
         self._group = await TaskGroup().__aenter__()
         self._loop = self._group.create_task(self._scheduler.run())
         return self
@@ -111,7 +111,7 @@ class SimulatedEngine:
         """Blocks to pull into. See DecodeEngine."""
         self._check_fits(num_tokens + 1)
         size = self._config.block_tokens
-        claim = Claim(-(-num_tokens // size), chain(prompt.cache_salt, prompt.context[:num_tokens], size))
+        claim = Claim(-(-num_tokens // size), chain(prompt, prompt.context[:num_tokens], size))
         try:
             self._scheduler.enqueue(claim)
             await claim.changed.wait()
@@ -191,33 +191,9 @@ class SimulatedEngine:
             if ids and max(ids) >= self._vocabulary.size:
                 raise InvalidRequest.of(name, f"{max(ids)} is outside the vocabulary of {self._vocabulary.size}")
         self._check_fits(len(prompt.context) + 1)
+        check_embeddings(prompt.media)
 
     def _check_fits(self, num_tokens: int) -> None:
         limit = self._config.context_tokens
         if num_tokens > limit:
             raise InvalidRequest.of("prompt", f"leaves no room in a context of {limit} tokens")
-
-
-def _facts(config: SimulatedConfig, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:
-    fingerprint = hashlib.sha256(vocabulary.files.tokenizer_json).hexdigest()[:16]
-    layout = KvLayout(
-        model=f"simulated:{config.name}:{fingerprint}",
-        dtype="uint8",
-        num_layers=1,
-        kv_factor=1,
-        kv_heads=1,
-        block_tokens=config.block_tokens,
-        head_dim=config.block_bytes // config.block_tokens,
-        block_bytes=config.block_bytes,
-    )
-    return ModelFacts(
-        name=config.name,
-        engine="simulated",
-        max_context_tokens=config.context_tokens,
-        vocab_size=vocabulary.size,
-        max_logprobs=20,
-        eos_token_ids=(vocabulary.eos_token_id,),
-        layout=layout,
-        files=vocabulary.files,
-        load_seconds=load_seconds,
-    )

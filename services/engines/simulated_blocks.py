@@ -11,9 +11,9 @@ def root_hash(cache_salt: str) -> bytes:
     return hashlib.blake2b(cache_salt.encode(), digest_size=32).digest()
 
 
-def link_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of a block, full or not: of all tokens up to its end."""
-    return hashlib.blake2b(array("I", token_ids).tobytes(), key=previous, digest_size=32).digest()
+def link_hash(previous: bytes, token_ids: Sequence[int], media: bytes = b"") -> bytes:
+    """The hash of a block, full or not: of all tokens, and of the media at them, up to its end."""
+    return hashlib.blake2b(array("I", token_ids).tobytes() + media, key=previous, digest_size=32).digest()
 
 
 class Blocks:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from rpc.errors import BatonError
 from services.engine import Finished, FinishReason, Prompt, Sampling, TokenLogprob, Tokens
 from services.engines.simulated_blocks import link_hash, root_hash
+from services.engines.simulated_images import media_bytes
 from services.engines.simulated_tokens import TokenStream
 
 
@@ -29,7 +30,8 @@ class Sequence:
         self.clock = Clock()
         self._stream = stream
         self._block_tokens = block_tokens
-        self.hashes = chain(prompt.cache_salt, self.ids, block_tokens)
+        self.hashes = chain(prompt, self.ids, block_tokens)
+        stream.see(media_bytes(prompt.media, 0, len(self.ids)))
         stream.extend(self.ids)
 
     @property
@@ -81,7 +83,8 @@ class Sequence:
     def content_hash(self, index: int, num_tokens: int) -> bytes:
         """What block `index` is to contain when `num_tokens` of the context have their KV."""
         start = index * self._block_tokens
-        return link_hash(self.previous_hash(index), self.ids[start : min(start + self._block_tokens, num_tokens)])
+        end = min(start + self._block_tokens, num_tokens)
+        return link_hash(self.previous_hash(index), self.ids[start:end], media_bytes(self.prompt.media, start, end))
 
     def take(self) -> Tokens | None:
         """What the reader has not seen yet."""
@@ -133,11 +136,12 @@ class Clock:
         return time.monotonic() - self._decoding if self._decoding else 0.0
 
 
-def chain(cache_salt: str, ids: Items[int], block_tokens: int) -> list[bytes]:
-    """The hashes of the full blocks of `ids`."""
+def chain(prompt: Prompt, ids: Items[int], block_tokens: int) -> list[bytes]:
+    """The hashes of the full blocks of `ids`, which the prompt's context begins with."""
     hashes: list[bytes] = []
-    previous = root_hash(cache_salt)
+    previous = root_hash(prompt.cache_salt)
     for start in range(0, len(ids) - block_tokens + 1, block_tokens):
-        previous = link_hash(previous, ids[start : start + block_tokens])
+        end = start + block_tokens
+        previous = link_hash(previous, ids[start:end], media_bytes(prompt.media, start, end))
         hashes.append(previous)
     return hashes

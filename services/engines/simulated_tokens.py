@@ -9,8 +9,16 @@ from pathlib import Path
 
 from rpc.errors import ConfigError
 from services.engine import FinishReason, ModelFiles, Sampling, TokenLogprob
+from services.engines.simulated_config import SimulatedConfig
 
 _EOS = "<|end|>"
+IMAGE = "<image>"
+_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
+_IMAGES_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}\n{% endfor %}assistant: "
+)
 _LETTERS = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
@@ -22,20 +30,32 @@ class Vocabulary:
     size: int
     eos_token_id: int
     ordinary: tuple[int, ...]
+    image_token_id: int | None = None
 
 
-def byte_vocabulary() -> Vocabulary:
-    """One token a byte, its id the byte's value, and the end of sequence after them."""
+def vocabulary_of(config: SimulatedConfig) -> Vocabulary:
+    """The vocabulary that a configuration asks for. Raises ConfigError if it lacks a placeholder that is needed."""
+    if not config.model:
+        return byte_vocabulary(images=config.image_tokens > 0)
+    found = folder_vocabulary(Path(config.model))
+    if config.image_tokens and found.image_token_id is None:
+        raise ConfigError(f"engine.image_tokens: the vocabulary of {config.model} has no token {IMAGE}")
+    return found
+
+
+def byte_vocabulary(*, images: bool = False) -> Vocabulary:
+    """One token a byte, its id the byte's value, and the end of sequence after them; at last the one for images."""
     # Not at the top: the tokenizers library is needed once, at start.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE({char: byte for byte, char in enumerate(_byte_characters())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(_EOS, special=True, normalized=False)])
+    special = (_EOS, IMAGE) if images else (_EOS,)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     config = json.dumps({"eos_token": _EOS, "clean_up_tokenization_spaces": False})
-    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
-    return Vocabulary(ModelFiles(tokenizer.to_str().encode(), config, template), 257, 256, _LETTERS)
+    files = ModelFiles(tokenizer.to_str().encode(), config, _IMAGES_TEMPLATE if images else _TEMPLATE)
+    return Vocabulary(files, 256 + len(special), 256, _LETTERS, tokenizer.token_to_id(IMAGE))
 
 
 def folder_vocabulary(folder: Path) -> Vocabulary:
@@ -51,7 +71,8 @@ def folder_vocabulary(folder: Path) -> Vocabulary:
     config = _text_or(folder / "tokenizer_config.json", "{}")
     files = ModelFiles(text, config, _chat_template(folder, config))
     eos = _eos_token_id(json.loads(config), tokenizer.get_vocab(), size - 1)
-    return Vocabulary(files, size, eos, tuple(id for id in range(size) if id not in special and id != eos))
+    ordinary = tuple(id for id in range(size) if id not in special and id != eos)
+    return Vocabulary(files, size, eos, ordinary, tokenizer.token_to_id(IMAGE))
 
 
 def _text_or(path: Path, otherwise: str) -> str:
@@ -87,6 +108,10 @@ class TokenStream:
         self._end_below = int(end_probability * 2**32)
         seed = sampling.seed if sampling.temperature > 0 and sampling.seed is not None else 0
         self._hash = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
+
+    def see(self, media: bytes) -> None:
+        """Has the media of the prompt, in some form, decide with the ids."""
+        self._hash.update(media)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds to the ids that the next one follows."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import Self
 
-from services.engine import Embedding, EncoderLoad, Media, ModelFacts, embedding_layout
+from services.engine import Embedding, EncoderLoad, Media, ModelFacts
 from services.engines.pytorch import checkpoint
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.encoder_loop import EncoderLoop
@@ -40,11 +40,6 @@ class PyTorchEncoder:
         return self._facts
 
     @property
-    def fingerprint(self) -> str:
-        """Of the weights as they are used, and of the processor and its version."""
-        return self._vision.fingerprint
-
-    @property
     def healthy(self) -> bool:
         """False after a failure that no request survives."""
         return self._loop.healthy
@@ -73,7 +68,6 @@ class PyTorchEncoder:
 def _facts(config: PyTorchConfig, vision: Vision, load_seconds: float) -> ModelFacts:
     model_config = read_config(config.model)
     shape = text_shape(model_config, config.max_context_tokens)
-    dtype = str(vision.dtype).removeprefix("torch.")
     return ModelFacts(
         name=config.served_name,
         engine="pytorch",
@@ -81,7 +75,7 @@ def _facts(config: PyTorchConfig, vision: Vision, load_seconds: float) -> ModelF
         vocab_size=shape.vocab_size,
         max_logprobs=min(config.max_logprobs, shape.vocab_size),
         eos_token_ids=eos_token_ids(config.model, model_config),
-        layout=embedding_layout(checkpoint.fingerprint(config.model), dtype, vision.rules.hidden_size),
+        layout=vision.rules.embedding_layout,
         files=checkpoint.model_files(config.model),
         load_seconds=load_seconds,
         images=vision.rules,

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from media.pixels import read_pixels
 from rpc.errors import BatonError, EngineFailed, Overloaded
 from services.engine import Embedding, EncoderLoad, Media
+from services.engines.pytorch.model import name_of
 from services.engines.pytorch.vision import Vision
 
 _log = structlog.get_logger(__name__)
@@ -133,7 +134,7 @@ class EncoderLoop:
             return EngineFailed("the vision tower computed NaN or infinity for this image")
         digest = hashlib.sha256(self._vision.fingerprint.encode() + hashlib.sha256(media.content).digest()).digest()
         data = rows.contiguous().view(torch.uint8).numpy().tobytes()
-        return Embedding(digest, (rows.shape[0], rows.shape[1]), str(rows.dtype).removeprefix("torch."), data)
+        return Embedding(digest, (rows.shape[0], rows.shape[1]), name_of(rows.dtype), data)
 
     def _tell(self, outcome: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(outcome)

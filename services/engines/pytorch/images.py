@@ -7,7 +7,8 @@ from typing import Any
 from transformers import LlavaConfig, PreTrainedConfig
 
 from rpc.errors import ConfigError
-from services.engine import ImageRules
+from services.engine import ImageRules, embedding_layout
+from services.engines.pytorch import checkpoint
 
 FAMILIES = ("llava",)
 """Model types whose images are compared with transformers' own `generate` in the tests."""
@@ -15,16 +16,18 @@ FAMILIES = ("llava",)
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 
-def image_rules(config: PreTrainedConfig, folder: Path) -> ImageRules | None:
+def image_rules(config: PreTrainedConfig, folder: Path, dtype: str) -> ImageRules | None:
     """How images stand in the model's prompts; None for a model without. Raises ConfigError for unknown towers."""
     if not isinstance(config, LlavaConfig):
         return None
     token_id = int(config.image_token_id)
+    hidden_size = int(config.get_text_config().hidden_size)
     return ImageRules(
         placeholder=_token(folder, token_id),
         placeholder_token_id=token_id,
         tokens_per_image=_tokens_per_image(config),
-        hidden_size=int(config.get_text_config().hidden_size),
+        hidden_size=hidden_size,
+        embedding_layout=embedding_layout(checkpoint.fingerprint(folder), dtype, hidden_size),
     )
 
 

@@ -45,9 +45,9 @@ def load_model(config: PyTorchConfig) -> LoadedModel:
     """Reads the checkpoint from its folder. Raises ConfigError if it is not there or cannot be served."""
     model_config = read_config(config.model)
     shape = text_shape(model_config, config.max_context_tokens)
-    images = image_rules(model_config, config.model)
     device = choose_device(config)
     dtype = choose_dtype(config, device, model_config)
+    images = image_rules(model_config, config.model, name_of(dtype))
     attention.register()
     module = _read_weights(config.model, model_config, dtype)
     _log.info("language model loaded", parameters=count_parameters(module), device=str(device))
@@ -111,6 +111,11 @@ def eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
         value = getattr(source, "eos_token_id", None)
         found += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def count_parameters(module: torch.nn.Module) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -19,7 +19,7 @@ from services.engine import ImageRules
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.images import image_rules, require_images
 from services.engines.pytorch.llava import LlavaVision
-from services.engines.pytorch.model import choose_device, choose_dtype, count_parameters, quiet, read_config
+from services.engines.pytorch.model import choose_device, choose_dtype, count_parameters, name_of, quiet, read_config
 
 _log = structlog.get_logger(__name__)
 
@@ -28,14 +28,18 @@ _CONTRACT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """The eyes, on their device. `fingerprint` is of the weights as they are used, and of the processor."""
+    """The eyes, on their device."""
 
     module: PreTrainedModel
     processor: BaseImageProcessor
     rules: ImageRules
     device: torch.device
     dtype: torch.dtype
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights as they are used, and of the processor and its version."""
+        return self.rules.encoder_fingerprint
 
     def prepare(self, image: Image.Image) -> torch.Tensor:
         """Pixels as the tower takes them, `[1, channels, height, width]`."""
@@ -52,16 +56,16 @@ class Vision:
 def load_vision(config: PyTorchConfig) -> Vision:
     """Reads the eyes, and nothing else, from the checkpoint. Raises ConfigError if it has none that work here."""
     model_config = require_images(read_config(config.model))
-    rules = image_rules(model_config, config.model)
-    assert rules is not None
     device = choose_device(config)
     dtype = choose_dtype(config, device, model_config)
+    rules = image_rules(model_config, config.model, name_of(dtype))
+    assert rules is not None
     module = _read_weights(config, model_config, dtype)
     processor = _read_processor(config)
     fingerprint = _fingerprint(module, processor)
     _log.info("vision loaded", parameters=count_parameters(module), device=str(device), fingerprint=fingerprint)
     on_device = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
-    vision = Vision(on_device, processor, rules, device, dtype, fingerprint)
+    vision = Vision(on_device, processor, replace(rules, encoder_fingerprint=fingerprint), device, dtype)
     _warm_up(vision)
     return vision
 
