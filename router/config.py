@@ -73,6 +73,7 @@ class RouterConfig(Section):
     metrics_listen: str = ""  # host:port; without a host 127.0.0.1; empty serves no metrics
     metrics_tls: TlsConfig | None = None
     drain_seconds: float = Field(default=30.0, ge=0)
+    allow_faults: bool = False  # whether x-baton-fault is passed on to workers: in tests only
     registry: RegistryConfig = RegistryConfig()
     log: LogConfig = LogConfig()
     limits: LimitsConfig = LimitsConfig()

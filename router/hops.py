@@ -10,6 +10,7 @@ from opentelemetry.trace import SpanContext, SpanKind
 
 from router import traces
 from router.deadline import Deadline
+from router.fault_plan import plan_metadata
 from router.faults import located
 from router.ledger import Ledger
 from router.requests import RunningRequest
@@ -28,6 +29,7 @@ class Hops:
         self._running = running
         self._ledger = ledger
         self._deadline = deadline
+        self._prefills = self._decodes = 0
         self._prefill_span: SpanContext | None = None
 
     async def prefill(self, worker: Worker, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillResponse:
@@ -38,7 +40,10 @@ class Hops:
             stage_span("prefill", traces.worker(worker), kind=SpanKind.CLIENT) as span,
             worker.carrying(tokens),
         ):
-            response = await unary(worker.prefill.Prefill(request, timeout=self._deadline.remaining_seconds))
+            seconds = self._deadline.remaining_seconds
+            self._prefills += 1
+            metadata = plan_metadata(self._prefills)
+            response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
             span.set(traces.prefilled(response))
             self._prefill_span = span.context
         self._ledger.add(response.timings, worker.record.worker_id)
@@ -57,7 +62,9 @@ class Hops:
         ):
             if request.HasField("handoff"):
                 span.link(self._prefill_span, "prefill")
-            call = worker.decode.Decode(request, timeout=self._deadline.remaining_seconds)
+            seconds = self._deadline.remaining_seconds
+            self._decodes += 1
+            call = worker.decode.Decode(request, timeout=seconds, metadata=plan_metadata(self._decodes))
             async with aclosing(stream(call)) as responses:
                 yield responses
 

@@ -74,7 +74,7 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
 
 def _services(config: RouterConfig, cluster: Cluster) -> list[Service]:
     pipeline = Pipeline(cluster, Placer(cluster, config.routing), Retries(config.retry), config.limits)
-    inference = InferenceServicer(pipeline, Tokenization(cluster), cluster)
+    inference = InferenceServicer(pipeline, Tokenization(cluster), cluster, allow_faults=config.allow_faults)
     return [
         Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
         Service(_CLUSTER, cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(cluster)),

@@ -14,6 +14,7 @@ from grpc import aio
 
 from router import reports
 from router.cluster import Cluster
+from router.fault_plan import take_plan
 from router.pipeline import Pipeline
 from router.tokenization import Tokenization
 from router.unary import Collected
@@ -25,18 +26,23 @@ Context = aio.ServicerContext[Any, Any]
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """What clients call."""
 
-    def __init__(self, pipeline: Pipeline, tokenization: Tokenization, cluster: Cluster) -> None:
+    def __init__(
+        self, pipeline: Pipeline, tokenization: Tokenization, cluster: Cluster, *, allow_faults: bool = False
+    ) -> None:
         self._pipeline = pipeline
         self._tokenization = tokenization
         self._cluster = cluster
+        self._allow_faults = allow_faults
 
     # Writes instead of yielding: what waits is written together, and a client that leaves stops it all at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        take_plan(context, is_allowed=self._allow_faults)
         await self._pipeline.generate(request, context.write, remaining_seconds(context))
 
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
     ) -> generate_pb2.GenerateUnaryResponse:
+        take_plan(context, is_allowed=self._allow_faults)
         collected = Collected()
         await self._pipeline.generate(request.request, collected.send, remaining_seconds(context))
         return collected.response

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from baton.inference.v1 import timing_pb2
 
 from rpc.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
+from services.faults import NO_FAULTS, FaultReader, Metadata
 from services.identity import Identity, Role
 
 
@@ -18,6 +19,7 @@ class Call:
         self.tokens = 0
         self.ended = asyncio.Event()
         self.stopped_by: BatonError | None = None
+        self.faults = NO_FAULTS
         self._task = asyncio.current_task()
 
     def stop(self, error: BatonError) -> None:
@@ -30,8 +32,9 @@ class Call:
 class Calls:
     """All running calls, by role and request id."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, faults: FaultReader) -> None:
         self._identity = identity
+        self._faults = faults
         self._calls: dict[tuple[Role, str], Call] = {}
         self.draining = False
 
@@ -39,16 +42,18 @@ class Calls:
         return len(self._calls)
 
     @contextmanager
-    def run(self, role: Role, request_id: str, model: str) -> Iterator[Call]:
+    def run(self, role: Role, request_id: str, model: str, metadata: Metadata = ()) -> Iterator[Call]:
         """Admits a request and counts it as running while the context is open, within one task.
 
-        Raises RoleMismatch, ModelNotFound, Draining or RequestExists. An error that passes through gets the worker's
-        id and the role as its stage, where they are not known.
+        `metadata` is the call's, which may ask for faults. Raises RoleMismatch, ModelNotFound, Draining or
+        RequestExists. An error that passes through gets the worker's id and the role as its stage, where they are not
+        known.
         """
         try:
             self._admit(role, request_id, model)
             call = self._calls[role, request_id] = Call(_FIRST_STAGES[role])
             try:
+                call.faults = self._faults.read(metadata, role, request_id)
                 yield call
             except asyncio.CancelledError:
                 _raise_if_stopped(call)

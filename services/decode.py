@@ -28,7 +28,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
         current_span().link(request.handoff.traceparent, "prefill")
-        with self._calls.run("decode", request.request_id, request.model) as call:
+        with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
             async with aclosing(self._decoder.decode(await self._work(request), call)) as events:
                 async for event in events:
                     await context.write(convert.decode_response(self._identity.worker_id, event))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services import limits, traces
 from services.calls import Call
 from services.engine import Engine, Finished, Prompt, PulledKv, Sampling, Tokens
+from services.faults import Faults
 from services.handoffs import Handoff, Timing
 from services.pull import Puller
 
@@ -40,16 +41,23 @@ class Decoder:
         Closing it, or cancelling the task that reads it, frees everything on both workers.
         """
         limits.check(self._engine.facts, work.prompt, work.sampling)
+        await call.faults.strike("queue")
         async with self._source(work, call) as (source, accepted):
             yield accepted
             call.tokens = len(work.prompt.context)
             decoding = traces.Decoding(source)
             async with aclosing(self._engine.decode(source, work.sampling)) as events:
+                generated = len(work.prompt.emitted)
                 async for event in events:
                     decoding.saw(event)
-                    if isinstance(event, Tokens):
-                        call.tokens += len(event.ids)
-                    yield event
+                    if not isinstance(event, Tokens):
+                        yield event
+                        continue
+                    call.tokens += len(event.ids)
+                    for piece in _pieces(event, generated, call.faults):
+                        yield piece
+                        generated += len(piece.ids)
+                        await call.faults.strike("decode", generated)
 
     @asynccontextmanager
     async def _source(self, work: Work, call: Call) -> AsyncIterator[tuple[Prompt | PulledKv, Accepted]]:
@@ -58,3 +66,12 @@ class Decoder:
             return
         async with self._puller.pull(work.handoff, work.prompt, call) as pulled:
             yield pulled.kv, Accepted(pulled.timings)
+
+
+def _pieces(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:
+    """The same tokens, parted where a fault is planned: those before it are sent first."""
+    cuts = [count - generated for count in faults.token_counts if generated < count < generated + len(tokens.ids)]
+    if not cuts:
+        return [tokens]
+    starts, ends = [0, *cuts], [*cuts, len(tokens.ids)]
+    return [Tokens(tokens.ids[start:end], tokens.logprobs[start:end]) for start, end in zip(starts, ends, strict=True)]

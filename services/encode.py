@@ -25,8 +25,10 @@ class EncodeServicer(encode_pb2_grpc.EncodeServiceServicer):
         self._max_items = max_items
 
     async def Encode(self, request: encode_pb2.EncodeRequest, context: Any) -> encode_pb2.EncodeResponse:
-        with self._calls.run("encode", request.request_id, request.model):
+        with self._calls.run("encode", request.request_id, request.model, context.invocation_metadata()) as call:
             assert self._encoder is not None
+            await call.faults.strike("queue")
+            await call.faults.strike("encode")
             items = convert_media.media_items(request.media, self._max_items)
             encoded = await self._encoder.encode(request.request_id, items)
         free_if_unsent(context, encoded.handoff_ids, self._leases)

@@ -19,6 +19,8 @@ from services.calls import Calls
 from services.config import WorkerConfig
 from services.draining import Drainer
 from services.engine import Engine, EngineLoad
+from services.engines.simulated_config import SimulatedConfig
+from services.faults import FaultReader
 from services.identity import Identity
 from services.leases import LeaseTable
 from services.registering import Announcement
@@ -114,7 +116,7 @@ async def _serve(
     announcement, health = Announcement(registry), Health()
     async with AsyncExitStack() as stack:
         leases = await stack.enter_async_context(LeaseTable(config.handoff.lease_seconds))
-        calls = Calls(identity)
+        calls = Calls(identity, _fault_reader(config))
         drainer = Drainer(calls, leases, announcement, config.drain_seconds)
         worker = Worker(identity, engines, leases, drainer, health)
         services = await stack.enter_async_context(
@@ -158,6 +160,10 @@ async def _leave(worker: Worker, announcement: Announcement) -> None:
 def _service_name(config: WorkerConfig) -> str:
     """What traces call it: by its role, as workers of one role are one service."""
     return f"baton-{config.roles[0] if len(config.roles) == 1 else 'worker'}"
+
+
+def _fault_reader(config: WorkerConfig) -> FaultReader:
+    return FaultReader(isinstance(config.engine, SimulatedConfig) and config.engine.allow_faults)
 
 
 def _record(worker: Worker) -> WorkerRecord:

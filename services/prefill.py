@@ -28,7 +28,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._leases = leases
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
-        with self._calls.run("prefill", request.request_id, request.model) as call:
+        with self._calls.run("prefill", request.request_id, request.model, context.invocation_metadata()) as call:
             given, sampling = convert.prompt(request.prompt), convert.sampling(request.sampling)
             prompt = await self._media.computable(given, convert_media.spans(request.prompt))
             prefilled = await self._prefiller.prefill(_claim(request), prompt, sampling, call)

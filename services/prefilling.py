@@ -1,11 +1,13 @@
 """A request's first half: its prompt's KV is computed and put under a lease."""
 
 import time
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
 from services import limits, traces
 from services.calls import Call
 from services.engine import Engine, HeldKv, Prompt, Sampling
+from services.faults import NO_FAULTS, corrupt
 from services.leases import Lease, LeaseTable
 
 
@@ -37,9 +39,29 @@ class Prefiller:
         """Computes and holds. Raises what the engine raises; cancelling it frees everything."""
         limits.check(self._engine.facts, prompt, sampling)
         call.tokens = len(prompt.context)
+        await call.faults.strike("queue")
         started = time.perf_counter()
         kv = await self._engine.prefill(prompt, sampling)
+        if call.faults is not NO_FAULTS:
+            await self._spoil(kv, call)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
         lease = self._leases.hold(claim.request_id, kv, claim.holders) if kv.finish_reason is None else None
         traces.prefilled(started, kv, len(prompt.token_ids))
+        if lease and call.faults is not NO_FAULTS:
+            await self._spoil_held(lease, call)
         return Prefilled(kv, len(prompt.token_ids), lease)
+
+    async def _spoil(self, kv: HeldKv, call: Call) -> None:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(kv.release)
+            await call.faults.strike("prefill")
+            undo.pop_all()
+
+    async def _spoil_held(self, lease: Lease, call: Call) -> None:
+        with ExitStack() as undo:
+            undo.callback(self._leases.discard, lease.handoff_id)
+            if call.faults.has("corrupt", "held"):
+                corrupt(self._engine.memory, lease.held.block_ids)
+            await call.faults.strike("held")
+            if not call.faults.has("drop", "held"):
+                undo.pop_all()

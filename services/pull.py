@@ -15,6 +15,7 @@ from rpc.tracing.span import stage_span
 from services import traces
 from services.calls import Call
 from services.engine import Engine, Prompt, PulledKv, Reservation
+from services.faults import corrupt
 from services.handoffs import Handoff, Timing, check_blocks, check_handoff
 from services.peers import Peer, Peers, Pool
 from services.remote_lease import RemoteLease
@@ -129,6 +130,7 @@ class _Attempt:
         self._call.tokens = self.handoff.num_tokens
         self._reserved_at = time.monotonic()
         self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
+        await self._call.faults.strike("pull")
         self._num_bytes = await self._copy(pool, self._reservation)
         self._transport = pool.transport if self._num_bytes else ""
 
@@ -136,6 +138,7 @@ class _Attempt:
         """Ends the lease, which makes the blocks' content good. Raises HandoffLost or StaleEpoch if it is not."""
         assert self._reservation is not None
         await lease.confirm()
+        await self._call.faults.strike("confirm")
         self._call.stage = timing_pb2.STAGE_DECODE
         waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, self._reserved_at - self._started)
         seconds = time.monotonic() - self._reserved_at
@@ -158,4 +161,6 @@ class _Attempt:
             await pool.reader.pull(transfer)
         except TransferFailed as error:
             raise HandoffLost(f"the KV of worker {self.handoff.worker_id} did not arrive: {error}") from error
+        if self._call.faults.has("corrupt", "pull"):
+            corrupt(self._engine.memory, reservation.block_ids[cached:])
         return transfer.num_bytes

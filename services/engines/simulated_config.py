@@ -25,6 +25,7 @@ class SimulatedConfig(BaseModel):
     decode_step_seconds: float = Field(default=0.0, ge=0, description="One token for every running sequence.")
     end_probability: float = Field(default=0.0, ge=0, lt=1, description="Of the end of sequence, at each token.")
     fail_after_tokens: int = Field(default=0, ge=0, description="Then the whole engine fails; 0 is never.")
+    allow_faults: bool = Field(default=False, description="Whether requests may bring x-baton-fault.")
     load_seconds: float = Field(default=0.0, ge=0)
     image_tokens: int = Field(default=0, ge=0, description="Tokens of every image; 0 is a model without images.")
     image_hidden_size: int = Field(default=64, ge=1, description="Numbers of a row of an embedding.")

@@ -23,6 +23,7 @@ from rpc.calls import stream, unary
 from rpc.channels import open_channel
 
 PATIENCE_SECONDS = 20.0
+Metadata = Sequence[tuple[str, str]]
 TEXT = b"the quick brown fox jumps over the lazy dog, twice"
 
 
@@ -56,16 +57,19 @@ class WorkerCalls:
         self.handoffs = handoff_pb2_grpc.HandoffServiceStub(channel)  # type: ignore[call-overload]
         self.worker = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[call-overload]
 
-    async def prefill(self, request_id: str = "r", text: bytes = TEXT, max_tokens: int = 20) -> handoff_pb2.KvHandoff:
+    async def prefill(
+        self, request_id: str = "r", text: bytes = TEXT, max_tokens: int = 20, metadata: Metadata = ()
+    ) -> handoff_pb2.KvHandoff:
         request = prefill_pb2.PrefillRequest(request_id=request_id, prompt=prompt(text), sampling=sampling(max_tokens))
-        answer = await unary(self.prefills.Prefill(request, timeout=PATIENCE_SECONDS))
+        answer = await unary(self.prefills.Prefill(request, timeout=PATIENCE_SECONDS, metadata=metadata))
         handoff: handoff_pb2.KvHandoff = answer.handoff
         return handoff
 
-    async def decode(self, request: decode_pb2.DecodeRequest) -> Decoded:
+    async def decode(self, request: decode_pb2.DecodeRequest, metadata: Metadata = ()) -> Decoded:
         """Reads to the end; ids exclude those emitted before."""
         decoded = Decoded()
-        async with aclosing(stream(self.decodes.Decode(request, timeout=PATIENCE_SECONDS))) as answers:
+        call = self.decodes.Decode(request, timeout=PATIENCE_SECONDS, metadata=metadata)
+        async with aclosing(stream(call)) as answers:
             async for answer in answers:
                 match answer.WhichOneof("event"):
                     case "accepted":
