@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from client.doctor.finding import Finding, broken, warning, well
+from client.local.plan import etcd_binary
+from client.local.ports import PREFERRED_ROUTER_PORT, is_free
+from client.local.state import StateFolder
+from rpc.errors import ConfigError
 
 MEGABYTE = 2**20
 # Two embedded workers with the demo checkpoint.
@@ -25,9 +29,6 @@ sys.stdin.read()
 
 def check_etcd() -> Iterator[Finding]:
     """Whether there is an etcd that can be run."""
-    from client.local.plan import etcd_binary
-    from rpc.errors import ConfigError
-
     try:
         binary = etcd_binary()
         done = subprocess.run(
@@ -43,9 +44,6 @@ def check_etcd() -> Iterator[Finding]:
 
 def check_ports() -> Iterator[Finding]:
     """Whether the router's usual port is free, or our own cluster's."""
-    from client.local.ports import PREFERRED_ROUTER_PORT, is_free
-    from client.local.state import StateFolder
-
     address = f"127.0.0.1:{PREFERRED_ROUTER_PORT}"
     state = StateFolder().read()
     if is_free(PREFERRED_ROUTER_PORT):

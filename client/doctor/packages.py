@@ -1,11 +1,14 @@
 """Checks of what is installed: Python, versions that clash, other packages that have taken our names."""
 
-import importlib
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from client.doctor.finding import Finding, broken, warning, well
 
@@ -29,11 +32,6 @@ def check_python() -> Iterator[Finding]:
 
 def check_versions() -> Iterator[Finding]:
     """Whether everything that installed packages require is there, in a version that they accept."""
-    try:
-        importlib.import_module("packaging")
-    except ImportError:
-        yield broken("the package 'packaging' is missing, so versions cannot be compared", REINSTALL)
-        return
     clashes = list(_clashes())
     yield from clashes
     if not clashes:
@@ -58,25 +56,43 @@ def check_names() -> Iterator[Finding]:
 
 
 def _clashes() -> Iterator[Finding]:
+    """What Baton needs, directly or not, and lacks is broken; what only others need is a warning."""
+    needed = _needed()
     for distribution in metadata.distributions():
-        for text in distribution.requires or []:
-            yield from _clash(distribution.name, text)
+        ours = canonicalize_name(distribution.name) in needed
+        for requirement in _requirements(distribution):
+            if (found := _mismatch(requirement)) is not None:
+                sentence = f"{distribution.name} needs {requirement.name}{requirement.specifier}, {found}"
+                yield broken(sentence, REINSTALL) if ours else warning(sentence, f"mend or remove {distribution.name}")
 
 
-def _clash(owner: str, text: str) -> Iterator[Finding]:
-    from packaging.requirements import Requirement
+def _needed() -> set[str]:
+    """The names of Baton and of all that it requires, as far as they are installed."""
+    seen: set[str] = set()
+    unseen = [DISTRIBUTION]
+    while unseen:
+        name = canonicalize_name(unseen.pop())
+        if name not in seen:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                unseen += [each.name for each in _requirements(metadata.distribution(name))]
+            seen.add(name)
+    return seen
 
-    requirement = Requirement(text)
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-        return
+
+def _requirements(distribution: metadata.Distribution) -> Iterator[Requirement]:
+    """Those that hold on this machine, without extras."""
+    for text in distribution.requires or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def _mismatch(requirement: Requirement) -> str | None:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        yield broken(f"{owner} needs {requirement.name}, which is not installed", REINSTALL)
-        return
-    if not requirement.specifier.contains(version, prereleases=True):
-        wanted = f"{requirement.name}{requirement.specifier}"
-        yield broken(f"{owner} needs {wanted}, and {version} is installed", REINSTALL)
+        return "which is not installed"
+    return None if requirement.specifier.contains(version, prereleases=True) else f"and {version} is installed"
 
 
 def _elsewhere(name: str) -> Path | None:

@@ -4,11 +4,12 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from support.baton_command import Baton, Outcome, SmallCluster
+from support.lifetimes import in_one_task
 from support.worker_views import eventually
 
 from discovery.memory import MemoryRegistry
@@ -52,6 +53,12 @@ def baton(tmp_path: Path, environment: dict[str, str]) -> Baton:
 @pytest.fixture
 async def cluster() -> AsyncIterator[SmallCluster]:
     """Simulated workers that take 5 ms a token."""
+    async with in_one_task(_small_cluster()) as running:
+        yield running
+
+
+@asynccontextmanager
+async def _small_cluster() -> AsyncIterator[SmallCluster]:
     registry = MemoryRegistry("test")
     router_config = RouterConfig(
         listen="127.0.0.1:0", probe=ProbeConfig(interval_seconds=0.1, timeout_seconds=2.0), drain_seconds=0

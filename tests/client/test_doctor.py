@@ -41,7 +41,7 @@ def distribution(tmp_path: Path, environment: dict[str, str]) -> Path:
 
 
 def install(packages: Path, name: str, requires: str = "", module: str = "") -> None:
-    """Puts a distribution there, as pip would have."""
+    """Puts version 1.0 of a distribution there, as pip would have."""
     folder = packages / f"{name}-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}")
@@ -61,16 +61,30 @@ async def test_a_router_that_is_not_there_is_broken_if_it_was_named(baton: Baton
     assert "broken   nothing listens at 127.0.0.1:1 (from --address)" in outcome.out
 
 
-async def test_a_version_that_clashes_is_broken(baton: Baton, distribution: Path) -> None:
-    install(distribution, "demanding", "Requires-Dist: grpcio<1.0\n")
+async def test_a_version_that_baton_cannot_use_is_broken(baton: Baton, distribution: Path) -> None:
+    install(distribution, "structlog")
     outcome = await baton("doctor")
     assert outcome.code == 1
-    assert "broken   demanding needs grpcio<1.0, and " in outcome.out
+    assert "broken   baton-serving needs structlog>=25, and 1.0 is installed" in outcome.out
 
 
-async def test_a_requirement_that_is_missing_is_broken(baton: Baton, distribution: Path) -> None:
-    install(distribution, "demanding", "Requires-Dist: never-heard-of\n")
-    assert "broken   demanding needs never-heard-of, which is not installed" in (await baton("doctor")).out
+async def test_a_requirement_of_a_requirement_that_is_missing_is_broken(baton: Baton, distribution: Path) -> None:
+    install(distribution, "structlog", "Requires-Dist: never-heard-of\n")
+    assert "broken   structlog needs never-heard-of, which is not installed" in (await baton("doctor")).out
+
+
+async def test_a_clash_among_other_packages_is_a_warning(baton: Baton, distribution: Path) -> None:
+    install(distribution, "demanding", "Requires-Dist: grpcio<1.0\n")
+    outcome = await baton("doctor")
+    assert outcome.code == 0
+    assert "warning  demanding needs grpcio<1.0, and " in outcome.out
+
+
+async def test_a_package_that_cannot_be_imported_is_broken_and_named(baton: Baton, distribution: Path) -> None:
+    (distribution / "pydantic.py").write_text("raise ImportError('pydantic is in pieces')")
+    outcome = await baton("doctor")
+    assert (outcome.code, outcome.err) == (1, "")
+    assert "broken   pydantic is in pieces; what needs it was not looked at" in outcome.out
 
 
 async def test_another_owner_of_our_names_is_broken(baton: Baton, distribution: Path) -> None:
