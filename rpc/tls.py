@@ -1,5 +1,6 @@
 """TLS for servers and channels, from files."""
 
+import ssl
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,31 @@ class TlsConfig(BaseModel):
         if pair is None:
             return grpc.ssl_channel_credentials(self._authority())
         return grpc.ssl_channel_credentials(self._authority(), pair.key, pair.cert)
+
+    def server_context(self) -> ssl.SSLContext:
+        """What `server_credentials` is, for Python's own sockets. Raises ConfigError."""
+        if self.cert is None or self.key is None:
+            raise ConfigError("tls: a server needs cert and key")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._load(context)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """What `channel_credentials` is, for Python's own sockets. Raises ConfigError."""
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except OSError as error:
+            raise ConfigError(f"tls: the files cannot be used: {error}") from error
 
     def _own(self) -> _KeyPair | None:
         if self.cert is None or self.key is None:

@@ -90,7 +90,7 @@ async def _open_reach(config: WorkerConfig, parts: Parts) -> AsyncIterator[Reach
     engine = parts.engines.engine
     async with AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(_offer(config, parts.identity, *pool)) for pool in _pools(parts)]
-        transports = stack.enter_context(open_transports(config.transports))
+        transports = stack.enter_context(open_transports(config.transports, config.tls.call))
         peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))
         puller = await stack.enter_async_context(Puller(engine, peers, transports))
         yield Reach(pools, puller, MediaResolver(engine.facts, EmbeddingPuller(engine.facts, peers, transports)))
@@ -110,7 +110,9 @@ async def _offer(
     config: WorkerConfig, identity: Identity, layout: KvLayout, memory: BlockMemory
 ) -> AsyncIterator[OfferedPool]:
     listen_host = config.listen.rpartition(":")[0].strip("[]")
-    async with offer_pool(memory, config.transports, listen_host, config.advertised_host) as endpoints:
+    async with offer_pool(
+        memory, config.transports, listen_host, config.advertised_host, config.tls.listen
+    ) as endpoints:
         yield OfferedPool(Owner(identity, layout), memory.num_blocks, endpoints)
 
 

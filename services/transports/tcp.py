@@ -14,7 +14,8 @@ from baton.engine.v1 import handoff_pb2
 
 from rpc.aio import timeout
 from services.settle import settle
-from services.transports.frames import COUNT, MAGIC, limit_waits, receive_all, send_all
+from services.transports.frames import COUNT, MAGIC, is_silent, limit_waits, receive_all, send_all, shut
+from services.transports.secure import ReaderTls
 from services.transports.transport import Transfer, TransferFailed, TransportUnavailable
 
 _CONNECT_SECONDS = 5.0
@@ -28,7 +29,8 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ReaderTls | None = None) -> None:
+        self._tls = tls
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="kv-receive")
 
     def __enter__(self) -> "TcpTransport":
@@ -42,7 +44,7 @@ class TcpTransport:
     async def open(self, endpoint: handoff_pb2.TransportEndpoint, num_blocks: int, block_bytes: int) -> "TcpPool":
         """Connects. See Transport; the owner knows its pool's shape and checks every request."""
         del num_blocks, block_bytes
-        pool = TcpPool(endpoint.tcp, self._threads)
+        pool = TcpPool(endpoint.tcp, self._threads, self._tls)
         try:
             pool.give_back(await pool.connect())
         except (OSError, asyncio.TimeoutError) as error:
@@ -53,7 +55,8 @@ class TcpTransport:
 class TcpPool:
     """One owner's pool, and the connections to it that are idle."""
 
-    def __init__(self, endpoint: handoff_pb2.TcpEndpoint, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, endpoint: handoff_pb2.TcpEndpoint, threads: ThreadPoolExecutor, tls: ReaderTls | None) -> None:
+        self._tls = tls
         self._endpoint = endpoint
         self._threads = threads
         self._idle: list[socket.socket] = []
@@ -93,9 +96,23 @@ class TcpPool:
                 connection.setblocking(False)
                 await loop.sock_connect(connection, address)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await loop.sock_sendall(connection, MAGIC + self._endpoint.token)
                 connection.setblocking(True)
+                saying_hello = loop.run_in_executor(self._threads, self._say_hello, connection)
+                try:
+                    connection = await asyncio.shield(saying_hello)
+                except asyncio.CancelledError:
+                    shut(connection)
+                    await settle(saying_hello)
+                    raise
                 undo.pop_all()
+        return connection
+
+    def _say_hello(self, connection: socket.socket) -> socket.socket:
+        if self._tls is not None:
+            connection.settimeout(_CONNECT_SECONDS)
+            connection = self._tls.connect(connection, self._endpoint.host)
+        limit_waits(connection, _CONNECT_SECONDS)
+        send_all(connection, [memoryview(MAGIC + self._endpoint.token)])
         return connection
 
     def give_back(self, connection: socket.socket) -> None:
@@ -105,7 +122,7 @@ class TcpPool:
     def _take(self) -> socket.socket | None:
         while self._idle:
             connection = self._idle.pop()
-            if _is_open(connection):
+            if is_silent(connection):
                 return connection
             connection.close()
         return None
@@ -131,8 +148,7 @@ class _Request:
         """Makes the thread end at once: from then on nothing can arrive."""
         if not self.complete:
             self._stopped.set()
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+            shut(self._connection)
 
     def run(self) -> None:
         """Asks, receives and commits. Raises OSError."""
@@ -164,14 +180,3 @@ def _question(transfer: Transfer) -> bytes:
     if sys.byteorder == "big":
         ids.byteswap()
     return COUNT.pack(len(ids)) + ids.tobytes()
-
-
-def _is_open(connection: socket.socket) -> bool:
-    """Whether nothing has come on an idle connection: not even its end."""
-    try:
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

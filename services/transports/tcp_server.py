@@ -2,10 +2,10 @@
 
 import array
 import asyncio
-import contextlib
 import hmac
 import secrets
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,7 +15,8 @@ import structlog
 from baton.engine.v1 import handoff_pb2
 
 from services.engine import BlockMemory
-from services.transports.frames import COUNT, MAGIC, TOKEN_BYTES, limit_waits, send_all
+from services.transports.frames import COUNT, MAGIC, TOKEN_BYTES, limit_waits, receive_exactly, send_all, shut
+from services.transports.secure import OwnerTls
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +31,8 @@ _READ_BYTES = 64 * 1024 * 1024
 class PoolServer:
     """A pool, offered at a port. Its threads never touch the event loop."""
 
-    def __init__(self, memory: BlockMemory, host: str) -> None:
+    def __init__(self, memory: BlockMemory, host: str, tls: OwnerTls | None = None) -> None:
+        self._tls = tls
         self._memory = memory
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=64)
@@ -47,12 +49,12 @@ class PoolServer:
 
     def close(self) -> None:
         """Ends every connection and waits for its thread. Blocking."""
-        _shut(self._listener)
+        shut(self._listener)
         self._accepting.join()
         with self._lock:
             threads = list(self._connections.values())
             for connection in self._connections:
-                _shut(connection)
+                shut(connection)
         for thread in threads:
             thread.join()
         self._listener.close()
@@ -72,6 +74,8 @@ class PoolServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
+        if self._tls is not None:
+            connection = self._secure(connection, self._tls)
         try:
             self._answer_all(connection)
         except OSError as error:
@@ -81,15 +85,24 @@ class PoolServer:
                 del self._connections[connection]
             connection.close()
 
+    def _secure(self, connection: socket.socket, tls: OwnerTls) -> ssl.SSLSocket:
+        """The socket takes the plain one's place, which is none any more."""
+        with self._lock:
+            secure = tls.wrap(connection)
+            self._connections[secure] = self._connections.pop(connection)
+        return secure
+
     def _answer_all(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_waits(connection, _HELLO_SECONDS)
-        hello = _receive(connection, len(MAGIC) + TOKEN_BYTES)
+        if self._tls is not None and isinstance(connection, ssl.SSLSocket):
+            self._tls.shake_hands(connection)
+        hello = receive_exactly(connection, len(MAGIC) + TOKEN_BYTES)
         if not hmac.compare_digest(hello, MAGIC + self._token):
             raise ConnectionError("no token of ours")
         while True:
             limit_waits(connection, _IDLE_SECONDS)
-            (count,) = COUNT.unpack(_receive(connection, COUNT.size))
+            (count,) = COUNT.unpack(receive_exactly(connection, COUNT.size))
             limit_waits(connection, _STUCK_SECONDS)
             block_ids = self._checked(_receive_ids(connection, self._limited(count)))
             send_all(connection, self._answer(block_ids))
@@ -112,24 +125,17 @@ class PoolServer:
 
 
 @asynccontextmanager
-async def serve_pool(memory: BlockMemory, host: str) -> AsyncIterator[PoolServer]:
+async def serve_pool(memory: BlockMemory, host: str, tls: OwnerTls | None = None) -> AsyncIterator[PoolServer]:
     """Offers `memory` on a free port of `host` while the context is open."""
-    server = PoolServer(memory, host)
+    server = PoolServer(memory, host, tls)
     try:
         yield server
     finally:
         await asyncio.to_thread(server.close)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = connection.recv(size, socket.MSG_WAITALL)
-    if len(data) != size:
-        raise ConnectionError("the reader closed the connection")
-    return data
-
-
 def _receive_ids(connection: socket.socket, count: int) -> list[int]:
-    ids = array.array("I", _receive(connection, count * 4))
+    ids = array.array("I", receive_exactly(connection, count * 4))
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
@@ -137,9 +143,3 @@ def _receive_ids(connection: socket.socket, count: int) -> list[int]:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _shut(connection: socket.socket) -> None:
-    """Wakes a thread that waits on the socket; merely closing it would not."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

@@ -27,6 +27,7 @@ _INTEGERS = st.integers(min_value=0, max_value=2**64 - 1)
         capabilities=st.lists(_TEXTS).map(tuple),
         data_parallel_ranks=_INTEGERS,
         draining=st.booleans(),
+        certificate=_TEXTS,
     )
 )
 def test_a_record_is_read_as_it_was_written(record: WorkerRecord) -> None:
@@ -46,6 +47,7 @@ def test_the_json_is_an_object_with_the_names_of_the_fields() -> None:
         "capabilities": [],
         "data_parallel_ranks": 1,
         "draining": False,
+        "certificate": "",
     }
 
 

@@ -7,15 +7,18 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
+from support.certificates import Authority
 from support.worker_calls import WorkerCalls, decode_request
 from support.workers import Running, Starter
 
 from rpc.aio import timeout
 from rpc.health import Health
 from rpc.serve import Service, serve
+from rpc.tls import TlsConfig
 from services.engines.shared_pool import SharedPool
 from services.transports.factory import offer_pool, open_transports
 from services.transports.frames import COUNT, MAGIC
@@ -23,7 +26,7 @@ from services.transports.transport import PoolReader, Transfer, TransferFailed, 
 
 BLOCKS = 256
 BLOCK_BYTES = 16 * 1024
-NAMES = ("shm", "tcp")
+NAMES = ("shm", "tcp", "tls")
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,21 @@ def pools() -> Iterator[tuple[SharedPool, SharedPool]]:
         yield theirs, ours
 
 
+def _worker_tls(folder: Path) -> TlsConfig:
+    authority = Authority(folder, "ours")
+    pair = authority.issue("worker", uris=["baton://worker/w1"])
+    return TlsConfig(ca=authority.ca, cert=pair.cert, key=pair.key)
+
+
 @pytest.fixture(params=NAMES)
-async def wire(request: pytest.FixtureRequest, pools: tuple[SharedPool, SharedPool]) -> AsyncIterator[Wire]:
+async def wire(
+    request: pytest.FixtureRequest, pools: tuple[SharedPool, SharedPool], tmp_path: Path
+) -> AsyncIterator[Wire]:
+    """`tls` is tcp between workers with certificates."""
     theirs, ours = pools
-    async with offer_pool(theirs, (request.param,), "127.0.0.1", "127.0.0.1") as [endpoint]:
-        with open_transports((request.param,)) as [transport]:
+    name, tls = ("tcp", _worker_tls(tmp_path)) if request.param == "tls" else (request.param, None)
+    async with offer_pool(theirs, (name,), "127.0.0.1", "127.0.0.1", tls) as [endpoint]:
+        with open_transports((name,), tls) as [transport]:
             reader = await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
             yield Wire(theirs, ours, endpoint, transport, reader)
             reader.close()
