@@ -1,9 +1,11 @@
 """What became of a request, filled as it goes on: the source of its last message, its metrics and its log line."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.inference.v1 import generate_pb2, sampling_pb2
 
+from router.embeddings import Use
 from router.ledger import Ledger
 
 
@@ -16,6 +18,10 @@ class Account:
     outcome: str = "CANCELLED"
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    media_tokens: int = 0
+    cached_embeddings: int = 0
+    encoding: generate_pb2.Encoding.ValueType = generate_pb2.ENCODING_NONE
+    encode_worker_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # the answer's own, shared with it
     finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     migrations: int = 0
@@ -23,6 +29,19 @@ class Account:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     ledger: Ledger = field(default_factory=Ledger)
+
+    def embedded(self, uses: Sequence[Use]) -> None:
+        """Media have become embeddings: for the first time, or again because they were needed again."""
+        if not self.media_tokens:
+            self.media_tokens = sum(use.num_tokens for use in uses)
+            self.cached_embeddings = sum(use.was_cached for use in uses)
+            self.encoding = _encoding(uses)
+        for use in uses:
+            worker_id = use.encoded.worker.record.worker_id
+            if not use.was_cached:
+                self.ledger.add(use.encoded.timings, worker_id)
+                if worker_id not in self.encode_worker_ids:
+                    self.encode_worker_ids.append(worker_id)
 
     def prefilled_on(self, worker_id: str, cached_tokens: int) -> None:
         """A prefill worker has run the prompt."""
@@ -47,4 +66,15 @@ class Account:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=len(self.token_ids),
+            media_tokens=self.media_tokens,
+            cached_embeddings=self.cached_embeddings,
         )
+
+
+def _encoding(uses: Sequence[Use]) -> generate_pb2.Encoding.ValueType:
+    """How media became embeddings, all of them seen together."""
+    workers = [use.encoded.worker for use in uses if not use.was_cached]
+    if not workers:
+        return generate_pb2.ENCODING_CACHED
+    is_inline = any(len(worker.record.roles) > 1 for worker in workers)
+    return generate_pb2.ENCODING_INLINE if is_inline else generate_pb2.ENCODING_WORKER

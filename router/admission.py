@@ -1,16 +1,16 @@
 """Decides, before any worker is called, whether a request can be served, and fills in what it left open."""
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
 from google.protobuf import json_format
 
+from router import media_admission
 from router.config import LimitsConfig
 from router.model import ServedModel
-from router.template import Turn
+from router.template import ImagePart, Turn
 from router.tokenizer import Tokenizer
 from router.violations import Violations
 from rpc.errors import InvalidRequest, Unsupported
@@ -37,6 +37,7 @@ def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: Lim
     violations = Violations()
     _check_identity(request, violations)
     _check_input(request, model, violations)
+    media_admission.check_media(request, limits.max_images, violations)
     _check_sampling(request.sampling, model.limits, violations)
     _check_stopping(request.stopping, model, limits, violations)
     if request.response.HasField("logprobs"):
@@ -47,8 +48,10 @@ def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: Lim
 
 
 def tokenize(request: generate_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
-    """The ids of a checked request's input. Slow for long texts. Raises InvalidRequest if they cannot fit."""
-    field = _input_field(request)
+    """The ids of a checked request's input, with one placeholder for each medium. Slow for long texts.
+
+    Raises InvalidRequest if they cannot fit, also with all that is known of what the media will take.
+    """
     match request.WhichOneof("input"):
         case "token_ids":
             ids = tuple(request.token_ids.ids)
@@ -57,11 +60,20 @@ def tokenize(request: generate_pb2.GenerateRequest, model: ServedModel) -> tuple
         case _:
             ids = tuple(text_tokenizer(model).encode(request.prompt))
     if not ids:
-        raise InvalidRequest.of(field, "has no tokens")
-    most = model.limits.max_context_tokens
-    if len(ids) >= most:
-        raise InvalidRequest.of(field, f"has {len(ids)} tokens, which leaves no room in the context of {most}")
+        raise InvalidRequest.of(_input_field(request), "has no tokens")
+    media_admission.require_places(request, ids, model)
+    media = len(media_admission.media_items(request))
+    known = model.images.tokens_per_image if model.images else 0
+    require_room(request, len(ids) + media * max(0, known - 1), model)
     return ids
+
+
+def require_room(request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel) -> None:
+    """Raises InvalidRequest if a prompt of that length leaves no room for an answer."""
+    most = model.limits.max_context_tokens
+    if prompt_tokens >= most:
+        text = f"has {prompt_tokens} tokens, which leaves no room in the context of {most}"
+        raise InvalidRequest.of(_input_field(request), text)
 
 
 def encode_chat(chat: generate_pb2.ChatInput, model: ServedModel) -> tuple[list[int], str]:
@@ -75,7 +87,11 @@ def encode_chat(chat: generate_pb2.ChatInput, model: ServedModel) -> tuple[list[
 
 
 def resolve(request: generate_pb2.GenerateRequest, token_ids: tuple[int, ...], model: ServedModel) -> Job:
-    """The job of a checked request: a seed, and max_tokens as far as the context allows."""
+    """The job of a checked request: a seed, and max_tokens as far as the context allows.
+
+    The ids have all of each medium's placeholders. Raises InvalidRequest if they do not fit.
+    """
+    require_room(request, len(token_ids), model)
     room = model.limits.max_context_tokens - len(token_ids)
     stopping = request.stopping
     sampling = prompt_pb2.Sampling(
@@ -121,7 +137,7 @@ def require_chat(chat: generate_pb2.ChatInput, model: ServedModel) -> None:
     """Raises Unsupported if the model takes no conversations, or not with such parts."""
     if not model.can_chat:
         raise _unsupported("chat", model)
-    if _has_media(chat.messages) and not model.capabilities.modalities:
+    if media_admission.has_media(chat.messages) and not model.capabilities.modalities:
         raise _unsupported("media", model)
 
 
@@ -216,19 +232,16 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
         "lora": bool(request.lora_name) and not capabilities.lora,
         "n > 1": request.sampling.n > 1 and not capabilities.multiple_answers,
         "logprobs": request.response.HasField("logprobs") and not capabilities.logprobs,
-        "media": (bool(request.media) or _has_media(request.chat.messages)) and not capabilities.modalities,
+        "media": bool(media_admission.media_items(request)) and not capabilities.modalities,
     }
     wanted = [name for name, is_unsupported in unsupported.items() if is_unsupported]
     if wanted:
         raise _unsupported(", ".join(wanted), model)
+    media_admission.require_modalities(request, model)
 
 
 def _unsupported(what: str, model: ServedModel) -> Unsupported:
     return Unsupported(f"{model.name} does not support {what}; it supports {model.abilities}")
-
-
-def _has_media(messages: Iterable[generate_pb2.ChatMessage]) -> bool:
-    return any(part.HasField("media") for message in messages for part in message.parts)
 
 
 def _input_field(request: generate_pb2.GenerateRequest) -> str:
@@ -236,7 +249,9 @@ def _input_field(request: generate_pb2.GenerateRequest) -> str:
 
 
 def _turn(message: generate_pb2.ChatMessage) -> Turn:
-    return Turn(message.role, "".join(part.text for part in message.parts))
+    if not media_admission.has_media([message]):
+        return Turn(message.role, "".join(part.text for part in message.parts))
+    return Turn(message.role, [ImagePart() if part.HasField("media") else part.text for part in message.parts])
 
 
 def _template_variables(chat: generate_pb2.ChatInput) -> dict[str, object]:

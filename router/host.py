@@ -13,9 +13,14 @@ from baton.inference.v1 import (
 
 from discovery.config import open_registry
 from discovery.registry import Registry
+from media.loader import MediaLoader
 from router.access import RULES
 from router.cluster import Cluster, watch_cluster
 from router.config import RouterConfig
+from router.embedder import Embedder
+from router.embeddings import EmbeddingCache
+from router.encoders import Encoders
+from router.illustrator import Illustrator
 from router.pipeline import Pipeline
 from router.placement import Placer
 from router.retry import Retries
@@ -56,7 +61,10 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         reporting = group.create_task(_report_health(cluster, health))
         stack.callback(reporting.cancel)
         tracer = stack.enter_context(configure_tracing(config.tracing, "baton-router"))
-        services, drain_seconds = _services(config, cluster), config.drain_seconds
+        loader = await stack.enter_async_context(MediaLoader(config.media))
+        # Inside the cluster: what is leased is given back before the channels close.
+        embeddings = await stack.enter_async_context(EmbeddingCache(config.embeddings))
+        services, drain_seconds = _services(config, cluster, loader, embeddings), config.drain_seconds
         server = await stack.enter_async_context(
             serve(
                 config.listen,
@@ -72,8 +80,11 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         yield Router(server.address, cluster)
 
 
-def _services(config: RouterConfig, cluster: Cluster) -> list[Service]:
-    pipeline = Pipeline(cluster, Placer(cluster, config.routing), Retries(config.retry), config.limits)
+def _services(config: RouterConfig, cluster: Cluster, loader: MediaLoader, embeddings: EmbeddingCache) -> list[Service]:
+    retries = Retries(config.retry)
+    embedder = Embedder(Encoders(cluster, config.routing), retries, embeddings)
+    illustrator = Illustrator(loader, embedder, config.limits.max_loading_images)
+    pipeline = Pipeline(cluster, Placer(cluster, config.routing), illustrator, retries, config.limits)
     inference = InferenceServicer(pipeline, Tokenization(cluster), cluster, allow_faults=config.allow_faults)
     return [
         Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),

@@ -56,6 +56,12 @@ class Retries:
             raise error
         metrics.RETRIES.labels("prefill").inc()
 
+    def allow_encode(self, error: BatonError, attempts: int) -> None:
+        """Raises `error` if an encode may not be tried again after `attempts`."""
+        if attempts >= self._max_attempts or not self._budget.take():
+            raise error
+        metrics.RETRIES.labels("encode").inc()
+
     def allow_decode(self, error: BatonError, attempts: int) -> None:
         """Raises `error` if a decode may not be tried again after `attempts`. Not budgeted: its client has tokens."""
         if attempts >= self._max_attempts:
