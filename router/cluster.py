@@ -115,8 +115,10 @@ class Cluster:
             if member.worker is None:
                 continue
             member.worker.record = member.record
-            if member.worker.model:
-                self._models[member.record.model] = member.worker.model
+        # What the decode workers say of a model counts: every request ends on one.
+        for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
+            if worker.model:
+                self._models[worker.record.model] = worker.model
         self._ready.set(any("decode" in worker.record.roles and not worker.problem for worker in self.workers))
 
     def _load_card(self, card: worker_pb2.ModelCard) -> "asyncio.Future[ServedModel]":
