@@ -18,7 +18,7 @@ class Ledger:
         self._timings: list[timing_pb2.StageTiming] = []
         self.stage = timing_pb2.STAGE_ADMISSION
         self._detokenize_seconds = 0.0
-        self._detokenized_at = 0.0
+        self._detokenizing = (0.0, 0.0)  # when it began, and when it last ended
         self.first_token_seconds: float | None = None
 
     @property
@@ -52,15 +52,16 @@ class Ledger:
         """Tokens have come, and were turned into text since `started` of time.perf_counter."""
         now = time.perf_counter()
         self._detokenize_seconds += now - started
-        self._detokenized_at = now
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._started
+            self._detokenizing = (started, now)
+        self._detokenizing = (self._detokenizing[0], now)
 
     def trace_detokenizing(self, span: Span) -> None:
         """One span for all of it, from the first token to the last; how much of that it took is an attribute."""
         if self.first_token_seconds is not None:
             busy = {"baton.detokenize.seconds": self._detokenize_seconds}
-            span.stage("detokenize", self._started + self.first_token_seconds, self._detokenized_at, busy)
+            span.stage("detokenize", *self._detokenizing, busy)
 
     def timings(self) -> list[timing_pb2.StageTiming]:
         """All stages, and last the time that none of them accounts for. Stages overlap; that is never negative."""

@@ -82,7 +82,8 @@ class Placer:
             filtered = policy.filter(workers, _need(role, demand))
             able = [workers[index] for index in filtered.able]
             lines += [f"{role} {worker.record.worker_id}: {policy.score(worker, wish):.3g}" for worker in able]
-            lines += [f"{role} {one.worker_id}: {one.reason}" for one in filtered.left_out]
+            others = [one for one in filtered.left_out if one.reason != f"has no {role} role"]
+            lines += [f"{role} {one.worker_id}: {one.reason}" for one in others]
         return lines
 
     def _wants_prefill(self, demand: Demand) -> bool:

@@ -37,9 +37,11 @@ def ask(request: generate_pb2.GenerateRequest, span: Span) -> None:
         "gen_ai.operation.name": "chat" if request.HasField("chat") else "text_completion",
         "gen_ai.provider.name": "baton",
     }
-    attributes.update(
-        {name: getattr(request.sampling, field) for field, name in _PARAMS.items() if request.sampling.HasField(field)}
-    )
+    given = {
+        name: getattr(request.sampling, field) for field, name in _PARAMS.items() if request.sampling.HasField(field)
+    }
+    # Singles on the wire: 0.7 is what the client wrote, and not 0.699999988079071.
+    attributes.update({name: round(value, 6) for name, value in given.items()})
     if request.sampling.HasField("seed"):
         # Attributes are signed; a seed may be larger.
         attributes["gen_ai.request.seed"] = request.sampling.seed & (2**63 - 1)
@@ -55,7 +57,6 @@ def describe(account: Account, span: Span) -> None:
     if not span.is_recording:
         return
     account.ledger.trace_detokenizing(span)
-    first_token_seconds = account.ledger.first_token_seconds
     facts: dict[str, AttributeValue | None] = {
         "gen_ai.request.model": account.model,
         "gen_ai.response.model": account.model,
@@ -63,7 +64,7 @@ def describe(account: Account, span: Span) -> None:
         "gen_ai.usage.input_tokens": account.prompt_tokens,
         "gen_ai.usage.output_tokens": len(account.token_ids),
         "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
-        "gen_ai.response.time_to_first_chunk": first_token_seconds,
+        "gen_ai.response.time_to_first_chunk": account.ledger.first_token_seconds,
         "gen_ai.response.finish_reasons": _finish_reasons(account),
         "baton.request_id": account.request_id,
         "baton.outcome": account.outcome,
@@ -72,7 +73,7 @@ def describe(account: Account, span: Span) -> None:
         "baton.decode.worker_id": account.decode_worker_id,
         "baton.migrations": account.migrations,
     }
-    span.set({name: value for name, value in facts.items() if value not in (None, "")})
+    span.set({name: value for name, value in facts.items() if value not in (None, "", [])})
 
 
 def route(placement: Placement, placer: Placer, demand: Demand, span: Span) -> None:
@@ -109,4 +110,5 @@ def prefilled(response: prefill_pb2.PrefillResponse) -> Attributes:
 
 
 def _finish_reasons(account: Account) -> list[str]:
-    return [_FINISH_REASONS.get(account.finish_reason, "error")]
+    known = _FINISH_REASONS.get(account.finish_reason)
+    return [known] if known else []

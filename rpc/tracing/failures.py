@@ -6,7 +6,7 @@
 | any other BatonError | ERROR, its message | baton.outcome = error.type = its reason, stage, worker | exception |
 | anything else | ERROR, internal error | baton.outcome = INTERNAL_ERROR, error.type = class | exception, with stack |
 
-A span without baton.outcome ended well. Client mistakes are errors too: a refused request should be found.
+A span without baton.outcome, or with OK, ended well. Client mistakes are errors too: a refused request should be found.
 """
 
 import asyncio
