@@ -4,10 +4,11 @@ import secrets
 import socket
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from discovery.config import RegistryConfig
 from media.config import MediaConfig
+from rpc.channels import MAX_RECEIVE_BYTES
 from rpc.config import Section
 from rpc.serve import ConnectionLimits
 from rpc.telemetry import LogFormat, LogLevel
@@ -33,6 +34,12 @@ class EncodeConfig(Section):
     inline_bytes: int = Field(default=2**20, ge=0, description="Larger embeddings are not in answers, but leased.")
     pool_bytes: int = Field(default=64 * 2**20, ge=1, description="What leased embeddings may take together.")
     max_items: int = Field(default=16, ge=1, description="Media of one request.")
+
+    @model_validator(mode="after")
+    def _answers_fit_in_a_message(self) -> "EncodeConfig":
+        if self.inline_bytes * self.max_items > MAX_RECEIVE_BYTES // 2:
+            raise ValueError(f"inline_bytes times max_items must be {MAX_RECEIVE_BYTES // 2} at most")
+        return self
 
 
 class LogConfig(Section):

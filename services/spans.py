@@ -30,11 +30,13 @@ class GivenSpan:
 
 def check_spans(facts: ModelFacts, prompt: Prompt, spans: Sequence[GivenSpan]) -> None:
     """Raises InvalidRequest naming every wrong field, and Unsupported if the model takes no media at all."""
-    if not spans:
-        return
     if facts.images is None:
-        raise Unsupported(f"prompt.media: the model {facts.name!r} takes text only")
+        if spans:
+            raise Unsupported(f"prompt.media: the model {facts.name!r} takes text only")
+        return
     violations = [*_wrong_places(facts.images, prompt, spans), *_wrong_embeddings(facts.images, spans)]
+    if not violations:
+        violations = _unfilled(facts.images, prompt, spans)
     if violations:
         raise InvalidRequest(violations)
 
@@ -54,6 +56,13 @@ def _wrong_places(rules: ImageRules, prompt: Prompt, spans: Sequence[GivenSpan])
         elif set(prompt.token_ids[span.start : end]) != {rules.placeholder_token_id}:
             yield FieldViolation(f"{path}.start", f"other tokens are there than {rules.placeholder_token_id}")
         free_from = max(free_from, end)
+
+
+def _unfilled(rules: ImageRules, prompt: Prompt, spans: Sequence[GivenSpan]) -> list[FieldViolation]:
+    """A placeholder without a medium: its KV would be taken for that of any other image."""
+    if prompt.token_ids.count(rules.placeholder_token_id) == sum(span.num_tokens for span in spans):
+        return []
+    return [FieldViolation("prompt.token_ids", f"has placeholders {rules.placeholder_token_id} that no medium is for")]
 
 
 def _wrong_embeddings(rules: ImageRules, spans: Sequence[GivenSpan]) -> Iterator[FieldViolation]:

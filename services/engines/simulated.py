@@ -25,6 +25,7 @@ from services.engine import (
     Sampling,
     Tokens,
 )
+from services.engines.media_checks import check_computable, check_media
 from services.engines.shared_pool import SharedPool
 from services.engines.simulated_blocks import Blocks
 from services.engines.simulated_config import SimulatedConfig
@@ -96,7 +97,7 @@ class SimulatedEngine:
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> SimulatedKv:
         """Computes the prompt and one id. See PrefillEngine."""
-        sequence = self._sequence(prompt, sampling)
+        sequence = self._run_here(prompt, sampling)
         sequence.held = True
         try:
             self._scheduler.enqueue(sequence)
@@ -124,7 +125,7 @@ class SimulatedEngine:
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> SimulatedStream:
         """Generates to the end. See DecodeEngine."""
-        sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._sequence(source, sampling)
+        sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._run_here(source, sampling)
         return SimulatedStream(self._generate(sequence), partial(self._scheduler.drop, sequence))
 
     async def _generate(self, sequence: Sequence) -> AsyncGenerator[Tokens | Finished, None]:
@@ -150,6 +151,10 @@ class SimulatedEngine:
             return
         sequence.finish = FinishReason.LENGTH
         sequence.changed.set()
+
+    def _run_here(self, prompt: Prompt, sampling: Sampling) -> Sequence:
+        check_computable(prompt)
+        return self._sequence(prompt, sampling)
 
     def _sequence(self, prompt: Prompt, sampling: Sampling) -> Sequence:
         self._check_prompt(prompt)
@@ -191,6 +196,7 @@ class SimulatedEngine:
             if ids and max(ids) >= self._vocabulary.size:
                 raise InvalidRequest.of(name, f"{max(ids)} is outside the vocabulary of {self._vocabulary.size}")
         self._check_fits(len(prompt.context) + 1)
+        check_media(prompt, self._facts)
         check_embeddings(prompt.media)
 
     def _check_fits(self, num_tokens: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Items
 
-from rpc.errors import EngineFailed, Overloaded
+from rpc.errors import EngineFailed, HandoffLost, Overloaded
 from services.engines.simulated_blocks import Blocks
 from services.engines.simulated_config import SimulatedConfig
 from services.engines.simulated_contents import Contents
@@ -79,6 +79,8 @@ class Scheduler:
             await self._wake.wait()
             return
         batch = self._plan()
+        if not batch and self.running:
+            self._make_way()
         await self._spend(batch)
         for sequence, count in batch:
             if sequence in self.running:
@@ -86,6 +88,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives blocks in the order of arrival; a full batch holds up sequences, and not claims."""
+        self._start_adopted()
         skipped: list[Sequence | Claim] = []
         while self.waiting:
             item = self.waiting.popleft()
@@ -95,6 +98,13 @@ class Scheduler:
                 skipped.append(item)
                 break
         self.waiting.extendleft(reversed(skipped))
+
+    def _start_adopted(self) -> None:
+        """Those with pulled KV wait behind nobody: who is before them may be waiting for their very blocks."""
+        for item in tuple(self.waiting):
+            if isinstance(item, Sequence) and item.blocks and len(self.running) < self._config.max_batch:
+                self.waiting.remove(item)
+                self._run(item)
 
     def _grant(self, claim: Claim) -> bool:
         cached = self._blocks.match(claim.hashes)
@@ -107,16 +117,17 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         reusable = sequence.hashes[: (len(sequence.ids) - 1) // self._size]
-        cached = [] if sequence.blocks else self._blocks.match(reusable)
-        needed = -(-len(sequence.ids) // self._size) - len(sequence.blocks) - len(cached)
-        blocks = self._blocks.take(cached, needed)
+        cached = self._blocks.match(reusable)
+        blocks = self._blocks.take(cached, -(-len(sequence.ids) // self._size) - len(cached))
         if blocks is None:
             return False
-        sequence.blocks += blocks
-        sequence.computed = sequence.computed or len(cached) * self._size
+        sequence.blocks, sequence.computed = blocks, len(cached) * self._size
+        self._run(sequence)
+        return True
+
+    def _run(self, sequence: Sequence) -> None:
         sequence.start()
         self.running[sequence] = None
-        return True
 
     def _plan(self) -> list[tuple[Sequence, int]]:
         """How many tokens of which sequences the next step computes."""
@@ -125,27 +136,37 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue
+            if (not sequence.decoding and not budget) or not self._make_room(sequence):
+                continue
             if sequence.decoding:
-                if self._make_room(sequence):
-                    batch.append((sequence, 1))
-            elif budget:
+                batch.append((sequence, 1))
+            else:
                 count = min(sequence.missing, budget)
                 budget -= count
                 batch.append((sequence, count))
         return batch
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """A block for the next token; where there is none, the youngest sequences are run again later."""
+        """Blocks for all its tokens; where there are none, the youngest sequences are run again later."""
         while len(sequence.blocks) * self._size < len(sequence.ids):
             blocks = self._blocks.take((), 1)
             if blocks is not None:
                 sequence.blocks += blocks
                 continue
-            youngest = next(other for other in reversed(self.running) if not other.held)
+            youngest = next((other for other in reversed(self.running) if other.gives_way), None)
+            if youngest is None:
+                return False
             self._preempt(youngest)
             if youngest is sequence:
                 return False
         return True
+
+    def _make_way(self) -> None:
+        """Ends the youngest of sequences that all wait for a block and none of which could be run again here."""
+        sequence = next(reversed(self.running))
+        sequence.error = HandoffLost("its blocks were needed, and without the embeddings it cannot be run again here")
+        self.drop(sequence)
+        sequence.changed.set()
 
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence]

@@ -45,6 +45,11 @@ class Sequence:
         return len(self.ids) - len(self.prompt.token_ids)
 
     @property
+    def gives_way(self) -> bool:
+        """Whether it may be made to give its blocks back, to be run again later."""
+        return not self.held and self.prompt.is_computable
+
+    @property
     def decoding(self) -> bool:
         """Whether a step is one token for one token: the prompt is done, or was pulled."""
         return self.missing == 1 and not self.held

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rpc.aio import timeout
 from services.engine import Engine, Finished, HeldKv, Prompt, PulledKv, Reservation, Sampling, TokenLogprob, Tokens
@@ -68,10 +68,15 @@ async def disaggregated(
     held = await prefill.prefill(prompt, sampling)
     if held.finish_reason is not None:
         return ()
-    following = Prompt(prompt.token_ids, (*prompt.emitted, held.first_token, *more), prompt.cache_salt)
+    following = replace(without_embeddings(prompt), emitted=(*prompt.emitted, held.first_token, *more))
     reservation = await decode.reserve(following, held.num_tokens)
     await pull(prefill, held, decode, reservation)
     return (await collect(decode.decode(PulledKv(following, reservation), sampling))).ids
+
+
+def without_embeddings(prompt: Prompt) -> Prompt:
+    """The prompt as a decode worker gets it beside a handoff."""
+    return replace(prompt, media=tuple(replace(span, embedding=None) for span in prompt.media))
 
 
 async def until(condition: Callable[[], bool]) -> None:

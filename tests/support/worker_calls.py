@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from baton.engine.v1 import (
     decode_pb2,
     decode_pb2_grpc,
+    encode_pb2,
+    encode_pb2_grpc,
     handoff_pb2,
     handoff_pb2_grpc,
     prefill_pb2,
@@ -16,7 +18,7 @@ from baton.engine.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.inference.v1 import sampling_pb2, timing_pb2
+from baton.inference.v1 import media_pb2, sampling_pb2, timing_pb2
 
 from rpc.aio import timeout
 from rpc.calls import stream, unary
@@ -52,10 +54,16 @@ class WorkerCalls:
 
     def __init__(self, address: str, channel: object) -> None:
         self.address = address
+        self.encodes = encode_pb2_grpc.EncodeServiceStub(channel)  # type: ignore[call-overload]
         self.prefills = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[call-overload]
         self.decodes = decode_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[call-overload]
         self.handoffs = handoff_pb2_grpc.HandoffServiceStub(channel)  # type: ignore[call-overload]
         self.worker = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[call-overload]
+
+    async def encode(self, *media: media_pb2.MediaItem, request_id: str = "r") -> list[encode_pb2.Embedding]:
+        request = encode_pb2.EncodeRequest(request_id=request_id, media=media)
+        answer = await unary(self.encodes.Encode(request, timeout=PATIENCE_SECONDS))
+        return list(answer.embeddings)
 
     async def prefill(
         self, request_id: str = "r", text: bytes = TEXT, max_tokens: int = 20, metadata: Metadata = ()

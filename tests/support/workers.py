@@ -9,7 +9,7 @@ from support.processes import Process, process
 from support.worker_calls import WorkerCalls, calls_to
 
 from discovery.memory import MemoryRegistry
-from services.config import HandoffConfig, TransportName, WorkerConfig
+from services.config import EncodeConfig, HandoffConfig, TransportName, WorkerConfig
 from services.engines.simulated_config import SimulatedConfig
 from services.host import Worker, host_worker
 from services.identity import Role
@@ -47,12 +47,14 @@ class Starter:
         lease_seconds: float = LEASE_SECONDS,
         drain_seconds: float = 0.0,
         transports: tuple[TransportName, ...] = ("shm", "tcp"),
+        encode: EncodeConfig | None = None,
         **engine: object,
     ) -> AsyncIterator[Running]:
         config = WorkerConfig(
             roles=roles,
             engine=SimulatedConfig(**{"num_blocks": 64, "block_bytes": 1024, **engine}),  # type: ignore[arg-type]
             handoff=HandoffConfig(lease_seconds=lease_seconds),
+            encode=encode or EncodeConfig(),
             transports=transports,
             drain_seconds=drain_seconds,
         )

@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from rpc.errors import BatonError, InvalidRequest
 from services.engine import BlockMemory, EngineLoad, Finished, HeldKv, ModelFacts, Prompt, PulledKv, Sampling, Tokens
+from services.engines.media_checks import check_computable
 from services.engines.pytorch.blocks import CacheListener
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
@@ -64,6 +65,7 @@ class PyTorchEngine:
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Computes the KV of `prompt.context`, samples one token, and holds the blocks."""
         check_prompt(prompt, self.facts)
+        check_computable(prompt)
         check_sampling(sampling, self.facts)
         if len(prompt.context) >= self.facts.max_context_tokens or len(prompt.emitted) >= sampling.max_tokens:
             raise InvalidRequest.of("emitted", "leaves no token to be generated")
@@ -112,6 +114,7 @@ class PyTorchEngine:
             if isinstance(source, PulledKv):
                 core.submit_pulled(sequence, _blocks(source))
             else:
+                check_computable(prompt)
                 core.submit(sequence)
 
         def abort(core: EngineCore) -> int:

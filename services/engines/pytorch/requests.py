@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 from rpc.errors import FieldViolation, InvalidRequest
 from services.engine import ModelFacts, Prompt, Sampling
+from services.engines.media_checks import check_media
 
 
 def check_prompt(prompt: Prompt, facts: ModelFacts) -> None:
-    """Raises InvalidRequest if the prompt is empty, too long for the context, or has ids outside the vocabulary."""
+    """Raises InvalidRequest if the prompt is empty, too long for the context, or has ids or media that cannot be."""
     if not prompt.token_ids:
         raise InvalidRequest.of("prompt", "must not be empty")
     if len(prompt.token_ids) >= facts.max_context_tokens:
@@ -17,6 +18,7 @@ def check_prompt(prompt: Prompt, facts: ModelFacts) -> None:
     for field, ids in (("prompt", prompt.token_ids), ("emitted", prompt.emitted)):
         if ids and not 0 <= min(ids) <= max(ids) < facts.vocab_size:
             raise InvalidRequest.of(field, f"has token ids outside the vocabulary of {facts.vocab_size}")
+    check_media(prompt, facts)
 
 
 def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
