@@ -22,7 +22,7 @@ class Bounds:
     max_bytes: int = 128 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Process:
     """Who recorded spans. One object stands for all that the same process has sent."""
 
