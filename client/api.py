@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
+from typing import Any
 
 from baton.inference.v1 import (
     cluster_service_pb2,
@@ -14,9 +15,11 @@ from baton.inference.v1 import (
 )
 from typing_extensions import Self
 
+from client.images import Image, user_message
 from rpc.calls import stream, unary
 from rpc.channels import open_channel
-from rpc.tls import TlsConfig
+from rpc.errors import ConfigError
+from rpc.tls import TlsConfig, is_loopback
 
 # For every call but Generate, whose time is the model's.
 CALL_SECONDS = 30.0
@@ -29,8 +32,13 @@ class Client:
     once, of one event loop.
     """
 
-    def __init__(self, address: str, tls: TlsConfig | None = None) -> None:
+    def __init__(self, address: str, tls: TlsConfig | None = None, *, token: str = "") -> None:
+        """Raises ConfigError for files that cannot be read, and a token that would leave this host in plain text."""
+        if token and tls is None and not is_loopback(address.rpartition(":")[0]):
+            raise ConfigError("a token is sent over TLS only: name the authority to trust")
         self.address = address
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._options: dict[str, Any] = {"timeout": CALL_SECONDS, "metadata": self._metadata}
         self._channel = open_channel(address, tls)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_service_pb2_grpc.ClusterServiceStub(self._channel)
@@ -44,9 +52,15 @@ class Client:
         await self._channel.close(None)
 
     async def generate(
-        self, request: generate_pb2.GenerateRequest | str, *, timeout_seconds: float | None = None
+        self,
+        request: generate_pb2.GenerateRequest | str,
+        *,
+        images: Sequence[Image] = (),
+        timeout_seconds: float | None = None,
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Streams an answer: Started, tokens, Finished. A string is a prompt with the model's defaults.
+
+        With `images` the string is a user's message about them: contents, paths, or URIs. A GenerateRequest has its own.
 
             async with aclosing(client.generate("Sort: pear apple mango")) as events:
                 async for event in events:
@@ -54,8 +68,8 @@ class Client:
 
         Closing the generator, or cancelling the task that reads it, stops the request on the workers.
         """
-        message = generate_pb2.GenerateRequest(prompt=request) if isinstance(request, str) else request
-        call = self._inference.Generate(message, timeout=timeout_seconds)
+        message = _message(request, images)
+        call = self._inference.Generate(message, timeout=timeout_seconds, metadata=self._metadata)
         async with aclosing(stream(call)) as responses:
             async for response in responses:
                 yield response
@@ -63,19 +77,29 @@ class Client:
     async def cancel(self, request_id: str) -> Sequence[generate_pb2.CancelReceipt]:
         """Stops a running request, anybody's, and returns what each stage confirmed."""
         request = generate_pb2.CancelGenerationRequest(request_id=request_id)
-        return (await unary(self._inference.CancelGeneration(request, timeout=CALL_SECONDS))).receipts
+        return (await unary(self._inference.CancelGeneration(request, **self._options))).receipts
 
     async def tokenize(self, prompt: str, model: str = "") -> Sequence[int]:
         """The ids of a prompt, as Generate would run them."""
         request = tokenize_pb2.TokenizeRequest(model=model, prompt=prompt)
-        return (await unary(self._inference.Tokenize(request, timeout=CALL_SECONDS))).token_ids
+        return (await unary(self._inference.Tokenize(request, **self._options))).token_ids
 
     async def models(self) -> Sequence[model_pb2.Model]:
         """The models that are served, with their limits and how many workers each has."""
         request = model_pb2.ListModelsRequest()
-        return (await unary(self._inference.ListModels(request, timeout=CALL_SECONDS))).models
+        return (await unary(self._inference.ListModels(request, **self._options))).models
 
     async def workers(self) -> Sequence[cluster_service_pb2.Worker]:
         """The workers as the router sees them: state, load, layout."""
         request = cluster_service_pb2.ListWorkersRequest()
-        return (await unary(self._cluster.ListWorkers(request, timeout=CALL_SECONDS))).workers
+        return (await unary(self._cluster.ListWorkers(request, **self._options))).workers
+
+
+def _message(request: generate_pb2.GenerateRequest | str, images: Sequence[Image]) -> generate_pb2.GenerateRequest:
+    if isinstance(request, generate_pb2.GenerateRequest):
+        if images:
+            raise ValueError("images go with a prompt that is a string; a GenerateRequest has media of its own")
+        return request
+    if not images:
+        return generate_pb2.GenerateRequest(prompt=request)
+    return generate_pb2.GenerateRequest(chat=generate_pb2.ChatInput(messages=[user_message(request, images)]))

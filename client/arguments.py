@@ -31,6 +31,14 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", help="needed only where several models are served")
     parser.add_argument("--chat", action="store_true", help="PROMPT is a user's message, for the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image, or the URI of one, that a user's message is about; may be repeated; implies --chat",
+    )
+    parser.add_argument("--raw", action="store_true", help="PROMPT is no message: it has the placeholders of its images")
     parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
     _sampling(parser)
     parser.add_argument("--json", action="store_true", help="print each event of the stream as one line of JSON")
@@ -50,6 +58,9 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 def _up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=_integer(64), default=1, metavar="N", help="prefill workers (default 1)")
     parser.add_argument("--decode", type=_integer(64), default=1, metavar="N", help="decode workers (default 1)")
+    parser.add_argument(
+        "--encode", type=_integer(64), metavar="N", help="encode workers (default 1 for a model that sees, else 0)"
+    )
     parser.add_argument("--engine", choices=["pytorch", "simulated"], default="pytorch", help="default pytorch")
     parser.add_argument("--model", default="", metavar="FOLDER", help="a checkpoint in Hugging Face format")
 
@@ -79,6 +90,11 @@ def _address(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the router; by default $BATON_ADDRESS, the cluster of `baton up`, or 127.0.0.1:7070",
     )
+    parser.add_argument("--tls", action="store_true", help="use TLS, as any of the next three does ($BATON_TLS)")
+    parser.add_argument("--ca", metavar="FILE", help="whose certificates to trust ($BATON_CA)")
+    parser.add_argument("--cert", metavar="FILE", help="the certificate to present ($BATON_CERT)")
+    parser.add_argument("--key", metavar="FILE", help="its key ($BATON_KEY)")
+    parser.add_argument("--token-file", metavar="FILE", help="a token to send ($BATON_TOKEN_FILE; or $BATON_TOKEN)")
 
 
 def _nothing(_: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from ipaddress import ip_address
 from typing import Any
 
 import structlog
@@ -26,7 +25,7 @@ from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
-from rpc.tls import TlsConfig
+from rpc.tls import TlsConfig, is_loopback
 from rpc.tracing.tracer import NO_TRACER, Tracer
 
 log = structlog.get_logger(__name__)
@@ -136,14 +135,6 @@ def _bind(server: aio.Server, listen: str, tls: TlsConfig | None) -> int:
         return server.add_secure_port(listen, tls.server_credentials())
     except RuntimeError as error:
         raise ConfigError(f"listen: cannot listen on {listen!r}; is the port taken?") from error
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach it there."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _stop(server: aio.Server, running: RunningCalls, drain_seconds: float) -> None:

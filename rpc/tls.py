@@ -1,6 +1,7 @@
 """TLS for servers and channels, from files."""
 
 import ssl
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,6 +113,14 @@ class TlsSection(BaseModel):
     def is_mutual(self) -> bool:
         """Whether callers must present certificates."""
         return self.listen is not None and self.listen.is_mutual
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can be reached there, and only by itself."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _read(name: str, path: Path) -> bytes:

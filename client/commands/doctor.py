@@ -10,7 +10,7 @@ from client.doctor.finding import Finding, Severity, broken
 async def run(arguments: argparse.Namespace) -> int:
     """Prints every finding, the remedy below it. Exit code 1 if something is broken."""
     count = 0
-    async for finding in _findings(arguments.address):
+    async for finding in _findings(arguments):
         print(f"  {finding.severity.value:<8} {finding.found}")
         if finding.remedy:
             print(f"  {'':<8} -> {finding.remedy}")
@@ -19,12 +19,12 @@ async def run(arguments: argparse.Namespace) -> int:
     return 1 if count else 0
 
 
-async def _findings(address: str | None) -> AsyncGenerator[Finding, None]:
+async def _findings(arguments: argparse.Namespace) -> AsyncGenerator[Finding, None]:
     """From the inside out, for as long as there is something to look at it with: packages may be missing."""
     try:
         async for finding in _installation():
             yield finding
-        async for finding in _surroundings(address):
+        async for finding in _surroundings(arguments):
             yield finding
     except ImportError as error:
         yield broken(f"{error}; what needs it was not looked at", "make install protos")
@@ -38,12 +38,13 @@ async def _installation() -> AsyncGenerator[Finding, None]:
             yield finding
 
 
-async def _surroundings(address: str | None) -> AsyncGenerator[Finding, None]:
+async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding, None]:
+    from client.credentials import find_credentials
     from client.doctor import host
     from client.doctor.cluster import check_cluster
 
     for check in (host.check_etcd, host.check_ports, host.check_shared_memory, host.check_memory):
         for finding in check():
             yield finding
-    async for finding in check_cluster(find_address(address)):
+    async for finding in check_cluster(find_address(arguments.address), find_credentials(arguments)):
         yield finding

@@ -7,8 +7,7 @@ from contextlib import aclosing
 from baton.inference.v1 import generate_pb2
 from google.protobuf.json_format import MessageToJson
 
-from client.address import find_address
-from client.api import Client
+from client.connection import connect
 from client.ledger import ledger_table
 from client.request import build
 from client.terminal import errors
@@ -20,7 +19,7 @@ async def run(arguments: argparse.Namespace) -> int:
     show = _print_json if arguments.json else _print_text
     finished = generate_pb2.Finished()
     async with (
-        Client(find_address(arguments.address).value) as client,
+        connect(arguments) as client,
         aclosing(client.generate(request, timeout_seconds=arguments.timeout)) as events,
     ):
         async for event in events:

@@ -4,14 +4,13 @@ import argparse
 
 from baton.inference.v1 import media_pb2, model_pb2
 
-from client.address import find_address
-from client.api import Client
+from client.connection import connect
 from client.terminal import output, table
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Prints a table of models."""
-    async with Client(find_address(arguments.address).value) as client:
+    async with connect(arguments) as client:
         models = await client.models()
     if not models:
         print("no model is served: no worker is ready (`baton workers` lists those that are registered)")

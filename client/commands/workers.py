@@ -4,14 +4,13 @@ import argparse
 
 from baton.inference.v1 import cluster_service_pb2
 
-from client.address import find_address
-from client.api import Client
+from client.connection import connect
 from client.terminal import output, table
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Prints a table of workers."""
-    async with Client(find_address(arguments.address).value) as client:
+    async with connect(arguments) as client:
         workers = await client.workers()
     if not workers:
         print("no worker is registered")

@@ -8,6 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client.address import DEFAULT_ADDRESS, Address
 from client.api import Client
+from client.credentials import Credentials
 from client.doctor.finding import Finding, broken, warning, well
 from client.local.readiness import is_listening
 from rpc.calls import unary
@@ -17,14 +18,15 @@ from rpc.errors import BatonError
 CHECK_SECONDS = 5.0
 
 
-async def check_cluster(address: Address) -> AsyncGenerator[Finding, None]:
+async def check_cluster(address: Address, credentials: Credentials) -> AsyncGenerator[Finding, None]:
     """From the outside in: port, health, workers. Stops at the first thing that is not there."""
     if not await is_listening(address.value):
         yield _not_running(address)
         return
     try:
-        await _expect_serving(address.value)
-        async with Client(address.value) as client:
+        await _expect_serving(address.value, credentials)
+        token = credentials.token.get_secret_value()
+        async with Client(address.value, credentials.tls, token=token) as client:
             workers = await client.workers()
     except BatonError as error:
         remedy = "baton logs router, if it is of `baton up`; else look whether this is a Baton router at all"
@@ -56,8 +58,8 @@ def _not_running(address: Address) -> Finding:
     return broken(f"nothing listens at {address.value} (from {address.source})", remedy)
 
 
-async def _expect_serving(address: str) -> None:
-    async with open_channel(address) as channel:
+async def _expect_serving(address: str, credentials: Credentials) -> None:
+    async with open_channel(address, credentials.tls) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS)
         answer = await unary(check)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:

@@ -26,7 +26,7 @@ COMMAND_SECONDS = 60.0
 @pytest.fixture
 def environment() -> dict[str, str]:
     """What commands run with: nothing that would lead them to another cluster."""
-    return {key: value for key, value in os.environ.items() if key != "BATON_ADDRESS"}
+    return {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
 
 
 @pytest.fixture
