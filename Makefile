@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # What `make up` starts.
+# ENCODE is by default 1 for a model that sees pictures, as the demonstration's does.
+ENCODE ?=
 PREFILL ?= 1
 DECODE ?= 1
 ENGINE ?= pytorch
@@ -25,7 +27,7 @@ STUBS := protos/descriptors.binpb
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  make up PREFILL=$(PREFILL) DECODE=$(DECODE) ENGINE=$(ENGINE) MODEL=$(MODEL)   (these are the defaults)"
+	@echo "  make up ENCODE=$(or $(ENCODE),1) PREFILL=$(PREFILL) DECODE=$(DECODE) ENGINE=$(ENGINE) MODEL=$(MODEL)   (these are the defaults)"
 
 install: $(INSTALLED) ## Create or renew .venv, at the versions of constraints.txt
 
@@ -45,7 +47,7 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 	@find protos/baton -name '*_pb2*.py*' ! -path '*/__pycache__/*' ! -newer $(VENV)/.generating -delete
 
 up: $(STUBS) ## Start etcd, the workers and a router here, and wait for a first answer
-	@$(BIN)/baton up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)
+	@$(BIN)/baton up $(if $(ENCODE),--encode $(ENCODE)) --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)
 
 down: ## End everything that `make up` started
 	@test ! -x $(BIN)/baton || $(BIN)/baton down

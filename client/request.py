@@ -1,13 +1,17 @@
 """From the options of `baton generate` to a GenerateRequest."""
 
 import argparse
+import re
 import sys
+from pathlib import Path
 
 from baton.inference.v1 import generate_pb2, sampling_pb2
 
+from client.images import Image, media_item, user_message
 from rpc.errors import InvalidRequest
 
 UINT32 = 2**32 - 1
+_URI = re.compile(r"(data|https?|file):")
 
 
 def build(arguments: argparse.Namespace) -> generate_pb2.GenerateRequest:
@@ -23,19 +27,27 @@ def build(arguments: argparse.Namespace) -> generate_pb2.GenerateRequest:
 
 def _set_input(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
     prompt = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if arguments.prompt == "-" else arguments.prompt
+    images = [_image(each) for each in arguments.image]
     if arguments.token_ids:
         request.token_ids.ids.extend(_ids(prompt))
-    elif arguments.chat or arguments.system is not None:
-        if arguments.system is not None:
-            _add_message(request, "system", arguments.system)
-        _add_message(request, "user", prompt)
+    elif arguments.chat or arguments.system is not None or (images and not arguments.raw):
+        _set_chat(request.chat, arguments.system, prompt, images)
+        return
     else:
         request.prompt = _text("prompt", prompt)
+    request.media.extend(media_item(image) for image in images)
 
 
-def _add_message(request: generate_pb2.GenerateRequest, role: str, text: str) -> None:
-    part = generate_pb2.ContentPart(text=_text(f"chat.messages[{len(request.chat.messages)}].parts[0].text", text))
-    request.chat.messages.append(generate_pb2.ChatMessage(role=role, parts=[part]))
+def _set_chat(chat: generate_pb2.ChatInput, system: str | None, prompt: str, images: list[Image]) -> None:
+    if system is not None:
+        part = generate_pb2.ContentPart(text=_text("chat.messages[0].parts[0].text", system))
+        chat.messages.append(generate_pb2.ChatMessage(role="system", parts=[part]))
+    path = f"chat.messages[{len(chat.messages)}].parts[{len(images)}].text"
+    chat.messages.append(user_message(_text(path, prompt), images))
+
+
+def _image(text: str) -> Image:
+    return text if _URI.match(text) else Path(text)
 
 
 def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from client.api import Client
 from client.local.lifecycle import start, stop
 from client.local.logs import last_lines
-from client.local.plan import ClusterOptions
+from client.local.plan import ClusterOptions, has_eyes, model_folder
 from client.local.readiness import Readiness, StartFailed, answers
 from client.local.state import ClusterState, StateFolder
 from client.terminal import output
@@ -37,7 +37,9 @@ async def run(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> ClusterOptions:
     if arguments.decode < 1:
         raise InvalidRequest.of("--decode", "must be at least 1: a cluster without a decode worker answers nothing")
+    sees = arguments.engine == "pytorch" and has_eyes(model_folder(arguments.model))
     return ClusterOptions(
+        encode=int(sees) if arguments.encode is None else arguments.encode,
         prefill=arguments.prefill,
         decode=arguments.decode,
         engine=arguments.engine,
@@ -113,7 +115,8 @@ def _explain(state: ClusterState) -> int:
 
 def _words(options: ClusterOptions) -> str:
     model = f", model {Path(options.model).name}" if options.model else ""
-    return f"{options.prefill} prefill, {options.decode} decode, engine {options.engine}{model}"
+    encode = f"{options.encode} encode, " if options.encode else ""
+    return f"{encode}{options.prefill} prefill, {options.decode} decode, engine {options.engine}{model}"
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,6 @@
 """What a local cluster consists of: from options to the command line of each process."""
 
+import json
 import os
 import shutil
 import sys
@@ -17,8 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 NAMESPACE = "local"
 DRAIN_SECONDS = 3
+SIMULATED_IMAGE_TOKENS = 16
 
-Role = Literal["etcd", "prefill", "decode", "router"]
+Role = Literal["etcd", "encode", "prefill", "decode", "router"]
+WORKERS: tuple[Role, ...] = ("encode", "prefill", "decode")
 
 
 class ClusterOptions(BaseModel):
@@ -26,6 +29,7 @@ class ClusterOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    encode: int = Field(default=0, ge=0)
     prefill: int = Field(default=1, ge=0)
     decode: int = Field(default=1, ge=1)
     engine: Literal["pytorch", "simulated"] = "pytorch"
@@ -70,8 +74,8 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
         f"registry.endpoints=[{registry.address}]",
         f"drain_seconds={DRAIN_SECONDS}",
     ]
-    workers: list[tuple[Role, int]] = [("prefill", i) for i in range(options.prefill)]
-    workers += [("decode", i) for i in range(options.decode)]
+    counts = {"encode": options.encode, "prefill": options.prefill, "decode": options.decode}
+    workers = [(role, number) for role in WORKERS for number in range(counts[role])]
     engine = _engine(options, len(workers))
     servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
     return ClusterPlan(registry=registry, servers=(*servers, _router(shared)))
@@ -101,13 +105,27 @@ def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, .
 def _engine(options: ClusterOptions, workers: int) -> list[str]:
     if options.engine == "simulated":
         model = [f"engine.model={Path(options.model).resolve()}"] if options.model else []
-        return ["engine={kind: simulated}", *model]
-    folder = Path(options.model or ROOT / "models" / "demo").resolve()
+        images = [f"engine.image_tokens={SIMULATED_IMAGE_TOKENS}"] if options.encode else []
+        return ["engine={kind: simulated}", *model, *images]
+    folder = model_folder(options.model)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} is no checkpoint in Hugging Face format: it has no config.json")
     # Workers that each take every core would wait for one another in every step.
     threads = max(1, _cores() // workers)
     return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}"]
+
+
+def model_folder(model: str) -> Path:
+    """The checkpoint that is named, or else the demonstration's."""
+    return Path(model or ROOT / "models" / "demo").resolve()
+
+
+def has_eyes(folder: Path) -> bool:
+    """Whether a checkpoint has a vision tower, as far as its configuration says."""
+    try:
+        return "vision_config" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def _cores() -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 
 from client.api import Client
+from client.local.plan import WORKERS
 from client.local.state import ClusterState, ProcessState, StateFolder
 from rpc.aio import timeout
 from rpc.errors import BatonError, Unavailable
@@ -81,7 +82,7 @@ class Readiness:
 
     async def _ready_workers(self, client: Client, state: ClusterState) -> AsyncGenerator[str, None]:
         """The names of workers as the router finds them ready, until it has all."""
-        missing = {each.name for each in state.processes if each.role in ("prefill", "decode")}
+        missing = {each.name for each in state.processes if each.role in WORKERS}
         async with aclosing(self._states()) as states:
             async for _ in states:
                 for name in sorted(await _ready(client) & missing):
