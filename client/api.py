@@ -60,7 +60,7 @@ class Client:
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Streams an answer: Started, tokens, Finished. A string is a prompt with the model's defaults.
 
-        With `images` the string is a user's message about them: contents, paths, or URIs. A GenerateRequest has its own.
+        With `images` the string is a user's message about them: contents, paths of files here, or URIs.
 
             async with aclosing(client.generate("Sort: pear apple mango")) as events:
                 async for event in events:

@@ -38,7 +38,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="an image, or the URI of one, that a user's message is about; may be repeated; implies --chat",
     )
-    parser.add_argument("--raw", action="store_true", help="PROMPT is no message: it has the placeholders of its images")
+    parser.add_argument("--raw", action="store_true", help="PROMPT is no message; it has a placeholder for each image")
     parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
     _sampling(parser)
     parser.add_argument("--json", action="store_true", help="print each event of the stream as one line of JSON")
