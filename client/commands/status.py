@@ -22,7 +22,8 @@ async def run(_: argparse.Namespace) -> int:
 def _row(process: ProcessState) -> list[str]:
     pid = str(process.pid) if process.pid else "-"
     uptime = _duration(time.time() - process.started_at) if process.pid else "-"
-    return [process.name, pid, process.condition, uptime, str(process.restarts), process.address]
+    address = f"http://{process.address}" if process.role == "traces" else process.address
+    return [process.name, pid, process.condition, uptime, str(process.restarts), address]
 
 
 def _duration(seconds: float) -> str:

@@ -110,6 +110,8 @@ async def _show_steps(readiness: Readiness) -> None:
 
 def _explain(state: ClusterState) -> int:
     print(f'\nThe router listens at {state.address}. Try:\n\n  .venv/bin/baton generate "Sort: pear apple mango"\n')
+    traces = [each.address for each in state.processes if each.role == "traces"]
+    print("".join(f"Where the time of each request went: http://{address}\n" for address in traces))
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from client.local.ports import free_port, router_port
+from client.local.ports import free_port, port_or_another, router_port
 from rpc.errors import ConfigError
 
 # The checkout: workers and router take their configuration from it.
@@ -20,7 +20,11 @@ NAMESPACE = "local"
 DRAIN_SECONDS = 3
 SIMULATED_IMAGE_TOKENS = 16
 
-Role = Literal["etcd", "encode", "prefill", "decode", "router"]
+# Where OpenTelemetry's exporters send by default, and where Jaeger's page is looked for.
+OTLP_PORT = 4317
+TRACES_PORT = 16686
+
+Role = Literal["etcd", "encode", "prefill", "decode", "router", "traces"]
 WORKERS: tuple[Role, ...] = ("encode", "prefill", "decode")
 
 
@@ -48,17 +52,18 @@ class ProcessPlan(BaseModel):
 
 
 class ClusterPlan(BaseModel):
-    """The processes of a cluster. The registry starts first and ends last; the others start at once."""
+    """The processes of a cluster. The registry and the traces start first and end last; the others start at once."""
 
     model_config = ConfigDict(frozen=True)
 
     registry: ProcessPlan
+    traces: ProcessPlan
     servers: tuple[ProcessPlan, ...]
 
     @property
     def processes(self) -> tuple[ProcessPlan, ...]:
         """All of them, in the order in which they are shown."""
-        return (self.registry, *self.servers)
+        return (self.registry, *self.servers, self.traces)
 
     @property
     def router_address(self) -> str:
@@ -69,16 +74,18 @@ class ClusterPlan(BaseModel):
 def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     """Chooses ports and command lines. `folder` is where the processes may write. Raises ConfigError."""
     registry = _etcd(folder)
+    otlp = f"{HOST}:{port_or_another(OTLP_PORT)}"
     shared = [
         f"namespace={NAMESPACE}",
         f"registry.endpoints=[{registry.address}]",
         f"drain_seconds={DRAIN_SECONDS}",
+        f"tracing.endpoint={otlp}",
     ]
     counts = {"encode": options.encode, "prefill": options.prefill, "decode": options.decode}
     workers = [(role, number) for role in WORKERS for number in range(counts[role])]
     engine = _engine(options, len(workers))
     servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
-    return ClusterPlan(registry=registry, servers=(*servers, _router(shared)))
+    return ClusterPlan(registry=registry, traces=_traces(otlp), servers=(*servers, _router(shared)))
 
 
 def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
@@ -92,6 +99,12 @@ def _router(overrides: Sequence[str]) -> ProcessPlan:
     address = f"{HOST}:{router_port()}"
     command = _python("router", "router.yaml", [f"listen={address}", *overrides])
     return ProcessPlan(name="router", role="router", address=address, command=command)
+
+
+def _traces(otlp: str) -> ProcessPlan:
+    address = f"{HOST}:{port_or_another(TRACES_PORT)}"
+    command = (sys.executable, "-m", "client", "traces", f"--otlp={otlp}", f"--listen={address}")
+    return ProcessPlan(name="traces", role="traces", address=address, command=command)
 
 
 def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, ...]:

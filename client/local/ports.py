@@ -21,7 +21,12 @@ def free_port() -> int:
 
 def router_port() -> int:
     """The port that clients try by default, or another one if it is taken."""
-    return PREFERRED_ROUTER_PORT if is_free(PREFERRED_ROUTER_PORT) else free_port()
+    return port_or_another(PREFERRED_ROUTER_PORT)
+
+
+def port_or_another(port: int) -> int:
+    """That port, or a free one if it is taken."""
+    return port if is_free(port) else free_port()
 
 
 def is_free(port: int) -> bool:

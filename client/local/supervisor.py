@@ -65,8 +65,8 @@ async def supervise(folder: StateFolder, options: ClusterOptions) -> None:
     board = Board(folder, options, cluster)
     board.write()
     keeper = Keeper(folder.logs, board.report, ENVIRONMENT)
-    # Workers say goodbye to the registry, so it ends after them.
-    async with keeper.keep([cluster.registry]), keeper.keep(cluster.servers):
+    # Workers say goodbye to the registry, and send their last spans, so these end after them.
+    async with keeper.keep([cluster.registry, cluster.traces]), keeper.keep(cluster.servers):
         await stopping.wait()
 
 

@@ -12,10 +12,16 @@ def test_every_process_has_a_loopback_address_of_its_own(tmp_path: Path) -> None
     cluster = plan(ClusterOptions(prefill=2, decode=3, engine="simulated"), tmp_path)
     addresses = [each.address for each in cluster.processes]
     assert [each.name for each in cluster.processes] == [
-        *("etcd", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "router")
+        *("etcd", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "router", "traces")
     ]
-    assert len(set(addresses)) == 7
+    assert len(set(addresses)) == 8
     assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
+def test_workers_and_the_router_send_their_spans_to_the_viewer(tmp_path: Path) -> None:
+    cluster = plan(ClusterOptions(engine="simulated"), tmp_path)
+    (otlp,) = [word.removeprefix("--otlp=") for word in cluster.traces.command if word.startswith("--otlp=")]
+    assert all(f"tracing.endpoint={otlp}" in each.command for each in cluster.servers)
 
 
 def test_workers_share_the_cores(tmp_path: Path) -> None:
