@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
     LlamaConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -69,6 +71,7 @@ class PlainModel:
         kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         self._model = kind.from_pretrained(path, dtype=torch.float32).eval()
         self.vocab_size = int(config.get_text_config().vocab_size)
+        self._processor = AutoProcessor.from_pretrained(path) if hasattr(config, "vision_config") else None
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
         """Greedy ids after the prompt, the final end-of-sequence token included."""
@@ -78,3 +81,11 @@ class PlainModel:
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
             )
         return tuple(out[0, len(prompt) :].tolist())
+
+    def generate_about(self, prompt: str, pictures: Sequence[Image.Image], max_tokens: int) -> tuple[int, ...]:
+        """Greedy ids after a prompt, special tokens and placeholders written out, by the model's own processor."""
+        assert self._processor is not None
+        inputs = self._processor(text=[prompt], images=list(pictures), add_special_tokens=False, return_tensors="pt")
+        with torch.inference_mode():
+            out = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+        return tuple(out[0, inputs.input_ids.shape[1] :].tolist())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from support.processes import Process, process
 
-
 # Many tests share two cores: a worker that answers its probe late is busy, not lost.
 _PATIENT_ROUTER = ("probe.timeout_seconds=5",)
 
@@ -21,6 +20,7 @@ class ClusterPlan:
     engine: Mapping[str, object]
     prefill: int = 1
     decode: int = 1
+    encode: int = 0
     transports: Sequence[str] = ("shm", "tcp")
     worker: Mapping[str, object] = field(default_factory=dict)
     router: Mapping[str, object] = field(default_factory=dict)
@@ -33,10 +33,11 @@ class Cluster:
     router: Process
     prefill: Sequence[Process]
     decode: Sequence[Process]
+    encode: Sequence[Process] = ()
 
     @property
     def workers(self) -> list[Process]:
-        return [*self.prefill, *self.decode]
+        return [*self.encode, *self.prefill, *self.decode]
 
 
 @contextlib.contextmanager
@@ -45,11 +46,11 @@ def cluster(plan: ClusterPlan, folder: Path) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         started = {
             role: [_worker(stack, plan, role, i, folder) for i in range(count)]
-            for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
+            for role, count in (("encode", plan.encode), ("prefill", plan.prefill), ("decode", plan.decode))
         }
         options = [*_common(plan), *_PATIENT_ROUTER, *_overrides("", plan.router)]
         router = stack.enter_context(process("router", "router.yaml", options, folder / "router.log"))
-        whole = Cluster(router, started["prefill"], started["decode"])
+        whole = Cluster(router, started["prefill"], started["decode"], started["encode"])
         for each in [*whole.workers, router]:
             each.wait_until_serving()
         yield whole
