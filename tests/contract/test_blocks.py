@@ -189,6 +189,23 @@ async def test_a_prompt_that_waits_behind_held_blocks_runs_once_they_are_back(en
     assert len((await waiting).ids) == 3
 
 
+async def test_pulled_kv_runs_although_a_prompt_waits_for_its_very_blocks(engine: Engine, decoder: Engine) -> None:
+    prompts = [_other(index, LONG) for index in range(4)]
+    held = [await engine.prefill(prompt, greedy(9)) for prompt in prompts[:3]]
+    reserved = []
+    for prompt, kv in zip(prompts, held, strict=False):
+        following = Prompt(prompt.token_ids, (kv.first_token,))
+        reserved.append(PulledKv(following, await decoder.reserve(following, kv.num_tokens)))
+        await pull(engine, kv, decoder, reserved[-1].reservation)
+    waiting = asyncio.create_task(collect(decoder.decode(prompts[3], greedy(3))))
+    await until(lambda: decoder.load().waiting == 1)
+    generated = await asyncio.gather(*(collect(decoder.decode(pulled, greedy(9))) for pulled in reserved))
+    assert [len(one.ids) for one in generated] == [8] * 3
+    assert len((await waiting).ids) == 3
+    for kv in held:
+        await kv.release()
+
+
 async def test_a_full_queue_refuses_the_next_request(engine: Engine) -> None:
     held = [await engine.prefill(_other(index, LONG), greedy(2)) for index in range(3)]
     waiting = [asyncio.create_task(engine.prefill(_other(10 + index, LONG), greedy(2))) for index in range(MAX_WAITING)]
