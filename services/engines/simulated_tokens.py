@@ -59,13 +59,16 @@ def byte_vocabulary(*, images: bool = False) -> Vocabulary:
 
 
 def folder_vocabulary(folder: Path) -> Vocabulary:
-    """The tokenizer of a checkpoint in Hugging Face format. Raises ConfigError naming the file that is missing."""
+    """The tokenizer of a checkpoint in Hugging Face format. Raises ConfigError naming the file that is missing or broken."""
     from tokenizers import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"engine.model: {folder / 'tokenizer.json'} does not exist")
     text = (folder / "tokenizer.json").read_bytes()
-    tokenizer = Tokenizer.from_buffer(text)
+    try:
+        tokenizer = Tokenizer.from_buffer(text)
+    except ValueError as error:
+        raise ConfigError(f"engine.model: {folder / 'tokenizer.json'} is no tokenizer: {error}") from error
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     size = tokenizer.get_vocab_size()
     config = _text_or(folder / "tokenizer_config.json", "{}")

@@ -67,6 +67,12 @@ def test_a_folder_without_a_tokenizer_is_refused_by_its_file(tmp_path: Path) -> 
         SimulatedEngine(SimulatedConfig(model=str(tmp_path)))
 
 
+def test_a_broken_tokenizer_is_refused_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("not JSON")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+        SimulatedEngine(SimulatedConfig(model=str(tmp_path)))
+
+
 async def test_an_answer_may_end_by_itself() -> None:
     async with SimulatedEngine(SimulatedConfig(end_probability=0.2)) as engine:
         ended = await collect(engine.decode(PROMPT, sampled(500)))
