@@ -59,7 +59,7 @@ def byte_vocabulary(*, images: bool = False) -> Vocabulary:
 
 
 def folder_vocabulary(folder: Path) -> Vocabulary:
-    """The tokenizer of a checkpoint in Hugging Face format. Raises ConfigError naming the file that is missing or broken."""
+    """The tokenizer of a checkpoint in Hugging Face format. Raises ConfigError naming a bad file."""
     from tokenizers import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
