@@ -1,9 +1,11 @@
 """`baton up` and its companions: real processes, with the simulated engine."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -60,7 +62,7 @@ async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> N
     status = await baton("status")
     assert status.code == 0
     assert [line.split()[:3:2] for line in status.lines[2:]] == [
-        [name, "running"] for name in ("etcd", "prefill-0", "decode-0", "router")
+        [name, "running"] for name in ("etcd", "prefill-0", "decode-0", "router", "traces")
     ]
     assert "prefill-0  | " in (await baton("logs", "--lines", "5")).out
 
@@ -69,6 +71,18 @@ async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> N
     assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "logs"]
     assert (await baton("status")).code == 1
     assert (await baton("down")).out == "nothing is running\n"
+
+
+async def test_the_trace_of_a_request_is_where_up_says(baton: Baton, folder: StateFolder) -> None:
+    up = await baton(*UP)
+    (address,) = [each.address for each in state_of(folder).processes if each.role == "traces"]
+    assert f"http://{address}" in up.out
+
+    def services() -> set[str]:
+        with urllib.request.urlopen(f"http://{address}/api/services") as answer:
+            return set(json.load(answer)["data"])
+
+    await eventually(lambda: services() == {"baton-router", "baton-prefill", "baton-decode"})
 
 
 async def test_a_worker_that_is_killed_is_back_and_serves(baton: Baton, folder: StateFolder) -> None:
