@@ -9,6 +9,7 @@ from baton.engine.v1 import worker_pb2
 from baton.inference.v1 import generate_pb2
 
 from router.worker import Worker
+from rpc.caller import Caller, current_caller
 from rpc.calls import unary
 from rpc.errors import BatonError, RequestExists, RequestNotFound
 
@@ -23,7 +24,12 @@ class RunningRequest:
         self.workers: list[Worker] = []
         self.task: asyncio.Task[None] | None = None
         self.cancelled_because = ""
+        self._owner = current_caller()
         self._ended = asyncio.Event()
+
+    def is_visible_to(self, caller: Caller | None) -> bool:
+        """Whether it is this caller's own; an operator, and whoever need not say who he is, sees all."""
+        return caller is None or caller.role == "operator" or caller == self._owner
 
     def visit(self, worker: Worker) -> None:
         """Notes a worker that is about to get the request."""
@@ -67,10 +73,11 @@ class RequestTable:
             running.end()
 
     def find(self, request_id: str) -> RunningRequest:
-        """The running request of that id. Raises RequestNotFound."""
-        if request_id not in self._running:
+        """The running request of that id. Raises RequestNotFound, also for another caller's."""
+        running = self._running.get(request_id)
+        if running is None or not running.is_visible_to(current_caller()):
             raise RequestNotFound(f"no request {request_id!r} runs here")
-        return self._running[request_id]
+        return running
 
 
 async def _abort(worker: Worker, request_id: str) -> Sequence[generate_pb2.CancelReceipt]:

@@ -1,0 +1,272 @@
+"""A cluster with mutual TLS on every port, and tokens: it works, and strangers get nothing from any of its parts."""
+
+import io
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from baton.engine.v1 import (
+    decode_pb2,
+    encode_pb2,
+    handoff_pb2,
+    prefill_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
+from grpc import aio
+from support.bench import PROBE, eventually
+from support.certificates import Authority
+from support.lifetimes import in_one_task
+from support.restored_logging import restored_logging
+from support.worker_calls import WorkerCalls, prompt, sampling
+
+from discovery.memory import MemoryRegistry
+from router.config import RouterConfig
+from router.host import Router, host_router
+from rpc.access import AuthConfig
+from rpc.channels import open_channel
+from rpc.telemetry import configure_logging
+from rpc.tls import TlsConfig, TlsSection
+from services.config import WorkerConfig
+from services.engines.simulated_config import SimulatedConfig
+from services.host import Worker, host_worker
+
+__all__ = ["restored_logging"]
+
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
+
+
+@dataclass
+class Guarded:
+    """A router, a prefill and a decode worker, and the authority that all of them trust."""
+
+    authority: Authority
+    router: Router
+    prefill: Worker
+    decode: Worker
+
+    def tls(self, uri: str, authority: Authority | None = None) -> TlsConfig:
+        """The certificate of somebody with that URI."""
+        pair = (authority or self.authority).issue(uri.rpartition("/")[2], uris=[uri])
+        return TlsConfig(ca=self.authority.ca, cert=pair.cert, key=pair.key)
+
+    @property
+    def blocks_used(self) -> int:
+        return self.prefill.engine.load().blocks_used + self.decode.engine.load().blocks_used
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[Guarded]:
+    authority = Authority(folder, "ours")
+
+    def section(name: str) -> TlsSection:
+        pair = authority.issue(name, uris=[f"baton://worker/{name}"])
+        tls = TlsConfig(ca=authority.ca, cert=pair.cert, key=pair.key)
+        return TlsSection(listen=tls, call=tls)
+
+    def worker(role: str) -> WorkerConfig:
+        return WorkerConfig(
+            worker_id=role,
+            roles=(role,),  # type: ignore[arg-type]
+            tls=section(role),
+            engine=SimulatedConfig(decode_step_seconds=0.01),
+            transports=("tcp",),
+            drain_seconds=0,
+        )
+
+    tokens = folder / "tokens.yaml"
+    tokens.write_text(f"tokens: [{{name: alice, token: {ALICE}}}, {{name: bob, token: {BOB}}}]")
+    config = RouterConfig(
+        listen="127.0.0.1:0",
+        probe=PROBE,
+        drain_seconds=0,
+        tls=section("router"),
+        auth=AuthConfig(tokens_file=tokens),
+    )
+    registry = MemoryRegistry("test")
+    async with (
+        host_worker(worker("prefill"), registry) as prefill,
+        host_worker(worker("decode"), registry) as decode,
+        host_router(config, registry) as router,
+    ):
+        await eventually(lambda: sum(not each.problem for each in router.cluster.workers) == 2)
+        yield Guarded(authority, router, prefill, decode)
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+    async with in_one_task(cluster(tmp_path)) as running:
+        yield running
+        await eventually(lambda: running.blocks_used == 0)
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+def request(**fields: object) -> generate_pb2.GenerateRequest:
+    return generate_pb2.GenerateRequest(prompt="hello", stopping={"max_tokens": 5}, **fields)  # type: ignore[arg-type]
+
+
+async def generate(guarded: Guarded, uri: str, token: str = "") -> generate_pb2.Finished:
+    async with open_channel(guarded.router.address, guarded.tls(uri)) as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.GenerateUnary(
+            generate_pb2.GenerateUnaryRequest(request=request()), metadata=bearer(token) if token else (), timeout=20
+        )
+        return (await call).finished
+
+
+async def test_a_request_runs_from_worker_to_worker(guarded: Guarded) -> None:
+    finished = await generate(guarded, "baton://client/carol")
+    assert (finished.prefill_worker_id, finished.decode_worker_id) == ("prefill", "decode")
+    assert finished.topology == generate_pb2.TOPOLOGY_DISAGGREGATED
+    assert finished.migrations == 0
+    assert finished.usage.completion_tokens == 5
+
+
+async def test_the_kv_went_over_tls(guarded: Guarded) -> None:
+    finished = await generate(guarded, "baton://client/carol")
+    assert "tcp" in [timing.transport for timing in finished.ledger]
+
+
+async def test_nobody_but_a_worker_gets_anything_from_a_worker(guarded: Guarded) -> None:
+    """Every method, with an empty request: whatever is wrong with that is said only to those who may ask."""
+    for uri in ("baton://client/carol", "baton://operator/otto"):
+        async with open_channel(guarded.prefill.address, guarded.tls(uri)) as channel:
+            for method in _MESSAGES:
+                code = await _code(channel, method)
+                may = uri.startswith("baton://operator") and method in _OPERATORS
+                assert (code is not grpc.StatusCode.PERMISSION_DENIED) == may, (uri, method, code)
+
+
+async def test_a_stranger_gets_no_connection_to_any_part(guarded: Guarded, tmp_path: Path) -> None:
+    stranger = guarded.tls("baton://worker/decode", Authority(tmp_path, "other"))
+    nobody = TlsConfig(ca=guarded.authority.ca)
+    for address in (guarded.router.address, guarded.prefill.address, guarded.decode.address):
+        for tls in (stranger, nobody, None):
+            async with open_channel(address, tls) as channel:
+                for method in ("/grpc.health.v1.Health/Check", "/baton.engine.v1.WorkerService/GetModel"):
+                    assert await _code(channel, method) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_worker_gets_no_answers_meant_for_clients(guarded: Guarded) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await generate(guarded, "baton://worker/decode")
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_only_an_operator_sees_the_workers(guarded: Guarded) -> None:
+    codes = []
+    for uri in ("baton://client/carol", "baton://operator/otto"):
+        async with open_channel(guarded.router.address, guarded.tls(uri)) as channel:
+            stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
+            try:
+                codes.append(len((await stub.ListWorkers(cluster_service_pb2.ListWorkersRequest())).workers))
+            except aio.AioRpcError as error:
+                codes.append(error.code())
+    assert codes == [grpc.StatusCode.PERMISSION_DENIED, 2]
+
+
+async def test_only_an_operator_drains(guarded: Guarded) -> None:
+    codes = []
+    for uri in ("baton://worker/router", "baton://operator/otto"):
+        async with open_channel(guarded.prefill.address, guarded.tls(uri)) as channel:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
+            try:
+                codes.append([answer.drained async for answer in call][-1])
+            except aio.AioRpcError as error:
+                codes.append(error.code())
+    assert codes == [grpc.StatusCode.PERMISSION_DENIED, True]
+
+
+async def test_a_handoff_is_for_its_caller_and_the_reader_it_named(guarded: Guarded) -> None:
+    async with (
+        open_channel(guarded.prefill.address, guarded.tls("baton://worker/router")) as router,
+        open_channel(guarded.prefill.address, guarded.tls("baton://worker/decode")) as reader,
+        open_channel(guarded.prefill.address, guarded.tls("baton://worker/intruder")) as intruder,
+    ):
+        answer = await WorkerCalls("", router).prefills.Prefill(
+            prefill_pb2.PrefillRequest(
+                request_id="r", prompt=prompt(), sampling=sampling(), reader="baton://worker/decode"
+            )
+        )
+        for denied in (WorkerCalls("", intruder).renew, WorkerCalls("", intruder).release):
+            with pytest.raises(Exception, match="is not for baton://worker/intruder"):
+                await denied(answer.handoff)
+        assert (await WorkerCalls("", router).renew(answer.handoff)).still_valid
+        assert (await WorkerCalls("", reader).renew(answer.handoff)).still_valid
+        assert (await WorkerCalls("", reader).release(answer.handoff)).still_valid
+
+
+async def test_a_client_cancels_only_what_is_its_own(guarded: Guarded) -> None:
+    async with open_channel(guarded.router.address, guarded.tls("baton://client/proxy")) as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        long = request(request_id="mine")
+        long.stopping.max_tokens = 1000
+        call = stub.Generate(long, metadata=bearer(ALICE))
+        await call.read()
+        cancel = generate_pb2.CancelGenerationRequest(request_id="mine")
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stub.CancelGeneration(cancel, metadata=bearer(BOB))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert (await stub.CancelGeneration(cancel, metadata=bearer(ALICE))).receipts
+
+
+async def test_a_run_logs_no_secret(guarded: Guarded, monkeypatch: pytest.MonkeyPatch, restored_logging: None) -> None:
+    """Everything at debug, a failure among it: neither tokens nor handoff ids are in any line."""
+    handoff_ids: list[str] = []
+    hold = guarded.prefill.leases.hold
+
+    def noting(*arguments: object, **options: object) -> object:
+        lease = hold(*arguments, **options)  # type: ignore[arg-type]
+        handoff_ids.append(lease.handoff_id)
+        assert lease.handoff_id not in repr(lease)
+        return lease
+
+    monkeypatch.setattr(guarded.prefill.leases, "hold", noting)
+    written = io.StringIO()
+    with redirect_stderr(written):
+        configure_logging("json", "debug")
+        logging.getLogger().setLevel(logging.DEBUG)
+        await generate(guarded, "baton://client/proxy", ALICE)
+        with pytest.raises(aio.AioRpcError):
+            await generate(guarded, "baton://client/proxy", "wrong-" + BOB)
+        async with open_channel(guarded.prefill.address, guarded.tls("baton://worker/router")) as channel:
+            calls = WorkerCalls("", channel)
+            handoff = await calls.prefill("left")
+            await calls.abort("left")
+            assert not (await calls.release(handoff)).still_valid
+    text = written.getvalue()
+    assert '"caller": "alice"' in text
+    assert len(handoff_ids) == 2
+    for secret in (ALICE, BOB, *handoff_ids):
+        assert secret not in text
+
+
+async def _code(channel: aio.Channel, method: str) -> grpc.StatusCode:
+    """The status of a call with an empty request; of a stream, that of its end or OK after its first message."""
+    call = channel.unary_stream(method, request_serializer=bytes)(b"", timeout=5)
+    try:
+        await call.read()
+    except aio.AioRpcError as error:
+        return error.code()
+    call.cancel()
+    return grpc.StatusCode.OK
+
+
+_MESSAGES = [
+    f"/{service.full_name}/{method.name}"
+    for module in (decode_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+_OPERATORS = {
+    "/baton.engine.v1.HandoffService/List",
+    *(f"/baton.engine.v1.WorkerService/{name}" for name in ("Abort", "Drain", "GetLoad", "GetModel", "WatchLoad")),
+}
