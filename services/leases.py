@@ -84,7 +84,7 @@ class LeaseTable:
         return tuple(self._leases.values())
 
     def hold(self, request_id: str, held: HeldBlocks, holders: frozenset[str] = frozenset()) -> Lease:
-        """Takes `held` over, under a new lease of full length. Of `holders`, if any, nobody else may end or renew it."""
+        """Takes `held` over, under a new lease of full length. Only `holders`, if any, may renew and release it."""
         now = time.monotonic()
         lease = Lease(held, request_id, now, now + self.lease_seconds, holders)
         self._leases[lease.handoff_id] = lease
