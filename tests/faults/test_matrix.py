@@ -1,0 +1,44 @@
+"""Every role, at every step, killed, paused, cut off and cancelled: `make faults` runs all of it, a test run a sample."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.etcd_server import EtcdServer
+from support.faults.cells import all_cells, sample
+from support.faults.table import table
+from support.faults.trials import Trials
+from support.fleet import FleetPlan, fleet
+
+FULL = os.environ.get("BATON_FAULTS") == "full"
+LEASE_SECONDS = 1.0
+SIMULATED = (
+    "engine={kind: simulated, name: demo, allow_faults: true, num_blocks: 4096, block_bytes: 1024, "
+    "prefill_tokens_per_second: 8000, prefill_chunk_tokens: 256, decode_step_seconds: 0.02}",
+    f"handoff.lease_seconds={LEASE_SECONDS}",
+    "drain_seconds=2",
+)
+ROUTER = (
+    "allow_faults=true",
+    "probe={interval_seconds: 0.3, timeout_seconds: 1.0}",
+    "routing.session_slack=1000",
+    "retry.budget_floor=1000",
+    "drain_seconds=2",
+)
+
+
+@pytest.mark.timeout(3600 if FULL else 170)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_whatever_happens_nothing_is_lost_and_nothing_leaks(
+    transport: str, shared_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    plan = FleetPlan(f"faults-{transport}", shared_etcd.endpoint, (*SIMULATED, f"transports=[{transport}]"), ROUTER)
+    cells = all_cells() if FULL else sample(0 if transport == "shm" else 3)
+    reports = []
+    async with fleet(plan, tmp_path) as running:
+        trials = Trials(running, LEASE_SECONDS)
+        await trials.learn()
+        for cell in cells:
+            reports.append(await trials.run(cell, 12 if FULL else 4))
+    print("\n" + table(f"faults, simulated engine, {transport}", reports))
+    assert [fault for report in reports for fault in report.faults] == []

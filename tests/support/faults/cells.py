@@ -1,0 +1,59 @@
+"""The matrix: at which step of a request, to which role, what happens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Step = Literal["queued", "prefilling", "held", "pulling", "confirming", "decoding"]
+Target = Literal["prefill", "decode", "router"]
+Disturbance = Literal["kill", "pause", "cut", "freeze", "leave", "deadline", "cancel"]
+
+STEPS: tuple[Step, ...] = get_args(Step)
+TARGETS: tuple[Target, ...] = get_args(Target)
+# What happens to a process or to the network before it, and what a client does.
+TO_PROCESSES: tuple[Disturbance, ...] = ("kill", "pause", "cut", "freeze")
+BY_CLIENTS: tuple[Disturbance, ...] = ("leave", "deadline", "cancel")
+
+# How a request is made to stay at a step for a while; prefilling and decoding take their time by themselves.
+HOLD_SECONDS = 0.8
+HOLDS: dict[Step, str] = {
+    "queued": f"delay={HOLD_SECONDS}@queue",
+    "held": f"delay={HOLD_SECONDS}@held",
+    "pulling": f"delay={HOLD_SECONDS}@pull",
+    "confirming": f"delay={HOLD_SECONDS}@confirm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the matrix. `target` is "client" for what clients do."""
+
+    target: str
+    step: Step
+    disturbance: Disturbance
+
+    @property
+    def node(self) -> str:
+        """The process that is disturbed."""
+        return f"{self.target}-0"
+
+
+def all_cells() -> list[Cell]:
+    """Every one."""
+    disturbed = [Cell(target, step, what) for what in TO_PROCESSES for target in TARGETS for step in STEPS]
+    return disturbed + [Cell("client", step, what) for what in BY_CLIENTS for step in STEPS]
+
+
+def sample(start: int) -> list[Cell]:
+    """A few, in which every target, step and disturbance occurs; others for another `start`."""
+    chosen: list[Cell] = []
+    for index, what in enumerate(TO_PROCESSES):
+        for offset, target in enumerate(TARGETS):
+            chosen.append(Cell(target, _cyclic(STEPS, start + index + 2 * offset), what))
+    for index, what in enumerate(BY_CLIENTS):
+        chosen.append(Cell("client", _cyclic(STEPS, start + 2 * index), what))
+    return chosen
+
+
+def _cyclic(steps: Sequence[Step], index: int) -> Step:
+    return steps[index % len(steps)]

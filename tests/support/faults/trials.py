@@ -1,0 +1,197 @@
+"""Runs cells of the matrix on a fleet: requests are sent, something happens to them, and everything is looked at."""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.inference.v1 import generate_pb2 as pb
+from support.faults.cells import HOLD_SECONDS, HOLDS, Cell, Step
+from support.faults.outcomes import Outcome, follow
+from support.fleet import Fleet, Node
+
+from rpc.errors import BatonError
+
+DEADLINE_SECONDS = 20.0
+PAUSE_SECONDS = 4.0
+CUT_SECONDS = 1.5
+_LONG_PROMPT_TOKENS = 1200
+_SHORT_PROMPT_TOKENS = 60
+_MAX_TOKENS = 30
+_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A cell's line of the table. `blocks` were in use one lease and a second after the last thing that happened."""
+
+    cell: Cell
+    ends: Counter[str]
+    slowest_seconds: float
+    migrations: int
+    blocks: int
+    settled_seconds: float
+    faults: Sequence[str]
+
+    @property
+    def requests(self) -> int:
+        return sum(self.ends.values())
+
+
+class Trials:
+    """Runs cells on a fleet, whose workers lease handoffs for `lease_seconds`."""
+
+    def __init__(self, fleet: Fleet, lease_seconds: float) -> None:
+        self._fleet = fleet
+        self._lease_seconds = lease_seconds
+        self._expected: dict[tuple[int, int], list[int]] = {}
+        self._session = _session_for("prefill-0", "decode-0")
+
+    async def learn(self) -> None:
+        """Runs every prompt once without a disturbance: what is right from then on."""
+        for length in (_LONG_PROMPT_TOKENS, _SHORT_PROMPT_TOKENS):
+            for index in range(_PROMPTS):
+                outcome = Outcome("undisturbed")
+                await follow(self._fleet.stub.Generate(self._request(length, index, "undisturbed"), timeout=60), outcome)
+                assert outcome.is_right, outcome
+                self._expected[length, index] = outcome.ids
+
+    async def run(self, cell: Cell, count: int) -> Report:
+        """Sends `count` requests, disturbs them at the cell's step, and waits until all is well again."""
+        length = _LONG_PROMPT_TOKENS if cell.step == "prefilling" else _SHORT_PROMPT_TOKENS
+        seconds = HOLD_SECONDS / 2 if cell.disturbance == "deadline" else DEADLINE_SECONDS
+        outcomes, tasks = [], []
+        for index in range(count):
+            outcome = Outcome(f"{cell.target}-{cell.step}-{cell.disturbance}-{index}-{uuid.uuid4().hex[:6]}")
+            request = self._request(length, index % _PROMPTS, outcome.request_id)
+            call = self._fleet.stub.Generate(request, timeout=seconds, metadata=_metadata(cell.step))
+            outcomes.append(outcome)
+            tasks.append(asyncio.create_task(follow(call, outcome)))
+        await self._reach(cell.step, outcomes)
+        await self._disturb(cell, outcomes, tasks)
+        await asyncio.gather(*tasks)
+        blocks, settled_seconds = await self._settle()
+        await self._heal(cell)
+        return Report(
+            cell=cell,
+            ends=Counter(outcome.label for outcome in outcomes),
+            slowest_seconds=max(outcome.seconds for outcome in outcomes),
+            migrations=sum(outcome.finished.migrations for outcome in outcomes if outcome.finished),
+            blocks=blocks,
+            settled_seconds=settled_seconds,
+            faults=self._faults(cell, length, seconds, outcomes, blocks),
+        )
+
+    def _faults(
+        self, cell: Cell, length: int, seconds: float, outcomes: Sequence[Outcome], blocks: int
+    ) -> list[str]:
+        found = [
+            text
+            for index, outcome in enumerate(outcomes)
+            for text in outcome.faults(
+                self._expected[length, index % _PROMPTS], seconds, router_was_hit=cell.target == "router"
+            )
+        ]
+        if blocks:
+            found.append(f"{blocks} blocks were in use a lease and a second later")
+        return found
+
+    async def _reach(self, step: Step, outcomes: Sequence[Outcome]) -> None:
+        """Waits until the requests are at the step: it lasts twice as long as this, or until tokens have come."""
+        if step != "decoding":
+            await asyncio.sleep(HOLD_SECONDS / 2)
+            return
+        until = time.monotonic() + HOLD_SECONDS
+        while time.monotonic() < until and any(len(outcome.ids) < 5 for outcome in outcomes):
+            await asyncio.sleep(0.01)
+
+    async def _disturb(self, cell: Cell, outcomes: Sequence[Outcome], tasks: "Sequence[asyncio.Task[None]]") -> None:
+        match cell.disturbance:
+            case "kill":
+                self._node(cell).kill()
+            case "pause":
+                self._node(cell).pause()
+                await asyncio.sleep(PAUSE_SECONDS)
+                self._node(cell).resume()
+            case "cut":
+                await self._node(cell).proxy.cut()
+                await asyncio.sleep(CUT_SECONDS)
+                await self._node(cell).proxy.restore()
+            case "freeze":
+                self._node(cell).proxy.freeze()
+                await asyncio.sleep(PAUSE_SECONDS)
+                await self._node(cell).proxy.restore()
+            case "leave":
+                for task in tasks:
+                    task.cancel()
+            case "cancel":
+                await asyncio.gather(*(self._cancel(outcome.request_id) for outcome in outcomes))
+            case "deadline":
+                pass
+
+    async def _cancel(self, request_id: str) -> None:
+        try:
+            await self._fleet.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=request_id), timeout=10)
+        except Exception as error:  # noqa: BLE001 - it may have ended by itself
+            if "NOT_FOUND" not in str(error):
+                raise
+
+    async def _settle(self) -> tuple[int, float]:
+        """The blocks still in use a lease and a second from now, and how long it took until there were none."""
+        started = time.monotonic()
+        while (seconds := time.monotonic() - started) < self._lease_seconds + 1:
+            if not await self._blocks_used():
+                return 0, seconds
+            await asyncio.sleep(0.05)
+        return await self._blocks_used(), seconds
+
+    async def _blocks_used(self) -> int:
+        alive = [node.name for node in self._fleet.workers if node.is_alive]
+        loads = await asyncio.gather(*(self._used(name) for name in alive))
+        return sum(loads)
+
+    async def _used(self, name: str) -> int:
+        try:
+            return (await self._fleet.load(name)).blocks_used
+        except BatonError:
+            return 1  # It does not say that it has none.
+
+    async def _heal(self, cell: Cell) -> None:
+        if cell.disturbance == "kill":
+            node = self._node(cell)
+            node.start()
+            await node.serving()
+        await self._fleet.ready()
+
+    def _node(self, cell: Cell) -> Node:
+        return self._fleet.nodes[cell.node]
+
+    def _request(self, length: int, index: int, request_id: str) -> pb.GenerateRequest:
+        """Nothing of it is cached anywhere: its salt is its own."""
+        prompt = [(position * 7 + index * 31) % 200 + 20 for position in range(length)]
+        request = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt))
+        request.sampling.seed = index
+        request.stopping.max_tokens = _MAX_TOKENS
+        request.routing.session_key = self._session
+        request.routing.cache_salt = uuid.uuid4().hex
+        return request
+
+
+def _metadata(step: Step) -> tuple[tuple[str, str], ...]:
+    return (("x-baton-fault", HOLDS[step]),) if step in HOLDS else ()
+
+
+def _session_for(*worker_ids: str) -> str:
+    """A key whose requests all go to these workers while they are well."""
+    for number in range(10_000):
+        key = f"session-{number}"
+        if all(_affinity(key, mine) > _affinity(key, f"{mine[:-1]}1") for mine in worker_ids):
+            return key
+    raise AssertionError("no such key")
+
+
+def _affinity(session_key: str, worker_id: str) -> bytes:
+    return hashlib.blake2b(f"{session_key}\0{worker_id}".encode(), digest_size=8).digest()
