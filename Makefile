@@ -22,7 +22,7 @@ STUBS := protos/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos up down status logs doctor test lint check format clean
+.PHONY: help install protos up down status logs doctor test faults lint check format clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -63,6 +63,9 @@ doctor: $(STUBS) ## Say what is wrong with this installation
 
 test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
+	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 tests/faults
 
 lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/ruff check .

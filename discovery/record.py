@@ -27,6 +27,11 @@ class WorkerRecord:
     draining: bool = False
     certificate: str = ""  # the URI in its certificate, by which other workers know it
 
+    @property
+    def process(self) -> str:
+        """Names one life of a worker: after a restart it is another."""
+        return f"{self.worker_id}@{self.epoch}"
+
     def to_json(self) -> bytes:
         """The record as stored; unknown keys are for newer versions to add."""
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":")).encode()

@@ -60,6 +60,7 @@ class ProbeConfig(Section):
 
     interval_seconds: float = Field(default=1.0, gt=0)
     timeout_seconds: float = Field(default=1.0, gt=0)
+    hung_seconds: float = Field(default=3.0, gt=0)  # without any answer; then what runs there goes on elsewhere
 
 
 class RouterConfig(Section):

@@ -75,7 +75,7 @@ class Embedder:
                 self._retries.allow_encode(error, attempts)
                 failure = error
             if not (isinstance(failure, Overloaded) and await self._cache.relieve(worker)):
-                tried |= {worker.record.worker_id}
+                tried |= {worker.record.process}
 
     def _place(self, encoder: Encoder, tried: frozenset[str], failure: BatonError | None) -> Worker:
         try:

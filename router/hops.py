@@ -20,6 +20,7 @@ from rpc.errors import BatonError, DeadlineExceeded
 from rpc.tracing.span import stage_span
 
 _RELEASE_SECONDS = 2.0
+_RELEASE_TO_ILL_SECONDS = 0.2
 
 
 class Hops:
@@ -43,7 +44,8 @@ class Hops:
             seconds = self._deadline.remaining_seconds
             self._prefills += 1
             metadata = plan_metadata(self._prefills)
-            response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
+            async with worker.answering():
+                response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
             span.set(traces.prefilled(response))
             self._prefill_span = span.context
         self._ledger.add(response.timings, worker.record.worker_id)
@@ -65,7 +67,7 @@ class Hops:
             seconds = self._deadline.remaining_seconds
             self._decodes += 1
             call = worker.decode.Decode(request, timeout=seconds, metadata=plan_metadata(self._decodes))
-            async with aclosing(stream(call)) as responses:
+            async with worker.answering(), aclosing(stream(call)) as responses:
                 yield responses
 
     async def release(self, owner: Worker, handoff: handoff_pb2.KvHandoff) -> None:
@@ -82,7 +84,9 @@ class Hops:
             handoff_id=handoff.handoff_id, epoch=handoff.epoch, reader=f"router:{self._running.request_id}"
         )
         try:
-            await unary(owner.handoff.Release(request, timeout=_RELEASE_SECONDS))
+            # Nobody is to wait for one that hangs.
+            seconds = _RELEASE_TO_ILL_SECONDS if owner.problem else _RELEASE_SECONDS
+            await unary(owner.handoff.Release(request, timeout=seconds))
         except BatonError:
             # The owner is away, and will find out by the lease.
             return

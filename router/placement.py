@@ -145,5 +145,5 @@ def _prefill_need(decode: Worker, demand: Demand, tried: frozenset[str]) -> poli
     return replace(
         _need("prefill", demand),
         layout_digest=decode.record.layout_digest,
-        tried=tried | {decode.record.worker_id},
+        tried=tried | {decode.record.process},
     )

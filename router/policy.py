@@ -46,7 +46,7 @@ class Need:
     embedding_layout: str = ""
     encoder: str = ""
     is_dedicated: bool = False  # to this role alone
-    tried: frozenset[str] = frozenset()  # worker ids that have failed this request
+    tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _reason_against(worker: Candidate, need: Need) -> str:
         return "is draining"
     if worker.problem:
         return worker.problem
-    if record.worker_id in need.tried:
+    if record.process in need.tried:
         return "has failed this request"
     if need.layout_digest and record.layout_digest != need.layout_digest:
         return f"its KV layout {record.layout_digest[:12]} differs from {need.layout_digest[:12]}"

@@ -19,6 +19,7 @@ from router.retry import Retries
 from router.worker import Worker
 from rpc.errors import (
     BatonError,
+    Draining,
     EmbeddingLost,
     EngineFailed,
     HandoffLost,
@@ -110,7 +111,7 @@ class Race:
                 if isinstance(error, EmbeddingLost):
                     self._prompt.lose()
                     continue
-                tried |= {placement.prefill.record.worker_id}
+                tried |= {placement.prefill.record.process}
                 placement = replace(placement, prefill=self._prefill_instead(placement, error, tried))
                 self._account.migrations += 1
         return placement
@@ -162,12 +163,13 @@ class Race:
                 if self._answer.end:
                     # All that was asked for is here; only the worker's last message is missing.
                     return self._answer.end
-                attempts += 1
+                # A drain is planned, and no failure.
+                attempts += not isinstance(error, Draining)
                 self._retries.allow_decode(error, attempts)
                 if isinstance(error, EmbeddingLost):
                     self._prompt.lose()
                 if isinstance(error, _ELSEWHERE):
-                    tried |= {worker.record.worker_id}
+                    tried |= {worker.record.process}
                 worker = self._decode_instead(error, tried)
                 self._account.migrations += 1
                 await self._drop_baton()

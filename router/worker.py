@@ -21,10 +21,10 @@ from discovery.backoff import Backoff
 from discovery.registry import WorkerRecord
 from router.config import ProbeConfig
 from router.model import ServedModel
-from rpc.aio import TaskGroup
+from rpc.aio import TaskGroup, Timeout, timeout
 from rpc.calls import stream, unary
 from rpc.channels import Dial
-from rpc.errors import BatonError
+from rpc.errors import BatonError, Unavailable
 
 _NOT_CHECKED = "its health check has not answered yet"
 _NO_CARD = "its model card has not been read yet"
@@ -53,7 +53,8 @@ class Worker:
         self._changed = changed
         self._watch_problem = self._check_problem = _NOT_CHECKED
         self._card_problem = _NO_CARD
-        self._load_at = time.monotonic()
+        self._load_at = self._heard_at = time.monotonic()
+        self._waiting: set[Timeout] = set()
         self._sent_requests = self._sent_requests_at_load = 0
         self._sent_tokens = self._sent_tokens_at_load = 0
         self._users = 0
@@ -116,6 +117,20 @@ class Worker:
             if not self._users:
                 self._idle.set()
 
+    @asynccontextmanager
+    async def answering(self) -> AsyncGenerator[None, None]:
+        """What runs inside is stopped, with Unavailable, once the worker is found to hang."""
+        patience = timeout(None)
+        try:
+            async with patience:
+                self._waiting.add(patience)
+                try:
+                    yield
+                finally:
+                    self._waiting.discard(patience)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"it has answered nothing for {self._silent_seconds:.1f} s") from None
+
     def suspect(self, problem: str) -> None:
         """Leaves it out until its next check answers: a call to it has just failed."""
         self._check_problem = problem
@@ -143,9 +158,16 @@ class Worker:
 
     async def check_health(self, probe: ProbeConfig) -> None:
         """Asks again and again, for ever: a process that hangs says nothing of itself."""
+        failures = 0
         while True:
-            self._note_check(await self._check(probe.timeout_seconds))
-            await asyncio.sleep(probe.interval_seconds)
+            started = time.monotonic()
+            problem = await self._check(probe.timeout_seconds)
+            failures = failures + 1 if problem else 0
+            self._note_check(problem)
+            # One failure may be ours: after a pause of this process every call has timed out, and nobody else hangs.
+            if failures > 1 and self._silent_seconds >= probe.hung_seconds:
+                self._interrupt()
+            await asyncio.sleep(max(0.0, started + probe.interval_seconds - time.monotonic()))
 
     async def watch_load(self) -> None:
         """Follows how busy the worker says it is, for ever."""
@@ -155,6 +177,7 @@ class Worker:
                 async with aclosing(stream(self.control.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
                     async for response in responses:
                         backoff.reset()
+                        self._heard_at = time.monotonic()
                         self._note_load(response.load)
             except BatonError:
                 # Its health tells whether it can be used; without news of its load only what was sent counts.
@@ -174,12 +197,23 @@ class Worker:
         self._card_problem = ""
         self._changed()
 
+    @property
+    def _silent_seconds(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def _interrupt(self) -> None:
+        """Ends what waits for its answers: it may go on elsewhere."""
+        for patience in tuple(self._waiting):
+            patience.reschedule(asyncio.get_running_loop().time())
+        self._waiting.clear()
+
     async def _check(self, timeout_seconds: float) -> str:
         try:
             request = health_pb2.HealthCheckRequest()
             response = await unary(self._health.Check(request, timeout=timeout_seconds, wait_for_ready=False))
         except BatonError as error:
             return f"its health check failed: {error.message}"
+        self._heard_at = time.monotonic()
         return "" if response.status == _SERVING else "it says that it is not serving"
 
     def _note_watch(self, problem: str) -> None:

@@ -17,6 +17,8 @@ log = structlog.get_logger(__name__)
 _FIRST_RENEWAL_SECONDS = 0.1
 _RETRY_SECONDS = 0.2
 _GIVE_UP_SECONDS = 2.0
+# An owner that is silent for longer hangs. To run the prompt again is quicker than to wait for the end of its lease.
+_ANSWER_SECONDS = 2.0
 
 
 class RemoteLease:
@@ -35,6 +37,10 @@ class RemoteLease:
     def remaining_seconds(self) -> float:
         return max(0.0, self._expires_at - time.monotonic())
 
+    @property
+    def _patience_seconds(self) -> float:
+        return min(_ANSWER_SECONDS, self.remaining_seconds)
+
     async def keep(self) -> None:
         """Renews every third of the lease, until cancelled. Raises HandoffLost or StaleEpoch once it cannot hold."""
         delay = min(_FIRST_RENEWAL_SECONDS, self.remaining_seconds / 3)
@@ -51,7 +57,7 @@ class RemoteLease:
         """Ends the lease. Raises HandoffLost or StaleEpoch unless its owner says that it held until now."""
         self._require_time()
         try:
-            answer = await unary(self._stub.Release(self._request(), timeout=self.remaining_seconds))
+            answer = await unary(self._stub.Release(self._request(), timeout=self._patience_seconds))
         except StaleEpoch:
             self.over = True
             raise
@@ -80,7 +86,7 @@ class RemoteLease:
         sent = time.monotonic()
         request = handoff_pb2.RenewRequest(handoff_ids=[self._leased.handoff_id], epoch=self._leased.epoch)
         try:
-            answer = await unary(self._stub.Renew(request, timeout=self.remaining_seconds))
+            answer = await unary(self._stub.Renew(request, timeout=self._patience_seconds))
         except StaleEpoch:
             self.over = True
             raise

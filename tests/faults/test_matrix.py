@@ -1,4 +1,4 @@
-"""Every role, at every step, killed, paused, cut off and cancelled: `make faults` runs all of it, a test run a sample."""
+"""Every role, at every step, killed, paused, cut off, cancelled: `make faults` runs all of it, a test run a sample."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ SIMULATED = (
 )
 ROUTER = (
     "allow_faults=true",
-    "probe={interval_seconds: 0.3, timeout_seconds: 1.0}",
+    "probe={interval_seconds: 0.3, timeout_seconds: 0.7, hung_seconds: 1.5}",
     "routing.session_slack=1000",
     "retry.budget_floor=1000",
     "drain_seconds=2",

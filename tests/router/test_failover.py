@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,11 +13,14 @@ from conftest import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventua
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.config import LimitsConfig, RetryConfig
+from router.config import LimitsConfig, ProbeConfig, RetryConfig
 from rpc.channels import open_channel
 
 SEEDED = {"temperature": 1.0, "seed": 3}
 STEP = 0.01
+QUICK_TO_SEE_A_HANG = FAST_ROUTER.model_copy(
+    update={"probe": ProbeConfig(interval_seconds=0.1, timeout_seconds=0.3, hung_seconds=0.6)}
+)
 LONG = {"prompt": "hello", "sampling": SEEDED, "stopping": {"max_tokens": 60}}
 
 
@@ -170,6 +173,51 @@ async def test_a_worker_that_hangs_is_left_out_within_the_probe_period_and_comes
         assert states["d1"] == cluster_service_pb2.WORKER_STATE_UNHEALTHY
         await running.proxies["d1"].restore()
         await running.ready(3)
+
+
+async def test_a_decode_that_hangs_goes_on_elsewhere() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=STEP) for name in ("d1", "d2")]
+    async with bench(PREFILL, *slow, router=QUICK_TO_SEE_A_HANG) as running:
+        async with running_stream(running, 10, **LONG) as task:
+            hung = next(name for name in ("d1", "d2") if running.workers[name].engine.load().running)
+            running.proxies[hung].freeze()
+            start = asyncio.get_running_loop().time()
+            stream = await task
+        assert asyncio.get_running_loop().time() - start < 4.0
+        assert stream.finished.decode_worker_id == {"d1": "d2", "d2": "d1"}[hung]
+        assert stream.finished.migrations == 1
+        assert stream.token_ids == (await undisturbed()).token_ids
+
+
+async def test_a_prefill_that_hangs_is_run_again_elsewhere() -> None:
+    slow = [simulated(name, "prefill", prefill_base_seconds=0.3) for name in ("p1", "p2")]
+    async with bench(*slow, DECODE, router=QUICK_TO_SEE_A_HANG) as running:
+        async with running_stream(running, 0, **LONG) as task:
+            await eventually(lambda: any(worker.engine.load().running for worker in running.workers.values()))
+            hung = next(name for name, worker in running.workers.items() if worker.engine.load().running)
+            running.proxies[hung].freeze()
+            stream = await task
+        assert stream.finished.prefill_worker_id == {"p1": "p2", "p2": "p1"}[hung]
+        assert stream.token_ids == (await undisturbed()).token_ids
+
+
+async def test_a_stream_outlives_the_restart_of_every_decode_worker_under_its_old_id() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=3 * STEP) for name in ("d1", "d2")]
+    async with bench(PREFILL, *slow) as running:
+        async with running_stream(running, 5, **LONG) as task:
+            for _ in range(4):
+                await eventually(lambda: any(running.workers[name].engine.load().running for name in ("d1", "d2")))
+                name = next(name for name in ("d1", "d2") if running.workers[name].engine.load().running)
+                async with aclosing(running.workers[name].drainer.drain(0)) as stages:
+                    assert [progress.drained async for progress in stages][-1]
+                other = running.workers[{"d1": "d2", "d2": "d1"}[name]]
+                await eventually(lambda other=other: other.engine.load().running == 1)
+                await running.stop(name)
+                await running.start(simulated(name, "decode", decode_step_seconds=3 * STEP))
+                await running.ready(3)
+            stream = await task
+        assert stream.finished.migrations == 4
+        assert stream.token_ids == (await undisturbed()).token_ids
 
 
 async def test_a_worker_that_comes_later_is_used(pair: Bench) -> None:

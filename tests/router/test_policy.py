@@ -40,7 +40,7 @@ def test_each_worker_left_out_has_its_reason() -> None:
         worker("other-layout", layout_digest="b" * 64),
         worker("small", max_context_tokens=49),
     ]
-    need = Need("decode", "m", 50, layout_digest="a" * 64, tried=frozenset({"tried"}))
+    need = Need("decode", "m", 50, layout_digest="a" * 64, tried=frozenset({"tried@1"}))
     filtered = policy.filter(workers, need)
     assert filtered.able == (0,)
     assert filtered.left_out == (

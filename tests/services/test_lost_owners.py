@@ -47,6 +47,17 @@ async def test_an_owner_that_freezes_is_given_up_within_its_lease(decode: Runnin
             await until(lambda: decode.blocks_used == 0, 1)
 
 
+async def test_an_owner_that_freezes_is_not_waited_for_until_a_long_lease_ends(decode: Running, tmp_path: Path) -> None:
+    with worker_process("prefill", tmp_path, "handoff.lease_seconds=60") as owner:
+        async with calls_to(owner.address) as calls:
+            handoff = await calls.prefill()
+            owner.pause()
+            started = time.monotonic()
+            with pytest.raises(HandoffLost):
+                await decode.calls.decode(decode_request(handoff))
+            assert time.monotonic() - started < 8
+
+
 async def test_an_owner_that_froze_for_longer_than_a_lease_denies_it(tmp_path: Path) -> None:
     with worker_process("prefill", tmp_path) as owner:
         async with calls_to(owner.address) as calls:

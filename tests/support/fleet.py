@@ -137,7 +137,7 @@ class Fleet:
     async def ready(self, seconds: float = _PATIENCE_SECONDS) -> None:
         """Waits until the router sends work to every worker."""
         async with timeout(seconds):
-            while not await self._all_ready():
+            while not await self._all_ready():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
     async def _all_ready(self) -> bool:
@@ -176,7 +176,12 @@ async def fleet(plan: FleetPlan, folder: Path) -> AsyncIterator[Fleet]:
 
 
 def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
-    common = [f"namespace={plan.namespace}", f"registry.endpoints=[{plan.etcd}]", "metrics_listen=''", "log.format=json"]
+    common = [
+        f"namespace={plan.namespace}",
+        f"registry.endpoints=[{plan.etcd}]",
+        "metrics_listen=''",
+        "log.format=json",
+    ]
     nodes = []
     for role, count in (("prefill", plan.prefill), ("decode", plan.decode)):
         config = str(ROOT / f"deploy/config/{role}.yaml")

@@ -63,10 +63,11 @@ class Outcome:
             found.append("tokens were lost, repeated or wrong")
         if self.code in ("UNKNOWN", "INTERNAL") and self.reason in ("", "INTERNAL_ERROR"):
             found.append(f"ended with a bare {self.code}: {self.message}")
-        if self.code not in ("OK", "CANCELLED", "DEADLINE_EXCEEDED") and not self.reason:
-            # Whoever was to give a reason is gone; gRPC itself says that.
-            if not (router_was_hit and self.code == "UNAVAILABLE"):
-                found.append(f"ended with {self.code} and no reason: {self.message}")
+        may_lack_reason = ("OK", "CANCELLED", "DEADLINE_EXCEEDED")  # which gRPC itself says too, on either side
+        if router_was_hit:
+            may_lack_reason = (*may_lack_reason, "UNAVAILABLE")
+        if self.code not in may_lack_reason and not self.reason:
+            found.append(f"ended with {self.code} and no reason: {self.message}")
         return [f"{self.request_id}: {text}" for text in found]
 
 

@@ -5,7 +5,18 @@ from collections.abc import Sequence
 
 from support.faults.trials import Report
 
-_HEAD = ("role", "step", "fault", "requests", "right", "migrations", "errors by reason", "slowest s", "blocks", "free s")
+_HEAD = (
+    "role",
+    "step",
+    "fault",
+    "requests",
+    "right",
+    "migrations",
+    "errors by reason",
+    "slowest s",
+    "blocks",
+    "free s",
+)
 
 
 def table(title: str, reports: Sequence[Report]) -> str:

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc
 from baton.inference.v1 import generate_pb2 as pb
+from grpc import aio
 from support.faults.cells import HOLD_SECONDS, HOLDS, Cell, Step
 from support.faults.outcomes import Outcome, follow
 from support.fleet import Fleet, Node
@@ -16,7 +18,7 @@ from support.fleet import Fleet, Node
 from rpc.errors import BatonError
 
 DEADLINE_SECONDS = 20.0
-PAUSE_SECONDS = 4.0
+PAUSE_SECONDS = 5.0
 CUT_SECONDS = 1.5
 _LONG_PROMPT_TOKENS = 1200
 _SHORT_PROMPT_TOKENS = 60
@@ -55,7 +57,9 @@ class Trials:
         for length in (_LONG_PROMPT_TOKENS, _SHORT_PROMPT_TOKENS):
             for index in range(_PROMPTS):
                 outcome = Outcome("undisturbed")
-                await follow(self._fleet.stub.Generate(self._request(length, index, "undisturbed"), timeout=60), outcome)
+                await follow(
+                    self._fleet.stub.Generate(self._request(length, index, "undisturbed"), timeout=60), outcome
+                )
                 assert outcome.is_right, outcome
                 self._expected[length, index] = outcome.ids
 
@@ -85,9 +89,7 @@ class Trials:
             faults=self._faults(cell, length, seconds, outcomes, blocks),
         )
 
-    def _faults(
-        self, cell: Cell, length: int, seconds: float, outcomes: Sequence[Outcome], blocks: int
-    ) -> list[str]:
+    def _faults(self, cell: Cell, length: int, seconds: float, outcomes: Sequence[Outcome], blocks: int) -> list[str]:
         found = [
             text
             for index, outcome in enumerate(outcomes)
@@ -95,6 +97,11 @@ class Trials:
                 self._expected[length, index % _PROMPTS], seconds, router_was_hit=cell.target == "router"
             )
         ]
+        if cell.target in ("prefill", "decode"):
+            # There is another worker, and nobody waits for one that hangs.
+            found += [f"{one.request_id}: {one.label}: {one.message}" for one in outcomes if not one.is_right]
+            late = [one for one in outcomes if one.seconds > PAUSE_SECONDS]
+            found += [f"{one.request_id}: took {one.seconds:.1f} s" for one in late]
         if blocks:
             found.append(f"{blocks} blocks were in use a lease and a second later")
         return found
@@ -105,7 +112,7 @@ class Trials:
             await asyncio.sleep(HOLD_SECONDS / 2)
             return
         until = time.monotonic() + HOLD_SECONDS
-        while time.monotonic() < until and any(len(outcome.ids) < 5 for outcome in outcomes):
+        while time.monotonic() < until and any(len(outcome.ids) < 5 for outcome in outcomes):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def _disturb(self, cell: Cell, outcomes: Sequence[Outcome], tasks: "Sequence[asyncio.Task[None]]") -> None:
@@ -135,8 +142,8 @@ class Trials:
     async def _cancel(self, request_id: str) -> None:
         try:
             await self._fleet.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=request_id), timeout=10)
-        except Exception as error:  # noqa: BLE001 - it may have ended by itself
-            if "NOT_FOUND" not in str(error):
+        except aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.NOT_FOUND:  # It may have ended by itself.
                 raise
 
     async def _settle(self) -> tuple[int, float]:
