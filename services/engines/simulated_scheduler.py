@@ -79,8 +79,9 @@ class Scheduler:
             await self._wake.wait()
             return
         batch = self._plan()
-        if not batch and self.running:
-            self._make_way()
+        if not batch:
+            await self._make_way()
+            return
         await self._spend(batch)
         for sequence, count in batch:
             if sequence in self.running:
@@ -161,8 +162,14 @@ class Scheduler:
                 return False
         return True
 
-    def _make_way(self) -> None:
-        """Ends the youngest of sequences that all wait for a block and none of which could be run again here."""
+    async def _make_way(self) -> None:
+        """Waits for blocks that others have; where those that wait for one have them all, ends the youngest."""
+        if not self.running:
+            return
+        if self._blocks.used > len({block for sequence in self.running for block in sequence.blocks}):
+            self._wake.clear()
+            await self._wake.wait()
+            return
         sequence = next(reversed(self.running))
         sequence.error = HandoffLost("its blocks were needed, and without the embeddings it cannot be run again here")
         self.drop(sequence)

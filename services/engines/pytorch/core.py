@@ -107,8 +107,12 @@ class EngineCore:
         return True
 
     def _make_way(self) -> bool:
-        """Ends the newest of requests that all wait for a block and none of which could be run again here."""
-        if not self.scheduler.running:
+        """Where all that run wait for a block, and none could be run again here: ends the newest of them.
+
+        Unless somebody else has blocks, who will give them back: then there is nothing to do but to wait.
+        """
+        stuck = {block for sequence in self.scheduler.running for block in sequence.blocks}
+        if not stuck or self._pool.used > len(stuck):
             return False
         sequence = self.scheduler.running[-1]
         self.abort(sequence)
