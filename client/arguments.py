@@ -90,6 +90,16 @@ def _address(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the router; by default $BATON_ADDRESS, the cluster of `baton up`, or 127.0.0.1:7070",
     )
+    _credentials(parser)
+
+
+def _health(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", help="any process; by default the router")
+    parser.add_argument("--service", default="", metavar="NAME", help="of one service, by its full name")
+    _credentials(parser)
+
+
+def _credentials(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls", action="store_true", help="use TLS, as any of the next three does ($BATON_TLS)")
     parser.add_argument("--ca", metavar="FILE", help="whose certificates to trust ($BATON_CA)")
     parser.add_argument("--cert", metavar="FILE", help="the certificate to present ($BATON_CERT)")
@@ -128,6 +138,7 @@ COMMANDS = (
     Command("generate", "Send a prompt, and stream the answer", _generate),
     Command("models", "List the models that are served", _address),
     Command("workers", "List the workers as the router sees them", _address),
+    Command("health", "Ask a process for its health, as probes do", _health),
     Command("doctor", "Say what is wrong with this installation or cluster", _address),
     Command("up", "Start a cluster on this machine, in the background", _up),
     Command("down", "End the cluster of `baton up`", _nothing),
