@@ -28,8 +28,33 @@ class LimitsConfig(Section):
     max_waiting_tokens: int = Field(
         default=1024, ge=1
     )  # unread by a slow client, before its decode stream is read no further
+    slow_reader_seconds: float = Field(default=60.0, gt=0)  # without reading anything, before its request is ended
     max_images: int = Field(default=16, ge=0)  # of one request
     max_loading_images: int = Field(default=16, ge=1)  # fetched and checked at the same time, of all requests
+
+
+class AdmissionConfig(Section):
+    """Which requests are let in to the workers, and when."""
+
+    max_running_per_worker: int = Field(default=0, ge=0)  # for each that decodes; more wait here; 0 lets all in
+    max_waiting: int = Field(default=1024, ge=0)  # of one model
+    predict_deadlines: bool = True  # refuse what cannot be done in the time that its caller gives it
+
+
+class QuotaConfig(Section):
+    """What one tenant may use. 0 is no limit."""
+
+    requests_per_second: float = Field(default=0.0, ge=0)
+    tokens_per_second: float = Field(default=0.0, ge=0)  # of prompts and answers
+    burst_seconds: float = Field(default=10.0, gt=0)  # so many seconds' worth may be used at once
+    concurrent: int = Field(default=0, ge=0)  # requests that run or wait
+
+
+class QuotasConfig(Section):
+    """What tenants may use: those that are named, and each of the others."""
+
+    default: QuotaConfig = QuotaConfig()
+    tenants: dict[str, QuotaConfig] = Field(default_factory=dict)
 
 
 class RetryConfig(Section):
@@ -78,6 +103,8 @@ class RouterConfig(Section):
     registry: RegistryConfig = RegistryConfig()
     log: LogConfig = LogConfig()
     limits: LimitsConfig = LimitsConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    quotas: QuotasConfig = QuotasConfig()
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
     probe: ProbeConfig = ProbeConfig()

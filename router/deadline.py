@@ -11,9 +11,13 @@ from rpc.errors import DeadlineExceeded
 
 
 class Deadline:
-    """A request's last moment, counted from its creation. Its error names the stage that the ledger is at."""
+    """A request's last moment, counted from its creation. Its error names the stage that the ledger is at.
 
-    def __init__(self, seconds: float, ledger: Ledger) -> None:
+    `is_callers` says whether the caller set it; otherwise it is our own, and nobody minds a request that it cuts off.
+    """
+
+    def __init__(self, seconds: float, ledger: Ledger, *, is_callers: bool = True) -> None:
+        self.is_callers = is_callers
         self._ends_at = time.monotonic() + seconds
         self._ledger = ledger
 

@@ -14,6 +14,7 @@ from router.fault_plan import plan_metadata
 from router.faults import located
 from router.ledger import Ledger
 from router.requests import RunningRequest
+from router.standing import standing_metadata
 from router.worker import Worker
 from rpc.calls import stream, unary
 from rpc.errors import BatonError, DeadlineExceeded
@@ -40,10 +41,11 @@ class Hops:
             self._at(timing_pb2.STAGE_PREFILL_COMPUTE, worker),
             stage_span("prefill", traces.worker(worker), kind=SpanKind.CLIENT) as span,
             worker.carrying(tokens),
+            worker.pace.prompts.computing(tokens),
         ):
             seconds = self._deadline.remaining_seconds
             self._prefills += 1
-            metadata = plan_metadata(self._prefills)
+            metadata = (*plan_metadata(self._prefills), *standing_metadata())
             async with worker.answering():
                 response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
             span.set(traces.prefilled(response))
@@ -66,7 +68,8 @@ class Hops:
                 span.link(self._prefill_span, "prefill")
             seconds = self._deadline.remaining_seconds
             self._decodes += 1
-            call = worker.decode.Decode(request, timeout=seconds, metadata=plan_metadata(self._decodes))
+            metadata = (*plan_metadata(self._decodes), *standing_metadata())
+            call = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
             async with worker.answering(), aclosing(stream(call)) as responses:
                 yield responses
 

@@ -20,9 +20,12 @@ from router.config import RouterConfig
 from router.embedder import Embedder
 from router.embeddings import EmbeddingCache
 from router.encoders import Encoders
+from router.gate import Gate
 from router.illustrator import Illustrator
 from router.pipeline import Pipeline
 from router.placement import Placer
+from router.quotas import Quotas
+from router.race import Track
 from router.retry import Retries
 from router.service import ClusterServicer, InferenceServicer
 from router.tokenization import Tokenization
@@ -84,8 +87,12 @@ def _services(config: RouterConfig, cluster: Cluster, loader: MediaLoader, embed
     retries = Retries(config.retry)
     embedder = Embedder(Encoders(cluster, config.routing), retries, embeddings)
     illustrator = Illustrator(loader, embedder, config.limits.max_loading_images)
-    pipeline = Pipeline(cluster, Placer(cluster, config.routing), illustrator, retries, config.limits)
-    inference = InferenceServicer(pipeline, Tokenization(cluster), cluster, allow_faults=config.allow_faults)
+    gate = Gate(cluster, config.admission, Quotas(config.quotas))
+    track = Track(Placer(cluster, config.routing), retries)
+    pipeline = Pipeline(cluster, gate, illustrator, track, config.limits)
+    inference = InferenceServicer(
+        pipeline, Tokenization(cluster), cluster, allow_faults=config.allow_faults, proxies=config.auth.proxies
+    )
     return [
         Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
         Service(_CLUSTER, cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(cluster)),

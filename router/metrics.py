@@ -15,6 +15,13 @@ REQUESTS = Counter("baton_router_requests_total", "Requests that have ended.", [
 RUNNING = Gauge("baton_router_running_requests", "Requests that are running.")
 TOKENS = Counter("baton_router_tokens_total", "Tokens of ended requests.", ["model", "kind"])
 RETRIES = Counter("baton_router_retries_total", "Attempts after a worker had failed a request.", ["stage"])
+REFUSALS = Counter("baton_router_refusals_total", "Requests that were not let in to the workers.", ["reason"])
+WAITING = Gauge("baton_router_waiting_requests", "Requests that wait until they are let in to the workers.")
+QUEUE_SECONDS = Histogram(
+    "baton_router_queue_seconds",
+    "How long requests waited that were not let in at once.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+)
 TTFT = Histogram(
     "baton_router_time_to_first_token_seconds",
     "From a request's arrival to its first token.",

@@ -1,13 +1,16 @@
 """The writing side of a stream: whatever waits goes out as one message, and nothing waits for more to come."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
+from typing import Any
 
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from typing_extensions import Self
 
 from router.answer import Piece
+from rpc.errors import SlowReader
 
 Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
 
@@ -18,13 +21,16 @@ class Outbox:
     """Messages on their way to one client. An async context manager: its task writes, its owner adds.
 
     Leaving it well waits until all is written. After a failure what waits is still written, for a second at most;
-    after a cancellation it is dropped. What writing raises is raised to the owner.
+    after a cancellation it is dropped. What writing raises is raised to the owner, and so is SlowReader once the client
+    is waited for and has read nothing for `patience_seconds`.
     """
 
-    def __init__(self, request_id: str, send: Send, max_waiting_tokens: int) -> None:
+    def __init__(self, request_id: str, send: Send, max_waiting_tokens: int, patience_seconds: float = 60.0) -> None:
         self._request_id = request_id
         self._send = send
         self._most = max_waiting_tokens
+        self._patience_seconds = patience_seconds
+        self._written_at = time.monotonic()
         self._started: generate_pb2.Started | None = None
         self._finished: generate_pb2.Finished | None = None
         self._text = ""
@@ -47,7 +53,10 @@ class Outbox:
         if isinstance(error, asyncio.CancelledError):
             self._writer.cancel()
         try:
-            await asyncio.wait([self._writer], timeout=_FLUSH_SECONDS if error else None)
+            if error:
+                await asyncio.wait([self._writer], timeout=_FLUSH_SECONDS)
+            else:
+                await self._wait_for(self._writer)
         finally:
             self._writer.cancel()
         if error is None:
@@ -80,11 +89,28 @@ class Outbox:
             self._room.clear()
             room = asyncio.ensure_future(self._room.wait())
             try:
-                await asyncio.wait([room, self._writer], return_when=asyncio.FIRST_COMPLETED)
+                await self._wait_for(room)
             finally:
                 room.cancel()
         if self._writer.done():
             self._writer.result()
+
+    async def _wait_for(self, progress: "asyncio.Future[Any]") -> None:
+        """Until then, or until the writer ends. Raises SlowReader if meanwhile nothing is read for too long."""
+        while True:
+            patience = self._written_at + self._patience_seconds - time.monotonic()
+            awaited = {progress, self._writer}
+            done, _ = await asyncio.wait(awaited, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
+            if time.monotonic() - self._written_at >= self._patience_seconds:
+                raise SlowReader(f"nothing of the answer was read for {self._patience_seconds:g} s")
+
+    async def _send_next(self, message: generate_pb2.GenerateResponse) -> None:
+        # What waits before it has waited for its tokens, and not for its reader.
+        self._written_at = time.monotonic()
+        await self._send(message)
+        self._written_at = time.monotonic()
 
     async def _write(self) -> None:
         while not (self._closed and self._is_empty):
@@ -92,12 +118,12 @@ class Outbox:
             self._wake.clear()
             if self._started is not None:
                 started, self._started = self._started, None
-                await self._send(self._message(started=started))
+                await self._send_next(self._message(started=started))
             if self._token_ids or self._text:
-                await self._send(self._message(token=self._take()))
+                await self._send_next(self._message(token=self._take()))
             if self._finished is not None and not self._token_ids and not self._text:
                 finished, self._finished = self._finished, None
-                await self._send(self._message(finished=finished))
+                await self._send_next(self._message(finished=finished))
 
     @property
     def _is_empty(self) -> bool:

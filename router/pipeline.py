@@ -17,15 +17,15 @@ from router.cluster import Cluster
 from router.config import LimitsConfig
 from router.deadline import Deadline
 from router.embedder import LoadedMedia
+from router.forecast import Candidate
+from router.gate import Gate
 from router.hops import Hops
 from router.illustrated_prompt import IllustratedPrompt
 from router.illustrator import Illustrator
 from router.model import ServedModel
 from router.outbox import Outbox, Send
-from router.placement import Placer
-from router.race import Entrant, Race
+from router.race import Entrant, Race, Track
 from router.requests import RequestTable, RunningRequest
-from router.retry import Retries
 from rpc.errors import Cancelled
 from rpc.tracing.span import stage_span
 
@@ -36,12 +36,12 @@ class Pipeline:
     """Runs requests on a cluster."""
 
     def __init__(
-        self, cluster: Cluster, placer: Placer, illustrator: Illustrator, retries: Retries, limits: LimitsConfig
+        self, cluster: Cluster, gate: Gate, illustrator: Illustrator, track: Track, limits: LimitsConfig
     ) -> None:
         self._cluster = cluster
         self._illustrator = illustrator
-        self._placer = placer
-        self._retries = retries
+        self._gate = gate
+        self._track = track
         self._limits = limits
         self.requests = RequestTable()
 
@@ -50,7 +50,6 @@ class Pipeline:
 
         `client_seconds` is how long the client will wait, if it says so. Cancelling the caller means that it has left.
         """
-        seconds = self._limits.request_timeout_seconds if client_seconds is None else client_seconds
         with (
             stage_span("baton.generate") as span,
             self.requests.enter(request.request_id) as running,
@@ -58,7 +57,7 @@ class Pipeline:
         ):
             traces.ask(request, span)
             # A task of its own, so that CancelGeneration can stop it and the call still answers why.
-            running.task = asyncio.create_task(self._run(request, send, running, account, seconds))
+            running.task = asyncio.create_task(self._run(request, send, running, account, client_seconds))
             try:
                 await running.task
             except (asyncio.CancelledError, Cancelled):
@@ -72,18 +71,25 @@ class Pipeline:
         send: Send,
         running: RunningRequest,
         account: Account,
-        seconds: float,
+        client_seconds: float | None,
     ) -> None:
         ledger = account.ledger
-        deadline = Deadline(seconds, ledger)
+        seconds = self._limits.request_timeout_seconds if client_seconds is None else client_seconds
+        deadline = Deadline(seconds, ledger, is_callers=client_seconds is not None)
         async with deadline.enforced():
-            admitted = await self._admit(request, account, deadline)
-            with admitted.prompt as prompt:
-                await prompt.embed(account)
-                entrant = _enter(request, admitted, account)
-                async with Outbox(running.request_id, send, self._limits.max_waiting_tokens) as outbox:
-                    hops = Hops(running, ledger, deadline)
-                    await Race(entrant, self._placer, self._retries, hops, outbox).run()
+            with self._gate.serving(account):
+                admitted = await self._admit(request, account, deadline)
+                async with self._gate.inside(_candidate(request, account), deadline, account):
+                    with admitted.prompt as prompt:
+                        await prompt.embed(account)
+                        entrant = _enter(request, admitted, account)
+                        async with self._outbox(running, send) as outbox:
+                            hops = Hops(running, ledger, deadline)
+                            await Race(entrant, self._track, hops, outbox).run()
+
+    def _outbox(self, running: RunningRequest, send: Send) -> Outbox:
+        limits = self._limits
+        return Outbox(running.request_id, send, limits.max_waiting_tokens, limits.slow_reader_seconds)
 
     async def _admit(self, request: generate_pb2.GenerateRequest, account: Account, deadline: Deadline) -> "_Admitted":
         """Checks, tokenizes, and loads the media; no worker is called before all that."""
@@ -120,6 +126,13 @@ async def _tokenize(request: generate_pb2.GenerateRequest, model: ServedModel, a
             token_ids = admission.tokenize(request, model)
     account.prompt_tokens = len(token_ids)
     return token_ids
+
+
+def _candidate(request: generate_pb2.GenerateRequest, account: Account) -> Candidate:
+    stopping = request.stopping
+    return Candidate(
+        account.model, account.prompt_tokens, stopping.max_tokens if stopping.HasField("max_tokens") else None
+    )
 
 
 def _enter(request: generate_pb2.GenerateRequest, admitted: _Admitted, account: Account) -> Entrant:

@@ -14,6 +14,7 @@ from router.answer import Answer, End
 from router.hops import Hops
 from router.illustrated_prompt import IllustratedPrompt
 from router.outbox import Outbox
+from router.pace import DecodeTimer
 from router.placement import Demand, Placement, Placer
 from router.retry import Retries
 from router.worker import Worker
@@ -56,10 +57,18 @@ class _Held:
     handoff: handoff_pb2.KvHandoff
 
 
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What all races have in common: who chooses the workers, and who says whether to try again."""
+
+    placer: Placer
+    retries: Retries
+
+
 class Race:
     """One request on its workers: prefill, the baton, decode."""
 
-    def __init__(self, entrant: Entrant, placer: Placer, retries: Retries, hops: Hops, outbox: Outbox) -> None:
+    def __init__(self, entrant: Entrant, track: Track, hops: Hops, outbox: Outbox) -> None:
         self._model = entrant.model
         self._job = entrant.job
         self._answer = entrant.answer
@@ -68,8 +77,8 @@ class Race:
         self._prompt = entrant.prompt
         tokens, layout = len(entrant.job.token_ids), entrant.prompt.embedding_layout
         self._demand = Demand(entrant.model, tokens, entrant.routing, layout)
-        self._placer = placer
-        self._retries = retries
+        self._placer = track.placer
+        self._retries = track.retries
         self._hops = hops
         self._outbox = outbox
         self._held: _Held | None = None
@@ -185,26 +194,33 @@ class Race:
             sampling=self._job.sampling,
         )
         self._account.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
+        timer = DecodeTimer(worker.pace, 0 if handoff else len(prompt.token_ids), len(request.emitted))
         async with self._hops.decode(worker, request) as responses:
             try:
-                return await self._follow(responses, worker)
+                return await self._follow(responses, worker, timer)
             finally:
+                timer.end()
                 current_span().set({"baton.completion_tokens": len(self._answer.token_ids) - len(request.emitted)})
 
-    async def _follow(self, responses: AsyncIterable[decode_pb2.DecodeResponse], worker: Worker) -> End:
+    async def _follow(
+        self, responses: AsyncIterable[decode_pb2.DecodeResponse], worker: Worker, timer: DecodeTimer
+    ) -> End:
         """Reads a decode to its end: the worker's, or a stop string's, which the worker cannot see."""
         end: End | None = None
         async for response in responses:
             match response.WhichOneof("event"):
                 case "tokens":
+                    timer.got_tokens()
                     self._prompt.put_away()
                     await self._take(response.tokens.token_ids, response.tokens.logprobs)
                     if self._answer.end and self._answer.end.stop_string:
                         return self._answer.end
                 case "accepted":
+                    timer.accepted()
                     self._held = None
                     self._ledger.add(response.accepted.timings, worker.record.worker_id)
                 case "finished":
+                    timer.finished(response.finished.timings, len(self._answer.token_ids))
                     self._ledger.add(response.finished.timings, worker.record.worker_id)
                     self._account.decoded(response.finished.usage.cached_tokens)
                     # Read on, to the status: a call that is left before that is a cancelled one to the worker.

@@ -1,5 +1,6 @@
 """The services that a router offers: what clients call, and what operators ask about the fleet."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from baton.inference.v1 import (
@@ -16,6 +17,7 @@ from router import reports
 from router.cluster import Cluster
 from router.fault_plan import take_plan
 from router.pipeline import Pipeline
+from router.standing import take_standing
 from router.tokenization import Tokenization
 from router.unary import Collected
 from rpc.metadata import remaining_seconds
@@ -27,22 +29,31 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """What clients call."""
 
     def __init__(
-        self, pipeline: Pipeline, tokenization: Tokenization, cluster: Cluster, *, allow_faults: bool = False
+        self,
+        pipeline: Pipeline,
+        tokenization: Tokenization,
+        cluster: Cluster,
+        *,
+        allow_faults: bool = False,
+        proxies: Iterable[str] = (),
     ) -> None:
         self._pipeline = pipeline
         self._tokenization = tokenization
         self._cluster = cluster
         self._allow_faults = allow_faults
+        self._proxies = frozenset(proxies)
 
     # Writes instead of yielding: what waits is written together, and a client that leaves stops it all at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         take_plan(context, is_allowed=self._allow_faults)
+        take_standing(context.invocation_metadata(), self._proxies)
         await self._pipeline.generate(request, context.write, remaining_seconds(context))
 
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
     ) -> generate_pb2.GenerateUnaryResponse:
         take_plan(context, is_allowed=self._allow_faults)
+        take_standing(context.invocation_metadata(), self._proxies)
         collected = Collected()
         await self._pipeline.generate(request.request, collected.send, remaining_seconds(context))
         return collected.response

@@ -21,6 +21,7 @@ from discovery.backoff import Backoff
 from discovery.registry import WorkerRecord
 from router.config import ProbeConfig
 from router.model import ServedModel
+from router.pace import Pace
 from rpc.aio import TaskGroup, Timeout, timeout
 from rpc.calls import stream, unary
 from rpc.channels import Dial
@@ -49,6 +50,7 @@ class Worker:
         self.control = worker_pb2_grpc.WorkerServiceStub(channel)
         self.model: ServedModel | None = None
         self.load = cluster_service_pb2.WorkerLoad()
+        self.pace = Pace()
         self._health = health_pb2_grpc.HealthStub(channel)
         self._changed = changed
         self._watch_problem = self._check_problem = _NOT_CHECKED

@@ -131,6 +131,18 @@ class QuotaExceeded(BatonError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class DeadlineUnreachable(Overloaded):
+    """As busy as everything is, the request would not be done in time, and was not begun: allow more, or wait."""
+
+    reason = "DEADLINE_UNREACHABLE"
+
+
+class SlowReader(BatonError):
+    """The answer was not read for so long that the request was ended: read faster, or ask for less at once."""
+
+    reason = "SLOW_READER"
+
+
 class Unavailable(BatonError):
     """The peer could not be reached or went away: retry, elsewhere if there is an elsewhere."""
 

@@ -30,6 +30,8 @@ WIRE = {
     "EmbeddingLost": ("ABORTED", "EMBEDDING_LOST"),
     "HandoffLost": ("ABORTED", "HANDOFF_LOST"),
     "Overloaded": ("RESOURCE_EXHAUSTED", "OVERLOADED"),
+    "DeadlineUnreachable": ("RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE"),
+    "SlowReader": ("RESOURCE_EXHAUSTED", "SLOW_READER"),
     "QuotaExceeded": ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED"),
     "Unavailable": ("UNAVAILABLE", "WORKER_UNAVAILABLE"),
     "NoWorker": ("UNAVAILABLE", "NO_WORKER"),
