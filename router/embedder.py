@@ -99,8 +99,9 @@ class Embedder:
             stage_span(_STAGE, traces.worker(worker), kind=SpanKind.CLIENT),
             worker.carrying(0),
         ):
-            seconds = order.deadline.remaining_seconds
-            return _checked(await unary(worker.encode.Encode(request, timeout=seconds)), worker)
+            async with worker.answering():
+                response = await unary(worker.encode.Encode(request, timeout=order.deadline.remaining_seconds))
+            return _checked(response, worker)
 
 
 def _checked(response: encode_pb2.EncodeResponse, worker: Worker) -> Encoded:

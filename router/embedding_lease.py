@@ -14,6 +14,7 @@ from rpc.errors import BatonError, StaleEpoch
 log = structlog.get_logger(__name__)
 
 _RELEASE_SECONDS = 2.0
+_RELEASE_TO_ILL_SECONDS = 0.2
 _SHORTEST_SECONDS = 0.05
 
 
@@ -61,7 +62,9 @@ class EmbeddingLease:
         )
         self.lose()
         try:
-            await unary(self.worker.handoff.Release(request, timeout=_RELEASE_SECONDS))
+            # Nobody is to wait for one that hangs.
+            seconds = _RELEASE_TO_ILL_SECONDS if self.worker.problem else _RELEASE_SECONDS
+            await unary(self.worker.handoff.Release(request, timeout=seconds))
         except BatonError as error:
             log.info("left an embedding to expire", worker_id=self.worker.record.worker_id, error=error.message)
 

@@ -6,7 +6,7 @@ import pytest
 from small_tokenizers import byte_level, byte_level_rust
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.template import ChatTemplate, Turn
+from router.template import ChatTemplate, ImagePart, Turn
 from router.tokenizer import Tokenizer
 from rpc.errors import InvalidRequest
 
@@ -59,6 +59,50 @@ def test_the_text_equals_that_of_transformers(template: str, variables: dict[str
         conversations=[messages], chat_template=template, add_generation_prompt=True, **special, **variables
     )
     assert ChatTemplate(template, special).render(TURNS, variables) == expected[0]
+
+
+# As LLaVA 1.5's: nothing but lists, and all images before all text.
+LISTS_ONLY = """{% for message in messages %}{{ message['role'].upper() + ': ' }}
+{%- for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}
+{%- for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+# As Qwen2-VL's: a text or a list, in its own order.
+EITHER = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}
+{%- if content.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ content['text'] }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}"""
+
+ABOUT_IMAGES = [Turn("system", "Be brief."), Turn("user", ["first ", ImagePart(), " then ", ImagePart(), "?"])]
+AS_LISTS = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "first "},
+            {"type": "image"},
+            {"type": "text", "text": " then "},
+            {"type": "image"},
+            {"type": "text", "text": "?"},
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize("template", [LISTS_ONLY, EITHER], ids=["lists only", "either"])
+def test_messages_with_images_are_rendered_as_by_transformers(template: str) -> None:
+    expected, _ = render_jinja_template(conversations=[AS_LISTS], chat_template=template, add_generation_prompt=True)
+    assert ChatTemplate(template, {}, "unused").render(ABOUT_IMAGES, {}) == expected[0]
+
+
+def test_a_template_that_takes_lists_only_gets_texts_as_lists() -> None:
+    assert ChatTemplate(LISTS_ONLY, {}).render([Turn("user", "hello")], {}) == "USER: hello ASSISTANT:"
+
+
+def test_for_a_template_that_takes_texts_only_an_image_is_its_placeholder() -> None:
+    text = ChatTemplate(CHATML, {}, "<image>").render([Turn("user", [ImagePart(), "what?"])], {})
+    assert "<|im_start|>user\n<image>\nwhat?<|im_end|>" in text
 
 
 def test_a_template_that_refuses_a_conversation_is_the_requests_fault() -> None:

@@ -20,10 +20,17 @@ class Seen:
     encoder: str = ""
 
 
-def worker(worker_id: str, requests: int = 0, waiting_tokens: int = 0, problem: str = "", **record: object) -> Seen:
+def worker(
+    worker_id: str,
+    requests: int = 0,
+    waiting_tokens: int = 0,
+    problem: str = "",
+    media: tuple[str, str] = ("", ""),
+    **record: object,
+) -> Seen:
     defaults = {"roles": ("decode",), "model": "m", "layout_digest": "a" * 64, "max_context_tokens": 100}
     fields = {"epoch": 1, "address": "x:1", "engine": "simulated", **defaults, **record}
-    return Seen(WorkerRecord(worker_id=worker_id, **fields), problem, requests, waiting_tokens)  # type: ignore[arg-type]
+    return Seen(WorkerRecord(worker_id=worker_id, **fields), problem, requests, waiting_tokens, *media)  # type: ignore[arg-type]
 
 
 NEED = Need("decode", "m", context_tokens=50)
@@ -51,6 +58,25 @@ def test_each_worker_left_out_has_its_reason() -> None:
         LeftOut("tried", "has failed this request"),
         LeftOut("other-layout", "its KV layout bbbbbbbbbbbb differs from aaaaaaaaaaaa"),
         LeftOut("small", "its context ends at 49 tokens"),
+    )
+
+
+def test_a_worker_for_media_has_the_right_embeddings_and_if_need_be_no_other_role() -> None:
+    workers = [
+        worker("able", roles=("encode",), media=("l" * 20, "f" * 20)),
+        worker("other-layout", roles=("encode",), media=("m" * 20, "f" * 20)),
+        worker("blind", roles=("encode",)),
+        worker("other-encoder", roles=("encode",), media=("l" * 20, "g" * 20)),
+        worker("busy", roles=("encode", "decode"), media=("l" * 20, "f" * 20)),
+    ]
+    need = Need("encode", "m", 0, embedding_layout="l" * 20, encoder="f" * 20, is_dedicated=True)
+    filtered = policy.filter(workers, need)
+    assert filtered.able == (0,)
+    assert filtered.left_out == (
+        LeftOut("other-layout", "its embedding layout, mmmmmmmmmmmm, differs from llllllllllll"),
+        LeftOut("blind", "its embedding layout, none, differs from llllllllllll"),
+        LeftOut("other-encoder", "its encoder, gggggggggggg, differs from ffffffffffff"),
+        LeftOut("busy", "has the encode role beside decode only, which the configuration does not allow"),
     )
 
 
