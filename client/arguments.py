@@ -84,6 +84,17 @@ def _traces(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trace(parser: argparse.ArgumentParser) -> None:
+    verify = parser.add_subparsers(dest="action", metavar="ACTION", required=True).add_parser(
+        "verify", help="hold a request's trace against the contract of docs/tracing.md"
+    )
+    verify.add_argument("trace_id", metavar="TRACE_ID", help="as log lines and the page of `baton traces` have it")
+    verify.add_argument("--url", help="a Jaeger query API; by default the local cluster's, or http://127.0.0.1:16686")
+    verify.add_argument(
+        "--wait", type=_positive, default=5.0, metavar="SECONDS", help="for spans on their way (default 5)"
+    )
+
+
 def _address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
@@ -145,4 +156,5 @@ COMMANDS = (
     Command("status", "Show the processes of `baton up`", _nothing),
     Command("logs", "Show what the processes of `baton up` wrote", _logs),
     Command("traces", "Receive traces, and show them on a page", _traces),
+    Command("trace", "Check the trace of a request", _trace),
 )

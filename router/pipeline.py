@@ -63,6 +63,7 @@ class Pipeline:
             except (asyncio.CancelledError, Cancelled):
                 if running.cancelled_because:
                     raise Cancelled(running.cancelled_because) from None
+                traces.left(account, client_seconds, span)
                 raise
 
     async def _run(

@@ -8,6 +8,7 @@ from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 from router.account import Account
 from router.placement import Demand, Placement, Placer
 from router.worker import Worker
+from rpc.errors import DeadlineExceeded
 from rpc.tracing.span import Attributes, AttributeValue, Span
 
 _Param = Literal["temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "n"]
@@ -20,6 +21,9 @@ _PARAMS: dict[_Param, str] = {
     "frequency_penalty": "gen_ai.request.frequency_penalty",
     "n": "gen_ai.request.choice.count",
 }
+
+# Our count of a request's time begins a moment after gRPC's.
+_TIMER_SECONDS = 0.01
 
 _FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_LENGTH: "length",
@@ -50,6 +54,16 @@ def ask(request: generate_pb2.GenerateRequest, span: Span) -> None:
     if request.model:
         attributes["gen_ai.request.model"] = request.model
     span.set(attributes)
+
+
+def left(account: Account, client_seconds: float | None, span: Span) -> None:
+    """The call was cancelled; gRPC does that too when the client's time is over, and that is no cancel."""
+    if client_seconds is None or account.ledger.total_seconds < client_seconds - _TIMER_SECONDS:
+        return
+    stage = account.ledger.stage_name
+    error = DeadlineExceeded(f"the deadline passed during {stage}", stage=stage)
+    account.outcome = error.reason
+    span.fail(error)
 
 
 def describe(account: Account, span: Span) -> None:

@@ -2,7 +2,8 @@
 
 | it raised | span status | attributes | event |
 |---|---|---|---|
-| Cancelled, its task was cancelled, or its caller is gone | unset | baton.outcome = CANCELLED | cancelled |
+| Cancelled | unset: nothing is wrong | baton.outcome = CANCELLED, baton.cancelled_by = request | cancelled |
+| its task was cancelled, or its caller is gone | unset | the same, baton.cancelled_by = departure | cancelled |
 | any other BatonError | ERROR, its message | baton.outcome = error.type = its reason, stage, worker | exception |
 | anything else | ERROR, internal error | baton.outcome = INTERNAL_ERROR, error.type = class | exception, with stack |
 
@@ -27,9 +28,9 @@ def record(span: Span, error: BaseException) -> None:
     found = causes(error)
     first = next((one for one in found if not isinstance(one, BatonError)), found[0])
     if is_departure(first):
-        _record_cancel(span, "its caller left, or stopped it")
+        _record_cancel(span, "departure", "its caller left, or stopped it")
     elif isinstance(first, Cancelled):
-        _record_cancel(span, first.message)
+        _record_cancel(span, "request", first.message)
     elif isinstance(first, BatonError):
         _record_known(span, first)
     else:
@@ -43,8 +44,8 @@ def is_departure(error: BaseException) -> bool:
     return isinstance(error, (asyncio.CancelledError, GeneratorExit))
 
 
-def _record_cancel(span: Span, why: str) -> None:
-    span.set_attribute("baton.outcome", Cancelled.reason)
+def _record_cancel(span: Span, cancelled_by: str, why: str) -> None:
+    span.set_attributes({"baton.outcome": Cancelled.reason, "baton.cancelled_by": cancelled_by})
     span.add_event("cancelled", {"baton.reason": why[:_LONGEST_TEXT]})
 
 

@@ -45,7 +45,7 @@ class Span:
     Its owner ends it, once. Times are seconds of time.perf_counter; unset is now.
     """
 
-    __slots__ = ("_ended", "_metadata", "_recorded", "_recorder", "context")
+    __slots__ = ("_ended", "_failed", "_metadata", "_recorded", "_recorder", "context")
 
     def __init__(
         self, context: SpanContext | None, recorded: OtelSpan | None = None, recorder: Recorder | None = None
@@ -55,6 +55,7 @@ class Span:
         self._recorder = recorder
         self._metadata: Metadata | None = None
         self._ended = False
+        self._failed = False
 
     @property
     def is_recording(self) -> bool:
@@ -108,8 +109,9 @@ class Span:
             self._recorded.add_link(context, {"baton.link": relation})
 
     def fail(self, error: BaseException) -> None:
-        """Says how it ended, if not well; see rpc/tracing/failures.py."""
-        if self._recorded is not None:
+        """Says how it ended, if not well; see rpc/tracing/failures.py. Who says so first knows best."""
+        if self._recorded is not None and not self._failed:
+            self._failed = True
             failures.record(self._recorded, error)
 
     def end(self, ended: float | None = None) -> None:

@@ -1,0 +1,253 @@
+"""Every outcome of a request, provoked in a real cluster: its trace is whole, and says what became of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from baton.inference.v1 import generate_pb2 as pb
+from grpc import aio
+from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, bench, eventually, simulated
+from support.otlp import viewing
+from support.seeing import about, seeing
+
+from client.traces import jaeger
+from client.traces.contract import Verdict, verify
+from client.traces.reading import ReadTrace, read
+from client.traces.viewer import Viewer
+from rpc.tracing.config import TracingConfig
+from services.config import WorkerConfig
+
+PATIENCE_SECONDS = 8.0
+LONG = pb.GenerateRequest(prompt="hello", request_id="r-1", stopping={"max_tokens": 200})
+SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=0.6)
+SLOW_DECODE = simulated("d1", "decode", decode_step_seconds=0.01)
+
+
+@dataclass
+class Traced:
+    """A cluster whose spans go to a viewer."""
+
+    running: Bench
+    viewer: Viewer
+
+    def trace(self) -> ReadTrace:
+        """The trace of the only Generate so far."""
+        traces = [read(jaeger.trace(trace)) for trace in self.viewer.store.newest_first()]
+        (found,) = [trace for trace in traces if trace.named("baton.generate")]
+        return found
+
+    async def verdict(self) -> Verdict:
+        """What the contract says, once spans have stopped coming, or of what is still missing in the end."""
+        ends_at = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        verdict = Verdict("no trace", ())
+        while verdict.faults or verdict.outcome == "no trace":
+            assert asyncio.get_running_loop().time() < ends_at, verdict
+            await asyncio.sleep(0.05)
+            if any(read(jaeger.trace(trace)).named("baton.generate") for trace in self.viewer.store.newest_first()):
+                verdict = verify(self.trace())
+        return verdict
+
+
+@asynccontextmanager
+async def traced(*configs: WorkerConfig) -> AsyncIterator[Traced]:
+    """A router and these workers, recording everything."""
+    async with viewing() as viewer:
+        tracing = {"tracing": TracingConfig(endpoint=viewer.otlp_address, export_interval_seconds=0.05)}
+        workers = [config.model_copy(update=tracing) for config in configs]
+        async with bench(*workers, router=FAST_ROUTER.model_copy(update=tracing)) as running:
+            yield Traced(running, viewer)
+
+
+async def generated(cluster: Traced, **fields: Any) -> Verdict:
+    """The verdict on one request, however it ends."""
+    with suppress(aio.AioRpcError):
+        await cluster.running.generate(**fields)
+    return await cluster.verdict()
+
+
+async def tokens(call: Any, count: int) -> None:
+    """Reads until so many tokens have come."""
+    while count > 0:
+        count -= len((await call.read()).token.token_ids)
+
+
+async def to_the_end(call: Any) -> None:
+    """Reads what comes, also if it fails."""
+    with suppress(aio.AioRpcError, asyncio.CancelledError):
+        while await call.read() is not aio.EOF:
+            pass
+
+
+async def test_ok() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        verdict = await generated(cluster, prompt="hello", stopping={"max_tokens": 4})
+    assert verdict == Verdict("ok", ())
+
+
+async def test_a_handoff_says_how_much_it_moved_and_how() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        await generated(cluster, prompt="x" * 40, stopping={"max_tokens": 4})
+        (handoff,) = cluster.trace().named("handoff")
+    assert handoff.attributes["baton.handoff.blocks"] == 3
+    assert handoff.attributes["baton.handoff.bytes"] == 3 * 4096
+    assert handoff.attributes["baton.handoff.transport"] == "shm"
+    assert handoff.attributes["baton.handoff.gigabytes_per_second"] > 0
+
+
+async def test_the_span_for_clients_follows_the_conventions_for_generative_ai() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        sampling = {"temperature": 0.7, "top_k": 5}
+        await generated(cluster, prompt="hello", request_id="r-1", sampling=sampling, stopping={"max_tokens": 4})
+        (generate,) = cluster.trace().named("baton.generate")
+    said = {key: value for key, value in generate.attributes.items() if key.startswith("gen_ai.")}
+    assert 0 < said.pop("gen_ai.response.time_to_first_chunk") < 5
+    assert said == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.temperature": 0.7,
+        "gen_ai.request.top_k": 5,
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.response.model": "demo",
+        "gen_ai.response.id": "r-1",
+        "gen_ai.response.finish_reasons": '["length"]',
+        "gen_ai.usage.input_tokens": 5,
+        "gen_ai.usage.output_tokens": 4,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+    }
+
+
+async def test_ok_with_encode() -> None:
+    async with traced(seeing("e1", "encode"), seeing("p1", "prefill"), seeing("d1", "decode")) as cluster:
+        assert await generated(cluster, **about()) == Verdict("ok with encode", ())
+
+
+async def test_ok_aggregated() -> None:
+    async with traced(DECODE) as cluster:
+        verdict = await generated(cluster, prompt="hello", stopping={"max_tokens": 4})
+    assert verdict == Verdict("ok, aggregated", ())
+
+
+async def test_ok_with_a_first_token_that_is_the_last() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        verdict = await generated(cluster, prompt="hello", stopping={"max_tokens": 1})
+    assert verdict == Verdict("ok", ())
+
+
+async def test_refused_for_its_fields() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        assert await generated(cluster, prompt="") == Verdict("refused: INVALID_REQUEST", ())
+
+
+async def test_refused_for_want_of_workers() -> None:
+    async with traced(DECODE) as cluster:
+        routing = {"topology": pb.TOPOLOGY_DISAGGREGATED}
+        assert await generated(cluster, prompt="hello", routing=routing) == Verdict("refused: NO_WORKER", ())
+
+
+Stop = Callable[[Traced, Any], Awaitable[None]]
+
+
+async def by_request(cluster: Traced, call: Any) -> None:
+    await cluster.running.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="r-1"))
+
+
+async def by_leaving(cluster: Traced, call: Any) -> None:
+    call.cancel()
+
+
+@pytest.mark.parametrize(("stop", "name"), [(by_request, "cancelled"), (by_leaving, "client gone")])
+async def test_stopped_before_its_first_token(stop: Stop, name: str) -> None:
+    async with traced(SLOW_PREFILL, DECODE) as cluster:
+        call = cluster.running.stub.Generate(LONG)
+        await eventually(lambda: cluster.running.workers["p1"].engine.load().running > 0)
+        await stop(cluster, call)
+        await to_the_end(call)
+        assert await cluster.verdict() == Verdict(f"{name} before first token", ())
+
+
+@pytest.mark.parametrize(("stop", "name"), [(by_request, "cancelled"), (by_leaving, "client gone")])
+async def test_stopped_after_its_first_token(stop: Stop, name: str) -> None:
+    async with traced(PREFILL, SLOW_DECODE) as cluster:
+        call = cluster.running.stub.Generate(LONG)
+        await tokens(call, 5)
+        await stop(cluster, call)
+        await to_the_end(call)
+        assert await cluster.verdict() == Verdict(f"{name} after first token", ())
+
+
+async def test_deadline_exceeded() -> None:
+    async with traced(PREFILL, SLOW_DECODE) as cluster:
+        await to_the_end(cluster.running.stub.Generate(LONG, timeout=0.4))
+        assert await cluster.verdict() == Verdict("deadline exceeded", ())
+
+
+async def test_a_prefill_that_is_lost_is_run_elsewhere() -> None:
+    slow = [simulated(name, "prefill", prefill_base_seconds=0.4) for name in ("p1", "p2")]
+    async with traced(*slow, DECODE) as cluster:
+        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 4}))
+        await cut(cluster, "p1", "p2")
+        assert await task == Verdict("ok, prefill lost", ())
+        first, second = cluster.trace().named("prefill")
+    assert (first.is_error, second.is_error) == (True, False)
+
+
+async def test_a_decode_that_is_lost_goes_on_elsewhere() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=0.02) for name in ("d1", "d2")]
+    async with traced(PREFILL, *slow) as cluster:
+        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 40}))
+        await cut(cluster, "d1", "d2")
+        assert await task == Verdict("ok, decode lost", ())
+        (generate,) = cluster.trace().named("baton.generate")
+    assert generate.attributes["baton.migrations"] == 1
+
+
+async def test_a_decode_that_is_lost_for_good_fails() -> None:
+    async with traced(PREFILL, SLOW_DECODE) as cluster:
+        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 200}))
+        await cut(cluster, "d1")
+        verdict = await task
+    assert verdict == Verdict("failed: WORKER_UNAVAILABLE", ())
+
+
+async def test_a_decode_worker_that_drains() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=0.02) for name in ("d1", "d2")]
+    async with traced(PREFILL, *slow) as cluster:
+        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 40}))
+        drained = cluster.running.workers[await busy(cluster, "d1", "d2")].drainer
+        async with aclosing(drained.drain(0.0)) as stages:
+            async for _ in stages:
+                pass
+        assert await task == Verdict("ok, drained", ())
+
+
+async def test_a_handoff_that_is_lost() -> None:
+    # The decode worker has no room: the second handoff waits there until its owner takes it back.
+    full = SLOW_DECODE.model_copy(update={"engine": SLOW_DECODE.engine.model_copy(update={"num_blocks": 2})})
+    async with traced(PREFILL, full) as cluster:
+        untraced = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"),)
+        first = cluster.running.stub.Generate(
+            pb.GenerateRequest(prompt="x" * 16, stopping={"max_tokens": 15}), metadata=untraced
+        )
+        await tokens(first, 2)
+        task = asyncio.create_task(generated(cluster, prompt="y" * 16, request_id="r-1", stopping={"max_tokens": 4}))
+        leases = cluster.running.workers["p1"].leases
+        await eventually(lambda: bool(leases.of("r-1")))
+        await leases.release_each(leases.of("r-1"))
+        assert await task == Verdict("ok, handoff lost", ())
+        first.cancel()
+
+
+async def busy(cluster: Traced, *names: str) -> str:
+    """The worker of these that runs the request, once one does."""
+    workers = cluster.running.workers
+    await eventually(lambda: any(workers[name].engine.load().running for name in names))
+    return next(name for name in names if workers[name].engine.load().running)
+
+
+async def cut(cluster: Traced, *names: str) -> None:
+    """Cuts the way to the worker that runs the request."""
+    await cluster.running.proxies[await busy(cluster, *names)].cut()
