@@ -2,11 +2,16 @@
 
 import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from baton.engine.v1 import encode_pb2, handoff_pb2, worker_pb2
 from baton.inference.v1 import media_pb2, timing_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import REGISTRY
 from support.image_calls import (
     HIDDEN_SIZE,
     IMAGE_TOKENS,
@@ -20,7 +25,9 @@ from support.pictures import animation, many_scans, picture, vast_png
 from support.worker_calls import decode_request, until
 from support.workers import LEASE_SECONDS, Running, Starter
 
+from media.config import FetchConfig, MediaConfig
 from rpc.calls import unary
+from rpc.channels import open_channel
 from rpc.errors import (
     BatonError,
     Draining,
@@ -250,6 +257,56 @@ async def test_a_data_uri_is_read(inline: Running) -> None:
     address = "data:image/png;base64," + base64.b64encode(image().data).decode()
     [by_uri], [by_data] = await inline.calls.encode(uri(address)), await inline.calls.encode(image())
     assert by_uri.digest == by_data.digest
+
+
+async def test_a_file_is_read_only_from_folders_that_are_allowed(start: Starter, tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    for folder in (allowed, other):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(image().data)
+    fetch = FetchConfig(allowed_folders=(str(allowed),))
+    async with start("encode", media=MediaConfig(fetch=fetch), **IMAGES) as encode:
+        [by_uri], [by_data] = (
+            await encode.calls.encode(uri(f"file://{allowed}/a.png")),
+            await encode.calls.encode(image()),
+        )
+        assert by_uri.digest == by_data.digest
+        with pytest.raises(PermissionDenied):
+            await encode.calls.encode(uri(f"file://{other}/a.png"))
+
+
+async def test_health_and_reflection_know_the_service(encode: Running) -> None:
+    async with open_channel(encode.worker.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await unary(health.Check(health_pb2.HealthCheckRequest(service="baton.engine.v1.EncodeService")))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
+        listed = (await call.read()).list_services_response
+        assert "baton.engine.v1.EncodeService" in [service.name for service in listed.service]
+
+
+async def test_metrics_tell_of_the_embedding_pool(encode: Running) -> None:
+    async with encode_supervised(encode):
+        [embedding] = await encode.calls.encode(image())
+        await until(lambda: sample("baton_embedding_blocks", state="used") == BLOCKS)
+        await release_embedding(encode.calls, embedding)
+        await until(lambda: sample("baton_embedding_blocks", state="used") == 0)
+        assert (sample("baton_embedding_blocks", state="total") or 0) > BLOCKS
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, labels)
+
+
+@asynccontextmanager
+async def encode_supervised(running: Running) -> AsyncIterator[None]:
+    task = asyncio.create_task(running.worker.supervise())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_fifty_bad_items_at_once_leave_the_worker_serving(encode: Running) -> None:

@@ -9,6 +9,7 @@ from support.processes import Process, process
 from support.worker_calls import WorkerCalls, calls_to
 
 from discovery.memory import MemoryRegistry
+from media.config import MediaConfig
 from services.config import EncodeConfig, HandoffConfig, TransportName, WorkerConfig
 from services.engines.simulated_config import SimulatedConfig
 from services.host import Worker, host_worker
@@ -48,6 +49,7 @@ class Starter:
         drain_seconds: float = 0.0,
         transports: tuple[TransportName, ...] = ("shm", "tcp"),
         encode: EncodeConfig | None = None,
+        media: MediaConfig | None = None,
         **engine: object,
     ) -> AsyncIterator[Running]:
         config = WorkerConfig(
@@ -55,6 +57,7 @@ class Starter:
             engine=SimulatedConfig(**{"num_blocks": 64, "block_bytes": 1024, **engine}),  # type: ignore[arg-type]
             handoff=HandoffConfig(lease_seconds=lease_seconds),
             encode=encode or EncodeConfig(),
+            media=media or MediaConfig(),
             transports=transports,
             drain_seconds=drain_seconds,
         )

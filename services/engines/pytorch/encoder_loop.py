@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Self
 
 from media.pixels import read_pixels
-from rpc.errors import BatonError, EngineFailed, Overloaded
+from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from services.engine import Embedding, EncoderLoad, Media
 from services.engines.pytorch.model import name_of
 from services.engines.pytorch.vision import Vision
@@ -127,7 +127,10 @@ class EncoderLoop:
             return _Prepared(job, self._vision.prepare(read_pixels(job.media.content, f"{job.field}.data")))
         except BatonError as error:
             self._tell(partial(_settle, job, error))
-            return None
+        except (ValueError, TypeError) as error:  # what image processors raise for pictures that they do not take
+            refusal = InvalidRequest.of(f"{job.field}.data", f"the model's image processor does not take it: {error}")
+            self._tell(partial(_settle, job, refusal))
+        return None
 
     def _embedding(self, media: Media, rows: torch.Tensor) -> Embedding | BatonError:
         if not bool(rows.isfinite().all()):
