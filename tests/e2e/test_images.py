@@ -9,12 +9,12 @@ from io import BytesIO
 import grpc
 import pytest
 import pytest_asyncio
-from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, media_pb2
 from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1 import media_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from PIL import Image
 from support.checkpoints import DEMO, PlainModel
-from support.cluster import Cluster, ClusterPlan, cluster
+from support.cluster import Cluster, ClusterPlan, cluster, until_ready
 from support.etcd_server import EtcdServer
 from support.generation import generate, generate_all
 from support.pictures import animation, chunk, many_scans, picture, vast_png
@@ -51,16 +51,8 @@ def served(
 @pytest_asyncio.fixture
 async def stub(served: Served) -> AsyncIterator[InferenceServiceStub]:
     async with grpc.aio.insecure_channel(served.cluster.router.address) as channel:
-        await all_are_ready(cluster_service_pb2_grpc.ClusterServiceStub(channel), len(served.cluster.workers))
+        await until_ready(channel, len(served.cluster.workers))
         yield InferenceServiceStub(channel)
-
-
-async def all_are_ready(operators: cluster_service_pb2_grpc.ClusterServiceStub, count: int) -> None:
-    """Waits until the router sends work to that many workers."""
-    while True:
-        answer = await operators.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=10)
-        if [each.state for each in answer.workers].count(cluster_service_pb2.WORKER_STATE_READY) == count:
-            return
 
 
 def plain_ids(plain: PlainModel, asked: Sequence[Question], form: object) -> list[tuple[int, ...]]:

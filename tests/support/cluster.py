@@ -1,11 +1,18 @@
 """A whole cluster of real processes: workers and a router, found through a given etcd."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
+from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc
 from support.processes import Process, process
+
+from rpc.aio import timeout
+
+_PATIENCE_SECONDS = 60.0
 
 # Many tests share two cores: a worker that answers its probe late is busy, not lost.
 _PATIENT_ROUTER = ("probe.timeout_seconds=5",)
@@ -54,6 +61,17 @@ def cluster(plan: ClusterPlan, folder: Path) -> Iterator[Cluster]:
         for each in [*whole.workers, router]:
             each.wait_until_serving()
         yield whole
+
+
+async def until_ready(channel: grpc.aio.Channel, count: int) -> None:
+    """Waits until the router sends work to that many workers."""
+    stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
+    async with timeout(_PATIENCE_SECONDS):
+        while True:
+            answer = await stub.ListWorkers(cluster_service_pb2.ListWorkersRequest())
+            if [each.state for each in answer.workers].count(cluster_service_pb2.WORKER_STATE_READY) == count:
+                return
+            await asyncio.sleep(0.05)
 
 
 def _worker(stack: contextlib.ExitStack, plan: ClusterPlan, role: str, index: int, folder: Path) -> Process:

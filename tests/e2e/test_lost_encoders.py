@@ -1,0 +1,104 @@
+"""Encode workers that are killed or hang in the middle: requests go elsewhere, and no embedding stays held."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc
+from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from support.cluster import Cluster, ClusterPlan, cluster, until_ready
+from support.etcd_server import EtcdServer
+from support.generation import Answer, generate
+from support.pictures import picture
+
+from rpc.aio import timeout
+
+LEASE_SECONDS = 2.0
+ENCODE_SECONDS = 0.5
+
+
+@pytest.fixture
+def running(shared_etcd: EtcdServer, tmp_path: Path) -> Iterator[Cluster]:
+    plan = ClusterPlan(
+        namespace=tmp_path.name,
+        etcd=shared_etcd.endpoint,
+        engine={"kind": "simulated", "image_tokens": 16, "encode_seconds": ENCODE_SECONDS},
+        encode=2,
+        worker={"encode.inline_bytes": 0, "handoff.lease_seconds": LEASE_SECONDS},
+        # Nothing that is merely cached is to be taken for something that is held.
+        router={"embeddings.max_bytes": 0, "probe.timeout_seconds": 1},
+    )
+    with cluster(plan, tmp_path) as whole:
+        yield whole
+
+
+@pytest_asyncio.fixture
+async def channel(running: Cluster) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(running.router.address) as channel:
+        await until_ready(channel, len(running.workers))
+        yield channel
+
+
+def about(width: int) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(prompt="look <image>", media=[{"data": picture(width=width)}])
+    request.sampling.temperature = 0
+    request.stopping.max_tokens = 8
+    return request
+
+
+async def blocks_used(channel: grpc.aio.Channel) -> int:
+    """Of all workers that the router can reach."""
+    stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
+    answer = await stub.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=5)
+    ready = [each for each in answer.workers if each.state == cluster_service_pb2.WORKER_STATE_READY]
+    return sum(each.load.blocks_used for each in ready)
+
+
+async def drained(channel: grpc.aio.Channel) -> None:
+    async with timeout(LEASE_SECONDS + 1):
+        while await blocks_used(channel):  # noqa: ASYNC110 - what is looked at is in other processes
+            await asyncio.sleep(0.05)
+
+
+async def ask_all(channel: grpc.aio.Channel, count: int) -> list[Answer | BaseException]:
+    stub = InferenceServiceStub(channel)
+    return await asyncio.gather(*(generate(stub, about(16 + i)) for i in range(count)), return_exceptions=True)
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+async def test_requests_of_a_lost_encode_worker_are_served_by_another(
+    running: Cluster, channel: grpc.aio.Channel, fault: str
+) -> None:
+    expected = [answer for answer in await ask_all(channel, 6) if isinstance(answer, Answer)]
+    asking = asyncio.create_task(ask_all(channel, 6))
+    await asyncio.sleep(1.2 * ENCODE_SECONDS)  # the first of three is done, the second is at work
+    getattr(running.encode[0], fault)()
+    lost_at = time.monotonic()
+    answers = await asking
+    assert [answer for answer in answers if isinstance(answer, BaseException)] == []
+    assert [answer.ids for answer in answers if isinstance(answer, Answer)] == [answer.ids for answer in expected]
+    assert time.monotonic() - lost_at < 20
+    await drained(channel)
+
+
+async def test_without_another_the_failure_is_typed_and_nothing_is_held(
+    running: Cluster, channel: grpc.aio.Channel
+) -> None:
+    asking = asyncio.create_task(ask_all(channel, 4))
+    await asyncio.sleep(1.2 * ENCODE_SECONDS)
+    for worker in running.encode:
+        worker.kill()
+    failures = [answer for answer in await asking if isinstance(answer, BaseException)]
+    assert failures
+    for failure in failures:
+        assert isinstance(failure, grpc.aio.AioRpcError)
+        assert failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+    await drained(channel)
+    text = pb.GenerateRequest(prompt="no picture")
+    text.stopping.max_tokens = 4
+    assert len((await generate(InferenceServiceStub(channel), text)).ids) == 4
