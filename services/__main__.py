@@ -13,6 +13,7 @@ from rpc.errors import ConfigError
 from rpc.run import run
 from rpc.telemetry import configure_logging, serve_metrics
 from services.config import WorkerConfig
+from services.engines.factory import describe
 from services.host import host_worker
 from services.settle import do_while
 
@@ -26,7 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     loaded = _load(arguments.config, arguments.overrides)
     if arguments.print_config:
-        print("\n".join(loaded.describe()))
+        print("\n".join([*loaded.describe(), *_described(loaded.value)]))
         return
     config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
@@ -36,6 +37,14 @@ def main() -> None:
 def _load(path: str, overrides: list[str]) -> Loaded[WorkerConfig]:
     try:
         return load(WorkerConfig, path, overrides)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _described(config: WorkerConfig) -> list[str]:
+    try:
+        return describe(config.engine)
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         raise SystemExit(2) from None

@@ -16,9 +16,10 @@ from rpc.tls import TlsConfig, TlsSection
 from rpc.tracing.config import TracingConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
+from services.engines.trtllm.config import TrtllmConfig
 from services.identity import ROLES, Role
 
-EngineConfig = Annotated[PyTorchConfig | SimulatedConfig, Field(discriminator="kind")]
+EngineConfig = Annotated[PyTorchConfig | SimulatedConfig | TrtllmConfig, Field(discriminator="kind")]
 TransportName = Literal["shm", "tcp"]
 
 

@@ -8,7 +8,7 @@ from services.config import WorkerConfig
 from services.embedding_pool import EmbeddingPool
 from services.encode_only import EncodeOnly
 from services.engine import Encoder, Engine, EngineLoad, ModelFacts
-from services.engines.factory import open_encoder, open_engine
+from services.engines.factory import Purpose, open_encoder, open_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ async def open_engines(config: WorkerConfig) -> AsyncIterator[WorkerEngines]:
             assert encoding is not None
             yield WorkerEngines(EncodeOnly(encoding.encoder, encoding.pool), encoding)
             return
-        yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine)), encoding)
+        purpose = Purpose(config.roles, config.handoff.lease_seconds)
+        yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine, purpose)), encoding)
 
 
 @asynccontextmanager

@@ -1,14 +1,28 @@
 """Which engine a configuration asks for. Imports no more than that engine needs."""
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
+from rpc.errors import ConfigError
 from services.engine import Encoder, Engine
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
+from services.engines.trtllm.config import TrtllmConfig
+
+AnyConfig = PyTorchConfig | SimulatedConfig | TrtllmConfig
 
 
-def open_engine(config: PyTorchConfig | SimulatedConfig) -> AbstractAsyncContextManager[Engine]:
-    """The engine, to be entered: entering loads it."""
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What of a worker's settings an engine may have to know."""
+
+    roles: Sequence[str] = ("prefill", "decode")
+    lease_seconds: float = 0.0
+
+
+def open_engine(config: AnyConfig, purpose: Purpose) -> AbstractAsyncContextManager[Engine]:
+    """The engine, to be entered: entering loads it. Raises ConfigError if it cannot be what it is to be."""
     match config:
         case PyTorchConfig():
             from services.engines.pytorch.engine import PyTorchEngine
@@ -18,10 +32,14 @@ def open_engine(config: PyTorchConfig | SimulatedConfig) -> AbstractAsyncContext
             from services.engines.simulated import SimulatedEngine
 
             return SimulatedEngine(config)
+        case TrtllmConfig():
+            from services.engines.trtllm.opening import open_trtllm
+
+            return open_trtllm(config, purpose.roles, purpose.lease_seconds)
 
 
-def open_encoder(config: PyTorchConfig | SimulatedConfig) -> AbstractAsyncContextManager[Encoder]:
-    """The engine's encode role, to be entered: entering loads it."""
+def open_encoder(config: AnyConfig) -> AbstractAsyncContextManager[Encoder]:
+    """The engine's encode role, to be entered: entering loads it. Raises ConfigError where it has none."""
     match config:
         case PyTorchConfig():
             from services.engines.pytorch.encoder import PyTorchEncoder
@@ -31,3 +49,16 @@ def open_encoder(config: PyTorchConfig | SimulatedConfig) -> AbstractAsyncContex
             from services.engines.simulated_encoder import SimulatedEncoder
 
             return SimulatedEncoder(config)
+        case TrtllmConfig():
+            raise ConfigError("engine.kind trtllm cannot have the role encode yet; an encode worker can be pytorch")
+
+
+def describe(config: AnyConfig) -> list[str]:
+    """For `--print-config`: what an engine's settings come to, where that is more than the settings themselves."""
+    match config:
+        case TrtllmConfig():
+            from services.engines.trtllm.effective import resolve
+
+            return [f"trtllm {line}" for line in resolve(config).describe()]
+        case _:
+            return []

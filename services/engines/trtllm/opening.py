@@ -1,0 +1,26 @@
+"""From a configuration to an engine: the package is imported, and every guard asked, before anything is loaded."""
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+import structlog
+
+from rpc.errors import ConfigError
+from services.engine import Engine
+from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.guards import Surroundings, check
+from services.engines.trtllm.machine import visible_gpus
+from services.engines.trtllm.package import open_package
+
+log = structlog.get_logger(__name__)
+
+
+def open_trtllm(
+    config: TrtllmConfig, roles: Sequence[str], lease_seconds: float
+) -> AbstractAsyncContextManager[Engine]:
+    """The engine for these roles, to be entered. Raises ConfigError without TensorRT-LLM, or for a wrong setting."""
+    package = open_package(config.backend)
+    checked = check(config, Surroundings(roles, package.version, visible_gpus(), lease_seconds))
+    for warning in checked.warnings:
+        log.warning("trtllm configuration", warning=warning)
+    raise ConfigError(f"engine.kind trtllm: this version checks settings, and cannot run {package.version} yet")
