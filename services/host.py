@@ -122,7 +122,8 @@ async def _serve(
         services = await stack.enter_async_context(
             open_services(config, Parts(identity, engines, leases, calls, drainer))
         )
-        tracer = stack.enter_context(configure_tracing(config.tracing, _service_name(config), identity.worker_id))
+        tracing = configure_tracing(config.tracing, _service_name(config), identity.worker_id)
+        tracer = await stack.enter_async_context(tracing)
         server = await stack.enter_async_context(
             serve(
                 config.listen,

@@ -1,9 +1,10 @@
 """A process's tracer: begins the span of a call, and sends what was recorded when the process ends."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from opentelemetry.sdk.resources import Resource
@@ -19,6 +20,9 @@ from rpc.tracing.exporter import open_exporter
 from rpc.tracing.span import NO_SPAN, Recorder, Span, begin
 
 _SCOPE = "baton"
+
+# An export that is given up ends within a moment, and says that its spans are lost.
+_GIVE_UP_SECONDS = 0.5
 
 
 class Tracer:
@@ -44,8 +48,10 @@ class Tracer:
 NO_TRACER = Tracer()
 
 
-@contextmanager
-def configure_tracing(config: TracingConfig, service_name: str, instance_id: str = "") -> Iterator[Tracer]:
+@asynccontextmanager
+async def configure_tracing(
+    config: TracingConfig, service_name: str, instance_id: str = ""
+) -> AsyncGenerator[Tracer, None]:
     """A tracer of this process while the context is open; leaving it sends what is left, for `flush_seconds` at most.
 
     Its provider is its own: OpenTelemetry's global one is left alone, so that one process may hold several services.
@@ -55,12 +61,12 @@ def configure_tracing(config: TracingConfig, service_name: str, instance_id: str
         yield NO_TRACER
         return
     _check(config.endpoint)
-    with recording(config, open_exporter(config), _resource(service_name, instance_id)) as tracer:
+    async with recording(config, open_exporter(config), _resource(service_name, instance_id)) as tracer:
         yield tracer
 
 
-@contextmanager
-def recording(config: TracingConfig, exporter: SpanExporter, resource: Resource) -> Iterator[Tracer]:
+@asynccontextmanager
+async def recording(config: TracingConfig, exporter: SpanExporter, resource: Resource) -> AsyncGenerator[Tracer, None]:
     """A tracer that gives its spans to any exporter, in batches, from a thread of its own."""
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), resource=resource, shutdown_on_exit=False
@@ -76,12 +82,17 @@ def recording(config: TracingConfig, exporter: SpanExporter, resource: Resource)
     try:
         yield Tracer(provider.get_tracer(_SCOPE, version("baton-serving")))
     finally:
-        # The provider waits for half a minute, and has no way to say how long it may.
-        flushing = threading.Thread(target=provider.shutdown, name="trace-flush", daemon=True)
-        flushing.start()
-        flushing.join(config.flush_seconds)
-        if flushing.is_alive():
-            exporter.shutdown()
+        await asyncio.to_thread(_close, provider, exporter, config.flush_seconds)
+
+
+def _close(provider: TracerProvider, exporter: SpanExporter, flush_seconds: float) -> None:
+    # The provider would wait for half a minute, and has no way to say how long it may.
+    flushing = threading.Thread(target=provider.shutdown, name="trace-flush", daemon=True)
+    flushing.start()
+    flushing.join(flush_seconds)
+    if flushing.is_alive():
+        exporter.shutdown()
+        flushing.join(_GIVE_UP_SECONDS)
 
 
 def _resource(service_name: str, instance_id: str) -> Resource:

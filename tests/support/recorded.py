@@ -1,7 +1,7 @@
 """Spans of a test: recorded in memory by a real tracer, and looked at once it has been closed."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from opentelemetry.sdk.resources import Resource
@@ -24,12 +24,12 @@ class Recorded:
         return span
 
 
-@contextmanager
-def recorded(**settings: object) -> Iterator[tuple[Tracer, Recorded]]:
+@asynccontextmanager
+async def recorded(**settings: object) -> AsyncIterator[tuple[Tracer, Recorded]]:
     """A tracer, and what it has recorded, once the context is left."""
     exporter = InMemorySpanExporter()
     found = Recorded()
     config = TracingConfig(export_interval_seconds=0.05, **settings)  # type: ignore[arg-type]
-    with recording(config, exporter, Resource({"service.name": "test"})) as tracer:
+    async with recording(config, exporter, Resource({"service.name": "test"})) as tracer:
         yield tracer, found
     found.spans = exporter.get_finished_spans()

@@ -32,9 +32,8 @@ def raising(error: BaseException) -> Servicer:
 
 async def span_of(servicer: Servicer, timeout: float | None = None) -> ReadableSpan:
     """The server's span of a call that fails."""
-    with recorded() as (tracer, found):
-        async with scripted(Generate=servicer, tracer=tracer) as peer:
-            await status_of(peer.stub.Generate(pb.GenerateRequest(request_id="r-1"), timeout=timeout))
+    async with recorded() as (tracer, found), scripted(Generate=servicer, tracer=tracer) as peer:
+        await status_of(peer.stub.Generate(pb.GenerateRequest(request_id="r-1"), timeout=timeout))
     return found.named("Generate")
 
 
@@ -117,12 +116,11 @@ async def test_a_client_that_leaves_during_a_write_is_a_cancel_and_logs_nothing(
         with stage_span("decode"):
             await flooding(request, context)
 
-    with recorded() as (tracer, found):
-        async with scripted(Generate=generate, tracer=tracer) as peer:
-            call = peer.stub.Generate(pb.GenerateRequest())
-            await call.read()
-            await asyncio.sleep(0.05)  # lets flow control block the servicer in a write
-            call.cancel()
+    async with recorded() as (tracer, found), scripted(Generate=generate, tracer=tracer) as peer:
+        call = peer.stub.Generate(pb.GenerateRequest())
+        await call.read()
+        await asyncio.sleep(0.05)  # lets flow control block the servicer in a write
+        call.cancel()
     for name in ("Generate", "decode"):
         span = found.named(name)
         assert (span.status.status_code, span.attributes["baton.outcome"]) == (SpanStatus.UNSET, "CANCELLED")
@@ -132,11 +130,10 @@ async def test_a_client_that_leaves_during_a_write_is_a_cancel_and_logs_nothing(
 
 
 async def test_a_malformed_request_has_a_span_too() -> None:
-    with recorded() as (tracer, found):
-        async with scripted(tracer=tracer) as peer:
-            call = peer.channel.unary_unary("/baton.inference.v1.InferenceService/GetModel")
-            traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-            await status_of(call(b"\x0a\xff", metadata=(("traceparent", traceparent),)))
+    async with recorded() as (tracer, found), scripted(tracer=tracer) as peer:
+        call = peer.channel.unary_unary("/baton.inference.v1.InferenceService/GetModel")
+        traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        await status_of(call(b"\x0a\xff", metadata=(("traceparent", traceparent),)))
     assert found.named("GetModel").attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
 
 
@@ -157,10 +154,9 @@ async def test_a_stage_that_failed_says_so_and_the_next_one_does_not() -> None:
         with stage_span("decode"):
             await context.write(pb.GenerateResponse())
 
-    with recorded() as (tracer, found):
-        async with scripted(Generate=generate, tracer=tracer) as peer:
-            async for _ in peer.stub.Generate(pb.GenerateRequest()):
-                pass
+    async with recorded() as (tracer, found), scripted(Generate=generate, tracer=tracer) as peer:
+        async for _ in peer.stub.Generate(pb.GenerateRequest()):
+            pass
     assert found.named("prefill").status.status_code is SpanStatus.ERROR
     assert found.named("decode").status.status_code is SpanStatus.UNSET
     assert "baton.outcome" not in found.named("Generate").attributes
@@ -176,10 +172,9 @@ async def test_every_task_of_a_call_is_in_its_span() -> None:
         with stage_span(name):
             await asyncio.sleep(0.01)
 
-    with recorded() as (tracer, found):
-        async with scripted(Generate=generate, tracer=tracer) as peer:
-            await until(lambda: True)
-            async for _ in peer.stub.Generate(pb.GenerateRequest()):
-                pass
+    async with recorded() as (tracer, found), scripted(Generate=generate, tracer=tracer) as peer:
+        await until(lambda: True)
+        async for _ in peer.stub.Generate(pb.GenerateRequest()):
+            pass
     served = found.named("Generate").context.span_id
     assert {found.named("one").parent.span_id, found.named("two").parent.span_id} == {served}

@@ -49,9 +49,12 @@ async def generate_through(inner: Scripted, tracer: Tracer, **call: Any) -> None
 async def two_servers(outer_settings: dict[str, Any] | None = None, **call: Any) -> tuple[Recorded, Recorded, Seen]:
     """Spans of the outer and of the inner server, and what the inner one saw."""
     seen = Seen()
-    with recorded() as (inner_tracer, inner), recorded(**(outer_settings or {})) as (outer_tracer, outer):
-        async with scripted(GetModel=seen.get_model, tracer=inner_tracer) as server:
-            await generate_through(server, outer_tracer, **call)
+    async with (
+        recorded() as (inner_tracer, inner),
+        recorded(**(outer_settings or {})) as (outer_tracer, outer),
+        scripted(GetModel=seen.get_model, tracer=inner_tracer) as server,
+    ):
+        await generate_through(server, outer_tracer, **call)
     return outer, inner, seen
 
 
@@ -101,9 +104,8 @@ async def test_a_caller_that_samples_is_followed_whatever_the_ratio() -> None:
 
 async def test_a_server_without_tracing_passes_the_trace_on() -> None:
     seen = Seen()
-    with recorded() as (tracer, inner):
-        async with scripted(GetModel=seen.get_model, tracer=tracer) as server:
-            await generate_through(server, Tracer(), metadata=(("traceparent", SAMPLED),))
+    async with recorded() as (tracer, inner), scripted(GetModel=seen.get_model, tracer=tracer) as server:
+        await generate_through(server, Tracer(), metadata=(("traceparent", SAMPLED),))
     assert seen.metadata["traceparent"] == SAMPLED
     assert f"{inner.named(GET_MODEL).parent.span_id:016x}" == "b7ad6b7169203331"
 
@@ -116,10 +118,9 @@ async def test_without_tracing_and_without_a_trace_nothing_is_sent() -> None:
 
 
 async def test_calls_that_belong_to_no_request_begin_no_trace() -> None:
-    with recorded() as (tracer, found):
-        async with scripted(GetModel=Seen().get_model, tracer=tracer) as server:
-            await unary(server.stub.GetModel(model_pb2.GetModelRequest()))
-            await health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest())
+    async with recorded() as (tracer, found), scripted(GetModel=Seen().get_model, tracer=tracer) as server:
+        await unary(server.stub.GetModel(model_pb2.GetModelRequest()))
+        await health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest())
     assert found.spans == ()
 
 
@@ -130,11 +131,13 @@ async def test_a_traceparent_that_a_call_has_of_its_own_is_left_alone() -> None:
         call = server.stub.GetModel(model_pb2.GetModelRequest(), metadata=(("traceparent", SAMPLED),))
         await unary(call)
 
-    async with scripted(GetModel=seen.get_model) as server:
-        with recorded() as (tracer, _):
-            async with scripted(Generate=generate, tracer=tracer) as outer:
-                async for _ in outer.stub.Generate(pb.GenerateRequest()):
-                    pass
+    async with (
+        scripted(GetModel=seen.get_model) as server,
+        recorded() as (tracer, _),
+        scripted(Generate=generate, tracer=tracer) as outer,
+    ):
+        async for _ in outer.stub.Generate(pb.GenerateRequest()):
+            pass
     assert seen.metadata["traceparent"] == SAMPLED
 
 
@@ -149,8 +152,8 @@ async def test_the_span_is_current_in_every_kind_of_servicer(kind: str) -> None:
         within.append(current_span().trace_id)
         yield pb.GenerateResponse()
 
-    with recorded() as (tracer, found):
-        async with scripted(Generate={"writes": writes, "yields": yields}[kind], tracer=tracer) as peer:
-            async for _ in peer.stub.Generate(pb.GenerateRequest()):
-                pass
+    servicer = {"writes": writes, "yields": yields}[kind]
+    async with recorded() as (tracer, found), scripted(Generate=servicer, tracer=tracer) as peer:
+        async for _ in peer.stub.Generate(pb.GenerateRequest()):
+            pass
     assert within == [f"{found.named(GENERATE).context.trace_id:032x}"]
