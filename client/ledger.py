@@ -49,4 +49,6 @@ def _size(num_bytes: int) -> str:
 def _counts(finished: generate_pb2.Finished) -> str:
     usage = finished.usage
     prompt = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached"
+    if usage.media_tokens:
+        prompt += f", {usage.media_tokens} for media"
     return f"{prompt}; {usage.completion_tokens} generated"

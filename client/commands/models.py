@@ -15,10 +15,9 @@ async def run(arguments: argparse.Namespace) -> int:
     if not models:
         print("no model is served: no worker is ready (`baton workers` lists those that are registered)")
         return 0
-    columns = ["model", "context", "vocabulary", "can", "prefill", "decode"]
-    output().print(
-        table(columns, [_row(each) for each in models], numbers=["context", "vocabulary", "prefill", "decode"])
-    )
+    columns = ["model", "context", "vocabulary", "can", "encode", "prefill", "decode"]
+    numbers = ["context", "vocabulary", "encode", "prefill", "decode"]
+    output().print(table(columns, [_row(each) for each in models], numbers=numbers))
     return 0
 
 
@@ -29,6 +28,7 @@ def _row(model: model_pb2.Model) -> list[str]:
         str(limits.max_context_tokens),
         str(limits.vocab_size),
         ", ".join(_abilities(model.capabilities)) or "-",
+        str(model.encode_workers),
         str(model.prefill_workers),
         str(model.decode_workers),
     ]

@@ -70,7 +70,8 @@ def _worker(worker: cluster_service_pb2.Worker) -> Finding:
     name = f"{worker.worker_id} ({', '.join(worker.roles)}) at {worker.address}"
     match worker.state:
         case cluster_service_pb2.WORKER_STATE_READY:
-            return well(f"{name} is ready; its KV layout is {worker.layout_digest[:12]}")
+            layout = "embedding" if _only_encodes(worker) else "KV"
+            return well(f"{name} is ready; its {layout} layout is {worker.layout_digest[:12]}")
         case cluster_service_pb2.WORKER_STATE_DRAINING:
             return warning(f"{name} is draining and takes no new work", "nothing, if it is being shut down")
         case _:
@@ -89,8 +90,15 @@ def _layouts(model: str, workers: Sequence[cluster_service_pb2.Worker]) -> Itera
     """A handoff needs equal layouts on both sides."""
     by_layout = defaultdict(list)
     for worker in workers:
+        if _only_encodes(worker):
+            continue
         by_layout[worker.layout_digest].append(worker.worker_id)
     if len(by_layout) > 1:
         groups = "; ".join(f"{digest[:12]}: {', '.join(ids)}" for digest, ids in by_layout.items())
         remedy = "give all workers of a model the same checkpoint, dtype and block_tokens"
         yield broken(f"workers of {model} have different KV layouts and cannot hand over ({groups})", remedy)
+
+
+def _only_encodes(worker: cluster_service_pb2.Worker) -> bool:
+    """Such a worker has no KV: its pool is of embeddings."""
+    return list(worker.roles) == ["encode"]

@@ -111,6 +111,10 @@ def test_layouts_that_differ_are_broken() -> None:
     ]
 
 
+def test_an_encode_worker_has_no_kv_whose_layout_could_differ() -> None:
+    assert problems(worker("e", "encode", "b" * 64), worker("p", "prefill"), worker("d", "decode")) == []
+
+
 def test_a_worker_that_fails_its_health_check_is_broken() -> None:
     found = problems(worker("p", "prefill"), worker("d", "decode", state=UNHEALTHY))
     assert found == ["d (decode) at 127.0.0.1:1 is registered and fails its health check"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from client.local.plan import ClusterOptions, plan
+from client.local.plan import ROOT, ClusterOptions, has_eyes, plan
 from rpc.errors import ConfigError
 
 
@@ -22,6 +22,20 @@ def test_workers_and_the_router_send_their_spans_to_the_viewer(tmp_path: Path) -
     cluster = plan(ClusterOptions(engine="simulated"), tmp_path)
     (otlp,) = [word.removeprefix("--otlp=") for word in cluster.traces.command if word.startswith("--otlp=")]
     assert all(f"tracing.endpoint={otlp}" in each.command for each in cluster.servers)
+
+
+def test_encode_workers_have_their_own_configuration(tmp_path: Path) -> None:
+    cluster = plan(ClusterOptions(encode=2, engine="simulated"), tmp_path)
+    encoders = [each for each in cluster.servers if each.role == "encode"]
+    assert [each.name for each in encoders] == ["encode-0", "encode-1"]
+    assert all(any(word.endswith("encode.yaml") for word in each.command) for each in encoders)
+
+
+def test_a_model_sees_if_its_configuration_has_a_vision_tower(tmp_path: Path) -> None:
+    assert has_eyes(ROOT / "models" / "demo")
+    assert not has_eyes(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not has_eyes(tmp_path)
 
 
 def test_workers_share_the_cores(tmp_path: Path) -> None:
