@@ -109,7 +109,11 @@ async def _show_steps(readiness: Readiness) -> None:
 
 
 def _explain(state: ClusterState) -> int:
-    print(f'\nThe router listens at {state.address}. Try:\n\n  .venv/bin/baton generate "Sort: pear apple mango"\n')
+    print(f'\nThe router listens at {state.address}. Try:\n\n  .venv/bin/baton generate "Sort: pear apple mango"')
+    if state.options.encode:
+        example = "models/demo/examples/circle-and-square.png"
+        print(f'  .venv/bin/baton generate "What is in the picture?" --image {example}')
+    print()
     traces = [each.address for each in state.processes if each.role == "traces"]
     print("".join(f"Where the time of each request went: http://{address}\n" for address in traces))
     return 0
