@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from baton.engine.v1 import worker_pb2
 from baton.inference.v1 import generate_pb2
@@ -11,13 +11,16 @@ from baton.inference.v1 import generate_pb2
 from router.worker import Worker
 from rpc.caller import Caller, current_caller
 from rpc.calls import unary
-from rpc.errors import BatonError, RequestExists, RequestNotFound
+from rpc.errors import BatonError, Cancelled, RequestExists, RequestNotFound
 
 _ABORT_SECONDS = 5.0
 
 
 class RunningRequest:
-    """A request from its arrival to its end. `workers` are those it was ever sent to; `task` does its work."""
+    """A request from its arrival to its end. `workers` are those it was ever sent to; `task` does its work.
+
+    Its workers can be called until its end, also after they have left: to release, and to abort.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -26,28 +29,43 @@ class RunningRequest:
         self.cancelled_because = ""
         self._owner = current_caller()
         self._ended = asyncio.Event()
+        self._uses = ExitStack()
 
     def is_visible_to(self, caller: Caller | None) -> bool:
         """Whether it is this caller's own; an operator, and whoever need not say who he is, sees all."""
         return caller is None or caller.role == "operator" or caller == self._owner
 
     def visit(self, worker: Worker) -> None:
-        """Notes a worker that is about to get the request."""
+        """Notes a worker that is about to get the request. Raises Cancelled if nobody is to get it any more."""
+        if self.cancelled_because:
+            raise Cancelled(self.cancelled_because)
         if worker not in self.workers:
             self.workers.append(worker)
+            self._uses.enter_context(worker.in_use())
 
     def end(self) -> None:
         """Notes that nothing of it runs here any more."""
+        self._uses.close()
         self._ended.set()
 
     async def cancel(self, reason: str) -> Sequence[generate_pb2.CancelReceipt]:
         """Stops it on all its workers, then here, and returns what the workers confirmed."""
         self.cancelled_because = reason
-        answers = await asyncio.gather(*(_abort(worker, self.request_id) for worker in tuple(self.workers)))
-        if self.task is not None:
-            self.task.cancel()
-        await self._ended.wait()
-        return [receipt for answer in answers for receipt in answer]
+        with ExitStack() as uses:
+            for worker in self.workers:
+                uses.enter_context(worker.in_use())
+            stopped = await self._abort_on(self.workers)
+            if self.task is not None:
+                self.task.cancel()
+            await self._ended.wait()
+            # A call may have been on its way to a worker that had nothing to stop when it was asked.
+            late = await self._abort_on([worker for worker in self.workers if worker.record.worker_id not in stopped])
+        return [*stopped.values(), *late.values()]
+
+    async def _abort_on(self, workers: Sequence[Worker]) -> dict[str, generate_pb2.CancelReceipt]:
+        """What workers confirm to have stopped, by their ids."""
+        receipts = await asyncio.gather(*(_abort(worker, self.request_id) for worker in workers))
+        return {receipt.worker_id: receipt for receipt in receipts if receipt}
 
 
 class RequestTable:
@@ -80,20 +98,19 @@ class RequestTable:
         return running
 
 
-async def _abort(worker: Worker, request_id: str) -> Sequence[generate_pb2.CancelReceipt]:
-    """What a worker confirms to have stopped: one receipt, or none if it had nothing, or could not be reached."""
+async def _abort(worker: Worker, request_id: str) -> generate_pb2.CancelReceipt | None:
+    """What a worker confirms to have stopped; None if it had nothing, or could not be reached."""
     try:
         request = worker_pb2.AbortRequest(request_id=request_id)
         answer = await unary(worker.control.Abort(request, timeout=_ABORT_SECONDS))
     except BatonError:
-        return []
+        return None
     if not answer.found:
-        return []
-    receipt = generate_pb2.CancelReceipt(
+        return None
+    return generate_pb2.CancelReceipt(
         stage=answer.stage,
         worker_id=worker.record.worker_id,
         tokens_discarded=answer.tokens_discarded,
         blocks_freed=answer.blocks_freed,
         milliseconds=answer.milliseconds,
     )
-    return [receipt]

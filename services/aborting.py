@@ -8,6 +8,12 @@ from baton.inference.v1 import timing_pb2
 from services.calls import Calls, aborted
 from services.leases import LeaseTable
 
+# Where a request is that has no blocks yet.
+_QUEUES = {
+    timing_pb2.STAGE_PREFILL_COMPUTE: timing_pb2.STAGE_PREFILL_QUEUE,
+    timing_pb2.STAGE_DECODE: timing_pb2.STAGE_DECODE_QUEUE,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
@@ -23,10 +29,9 @@ class Aborted:
 class Aborter:
     """Stops calls and frees handoffs by the id of their request."""
 
-    def __init__(self, calls: Calls, leases: LeaseTable, block_tokens: int) -> None:
+    def __init__(self, calls: Calls, leases: LeaseTable) -> None:
         self._calls = calls
         self._leases = leases
-        self._block_tokens = block_tokens
 
     async def abort(self, request_id: str) -> Aborted:
         """Stops what runs and frees what is held for a request; returns when its blocks are back."""
@@ -37,10 +42,10 @@ class Aborter:
         for call in calls:
             call.stop(aborted(request_id))
         for call in calls:
-            stage = call.stage
-            tokens += call.tokens
-            blocks += -(-call.tokens // self._block_tokens)
             await call.ended.wait()
+            stage = _QUEUES.get(call.stage, call.stage) if not call.footprint.blocks else call.stage
+            tokens += call.footprint.tokens
+            blocks += call.footprint.blocks
         leases = self._leases.of(request_id)
         if leases:
             stage = stage or timing_pb2.STAGE_HANDOFF_WAIT

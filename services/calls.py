@@ -8,15 +8,16 @@ from baton.inference.v1 import timing_pb2
 
 from rpc.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
 from services.faults import NO_FAULTS, FaultReader, Metadata
+from services.footprint import begin_footprint
 from services.identity import Identity, Role
 
 
 class Call:
-    """One running call of a role. `stage` and `tokens` (with KV here) are kept up to date by whoever runs it."""
+    """One running call of a role. `stage` is kept up to date by whoever runs it."""
 
     def __init__(self, stage: "timing_pb2.Stage.ValueType") -> None:
         self.stage = stage
-        self.tokens = 0
+        self.footprint = begin_footprint()
         self.ended = asyncio.Event()
         self.stopped_by: BatonError | None = None
         self.faults = NO_FAULTS

@@ -44,7 +44,6 @@ class Decoder:
         await call.faults.strike("queue")
         async with self._source(work, call) as (source, accepted):
             yield accepted
-            call.tokens = len(work.prompt.context)
             decoding = traces.Decoding(source)
             async with aclosing(self._engine.decode(source, work.sampling)) as events:
                 generated = len(work.prompt.emitted)
@@ -53,7 +52,6 @@ class Decoder:
                     if not isinstance(event, Tokens):
                         yield event
                         continue
-                    call.tokens += len(event.ids)
                     for piece in _pieces(event, generated, call.faults):
                         yield piece
                         generated += len(piece.ids)

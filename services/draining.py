@@ -47,16 +47,18 @@ class Drainer:
         self._calls.draining = True
         await self._announcement.drain()
         deadline = time.monotonic() + (self._drain_seconds if grace_seconds is None else grace_seconds)
-        known = self._progress()
+        known = self.progress
         yield known
         while not known.drained:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._enforce(deadline)
-            if (progress := self._progress()) != known:
+            if (progress := self.progress) != known:
                 known = progress
                 yield known
 
-    def _progress(self) -> Progress:
+    @property
+    def progress(self) -> Progress:
+        """What there is to do now, draining or not."""
         return Progress(len(self._calls), len(self._leases))
 
     async def _enforce(self, deadline: float) -> None:

@@ -38,7 +38,6 @@ class Prefiller:
     async def prefill(self, claim: Claim, prompt: Prompt, sampling: Sampling, call: Call) -> Prefilled:
         """Computes and holds. Raises what the engine raises; cancelling it frees everything."""
         limits.check(self._engine.facts, prompt, sampling)
-        call.tokens = len(prompt.context)
         await call.faults.strike("queue")
         started = time.perf_counter()
         kv = await self._engine.prefill(prompt, sampling)

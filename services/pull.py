@@ -16,6 +16,7 @@ from services import traces
 from services.calls import Call
 from services.engine import Engine, Prompt, PulledKv, Reservation
 from services.faults import corrupt
+from services.footprint import current_footprint
 from services.handoffs import Handoff, Timing, check_blocks, check_handoff
 from services.peers import Peer, Peers, Pool
 from services.remote_lease import RemoteLease
@@ -127,7 +128,6 @@ class _Attempt:
         """Waits for blocks of this worker's, and fills them. What they hold is worthless until it is confirmed."""
         self._call.stage = timing_pb2.STAGE_HANDOFF_WAIT
         self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
-        self._call.tokens = self.handoff.num_tokens
         self._reserved_at = time.monotonic()
         self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
         await self._call.faults.strike("pull")
@@ -148,7 +148,8 @@ class _Attempt:
     async def release(self) -> None:
         """Gives the blocks back, unless a decode has taken them over. No transfer writes into them any more."""
         if self._reservation is not None:
-            await finish(self._reservation.release())
+            blocks = await finish(self._reservation.release())
+            current_footprint().give_back(self.handoff.num_tokens, blocks)
 
     async def _copy(self, pool: Pool, reservation: Reservation) -> int:
         cached = reservation.cached_blocks

@@ -119,7 +119,7 @@ async def _offer(
 def _services(parts: Parts, reach: Reach) -> list[Service]:
     engine = parts.engines.engine
     owner = reach.pools[0].owner
-    aborter = Aborter(parts.calls, parts.leases, owner.layout.block_tokens)
+    aborter = Aborter(parts.calls, parts.leases)
     prefill = PrefillServicer(owner, parts.calls, reach.media, Prefiller(engine, parts.leases), parts.leases)
     decode = DecodeServicer(parts.identity, parts.calls, reach.media, Decoder(engine, reach.kv))
     handoff = HandoffServicer(parts.identity, reach.pools, parts.leases)

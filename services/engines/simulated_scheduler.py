@@ -15,6 +15,7 @@ from services.engines.simulated_contents import Contents
 from services.engines.simulated_kv import Claim
 from services.engines.simulated_sequence import Sequence
 from services.engines.simulated_tokens import Vocabulary, finish_reason, logprob
+from services.footprint import current_footprint
 
 
 class Scheduler:
@@ -48,6 +49,7 @@ class Scheduler:
             self.running.pop(item, None)
         if item in self.waiting:
             self.waiting.remove(item)
+        current_footprint().give_back(item.computed if isinstance(item, Sequence) else 0, len(item.blocks))
         self.release(item.blocks)
         item.blocks = []
 

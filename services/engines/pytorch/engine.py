@@ -21,6 +21,7 @@ from services.engines.pytorch.requests import check_prompt, check_sampling
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
 from services.engines.pytorch.stream import DecodeStream
+from services.footprint import Footprint, current_footprint
 
 
 class PyTorchEngine:
@@ -75,7 +76,7 @@ class PyTorchEngine:
             await self._loop.call(lambda core: core.submit(sequence))
             [event] = await mailbox.take()
         except asyncio.CancelledError:
-            await self._loop.settle(lambda core: core.abort(sequence))
+            await self._loop.settle(partial(_abort, current_footprint(), sequence))
             raise
         return self._held(sequence, event)
 
@@ -117,8 +118,11 @@ class PyTorchEngine:
                 check_computable(prompt)
                 core.submit(sequence)
 
+        footprint = current_footprint()
+
         def abort(core: EngineCore) -> int:
-            return core.abort(sequence) + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
+            blocks = _abort(footprint, sequence, core)
+            return blocks + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
 
         return DecodeStream(self._loop, mailbox, submit, abort)
 
@@ -148,6 +152,13 @@ def _settle(granted: "asyncio.Future[None]", error: BatonError | None) -> None:
         granted.set_result(None)
     else:
         granted.set_exception(error)
+
+
+def _abort(footprint: Footprint, sequence: TokenSequence, core: EngineCore) -> int:
+    tokens = sequence.computed
+    blocks = core.abort(sequence)
+    footprint.give_back(tokens, blocks)
+    return blocks
 
 
 def _blocks(source: PulledKv) -> BlockReservation:
