@@ -62,9 +62,8 @@ def tokenize(request: generate_pb2.GenerateRequest, model: ServedModel) -> tuple
     if not ids:
         raise InvalidRequest.of(_input_field(request), "has no tokens")
     media_admission.require_places(request, ids, model)
-    media = len(media_admission.media_items(request))
     known = model.images.tokens_per_image if model.images else 0
-    require_room(request, len(ids) + media * max(0, known - 1), model)
+    require_room(request, len(ids) + media_admission.count_media(request) * max(0, known - 1), model)
     return ids
 
 
@@ -232,7 +231,7 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
         "lora": bool(request.lora_name) and not capabilities.lora,
         "n > 1": request.sampling.n > 1 and not capabilities.multiple_answers,
         "logprobs": request.response.HasField("logprobs") and not capabilities.logprobs,
-        "media": bool(media_admission.media_items(request)) and not capabilities.modalities,
+        "media": media_admission.count_media(request) > 0 and not capabilities.modalities,
     }
     wanted = [name for name, is_unsupported in unsupported.items() if is_unsupported]
     if wanted:

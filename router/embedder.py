@@ -37,6 +37,7 @@ class Order:
     """For whom something is encoded, by what, and until when."""
 
     request_id: str
+    cache_salt: str
     encoder: Encoder
     deadline: Deadline
 
@@ -55,7 +56,7 @@ class Embedder:
 
     async def embed(self, loaded: LoadedMedia, order: Order) -> Use:
         """The embedding, for the caller to close. Raises NoWorker, and what the last worker tried has raised."""
-        key = EmbeddingKey(loaded.media.digest, order.encoder)
+        key = EmbeddingKey(loaded.media.digest, order.encoder, order.cache_salt)
         try:
             return await self._cache.acquire(key, partial(self._encode_somewhere, loaded.media, order))
         except InvalidRequest as error:

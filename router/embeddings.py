@@ -29,10 +29,14 @@ _SWEEP_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingKey:
-    """What an embedding depends on: the medium's content, by its SHA-256, and what encodes it. Never an address."""
+    """What an embedding depends on: the medium's content, by its SHA-256, and what encodes it. Never an address.
+
+    Requests with different cache salts share nothing: a hit would tell that somebody else has sent the same.
+    """
 
     content: bytes
     encoder: Encoder
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class Illustrator:
         """A prompt with these media, one for each placeholder in it. Raises NoWorker if nothing encodes."""
         encoder = self._embedder.choose_encoder(model.name) if media else Encoder(model.name, "", "")
         placeholder = model.images.placeholder_token_id if model.images else 0
-        return IllustratedPrompt(prompt, placeholder, media, Order(request_id, encoder, deadline), self._embedder)
+        order = Order(request_id, prompt.cache_salt, encoder, deadline)
+        return IllustratedPrompt(prompt, placeholder, media, order, self._embedder)
 
     async def _load(self, item: MediaItem) -> LoadedMedia:
         async with self._room:

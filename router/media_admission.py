@@ -24,8 +24,13 @@ def has_media(messages: Sequence[generate_pb2.ChatMessage]) -> bool:
     return any(part.HasField("media") for message in messages for part in message.parts)
 
 
+def count_media(request: generate_pb2.GenerateRequest) -> int:
+    """How many there are."""
+    return sum(1 for _ in _placed(request))
+
+
 def media_items(request: generate_pb2.GenerateRequest) -> list[MediaItem]:
-    """What a checked request's media are loaded from, in the order of their placeholders."""
+    """What a checked request's media are loaded from, in the order of their placeholders. Copies their content."""
     return [MediaItem(one.path, _source(one.message), one.message.mime_type) for one in _placed(request)]
 
 
@@ -33,10 +38,9 @@ def check_media(request: generate_pb2.GenerateRequest, max_images: int, violatio
     """Notes every item that has no content, is out of place, or one too many."""
     is_chat = request.HasField("chat")
     violations.require(not (is_chat and request.media), "media", "belongs into the parts of chat.messages")
-    placed = list(_placed(request))
-    field = "chat.messages" if is_chat else "media"
-    violations.require(len(placed) <= max_images, field, f"has {len(placed)} media of at most {max_images}")
-    for one in placed:
+    field, count = "chat.messages" if is_chat else "media", count_media(request)
+    violations.require(count <= max_images, field, f"has {count} media of at most {max_images}")
+    for one in _placed(request):
         violations.require(one.message.WhichOneof("source") is not None, one.path, "has neither data nor uri")
         known = one.message.modality in media_pb2.Modality.values()
         violations.require(known, f"{one.path}.modality", f"{one.message.modality} is no modality")
@@ -57,7 +61,7 @@ def require_places(request: generate_pb2.GenerateRequest, token_ids: Sequence[in
     if model.images is None:
         return
     places = list(token_ids).count(model.images.placeholder_token_id)
-    count = len(list(_placed(request)))
+    count = count_media(request)
     if places != count:
         field = "chat.messages" if request.HasField("chat") else "media"
         name = model.images.placeholder or f"of id {model.images.placeholder_token_id}"

@@ -71,6 +71,13 @@ async def test_the_content_is_what_counts_and_not_its_address() -> None:
         assert await encoding_of(running, picture(width=20)) == BY_WORKER
 
 
+async def test_requests_with_different_salts_share_no_embedding() -> None:
+    async with bench(seeing("e1", "encode"), P1, D1) as running:
+        salts = ["", "a", "b", "a"]
+        streams = [await running.generate(**about(routing={"cache_salt": salt})) for salt in salts]
+    assert [stream.started.encoding for stream in streams] == [BY_WORKER, BY_WORKER, BY_WORKER, CACHED]
+
+
 async def test_requests_for_one_image_at_the_same_time_share_a_call() -> None:
     before = encoded()
     async with bench(seeing("e1", "encode", **SLOW), P1, D1) as running:
