@@ -1,0 +1,122 @@
+"""What tracing costs a router: `python -m benchmarks.trace_overhead`.
+
+One set of simulated workers, which trace nothing, and a router for each sampling ratio, all running at once. Small
+loads go to the routers in turn, so that whatever else the machine does is the same for all. Compared is the CPU time of
+the routers' threads, turn by turn; the median is shown. Requests are of 512 prompt tokens and 128 generated ones.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import statistics
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks.router_overhead import FLAT, Client, run_process, run_workers, until_told
+from client.traces.store import Bounds
+from client.traces.viewer import open_viewer
+from discovery.memory import MemoryRegistry
+from discovery.record import WorkerRecord
+from router.config import RouterConfig
+from router.host import host_router
+from rpc.tracing.config import TracingConfig
+
+RATIOS = (None, 0.0, 0.1, 1.0)  # None is off
+STREAMS = 64
+TURNS = 12
+
+context = multiprocessing.get_context("spawn")
+
+
+def run_viewer(pipe: Connection) -> None:
+    """Receives spans until the pipe ends."""
+
+    async def serve() -> None:
+        async with open_viewer("127.0.0.1:0", "127.0.0.1:0", Bounds()) as viewer:
+            pipe.send(viewer.otlp_address)
+            await until_told(pipe)
+
+    run_process(serve)
+
+
+def run_router(pipe: Connection) -> None:
+    """Routes to the workers, and traces as told, both of which come first through the pipe."""
+
+    async def serve() -> None:
+        records, tracing = pipe.recv()
+        registry = MemoryRegistry("benchmark")
+        async with AsyncExitStack() as stack:
+            for record in records:
+                await stack.enter_async_context(registry.register(record))
+            config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
+            router = await stack.enter_async_context(host_router(config, registry))
+            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            pipe.send(router.address)
+            await until_told(pipe)
+
+    run_process(serve)
+
+
+@asynccontextmanager
+async def child(target: object) -> AsyncIterator[tuple[Connection, int]]:
+    """A process, its pipe, and its id."""
+    pipe, end = context.Pipe()
+    process = context.Process(target=target, args=(end,))  # type: ignore[arg-type]
+    process.start()
+    try:
+        assert process.pid
+        yield pipe, process.pid
+    finally:
+        pipe.send("stop")
+        await asyncio.to_thread(process.join, 10)
+        process.kill()
+
+
+async def start_router(
+    stack: AsyncExitStack, records: Sequence[WorkerRecord], tracing: TracingConfig
+) -> tuple[Client, int]:
+    pipe, pid = await stack.enter_async_context(child(run_router))
+    pipe.send((records, tracing))
+    address = await asyncio.to_thread(pipe.recv)
+    client = Client(address, pid, records[0].address)
+    stack.push_async_callback(client.close)
+    await client.streams("warm-up", FLAT, STREAMS)
+    return client, pid
+
+
+async def run(turns: int) -> None:
+    async with AsyncExitStack() as stack:
+        workers, _ = await stack.enter_async_context(child(run_workers))
+        viewer, _ = await stack.enter_async_context(child(run_viewer))
+        records = await asyncio.to_thread(workers.recv)
+        endpoint = await asyncio.to_thread(viewer.recv)
+        clients = {}
+        for ratio in RATIOS:
+            tracing = TracingConfig() if ratio is None else TracingConfig(endpoint=endpoint, sample_ratio=ratio)
+            clients[ratio] = await start_router(stack, records, tracing)
+        costs: dict[float | None, list[float]] = {ratio: [] for ratio in RATIOS}
+        for _ in range(turns):
+            # In another order each time: whoever comes after a pause pays for it.
+            for ratio, (client, pid) in random.sample(list(clients.items()), len(clients)):
+                before = cpu_nanoseconds(pid)
+                load = await client.streams("", FLAT, STREAMS)
+                costs[ratio].append((cpu_nanoseconds(pid) - before) / load.tokens / 1000)
+        for ratio, each in costs.items():
+            name = "off" if ratio is None else f"{ratio:.0%} of requests"
+            more = statistics.median(cost / off - 1 for cost, off in zip(each, costs[None], strict=True))
+            print(f"{name:<18} {statistics.median(each):6.2f} us of CPU a token   {more:+6.1%}")
+
+
+def cpu_nanoseconds(pid: int) -> int:
+    """What the threads of a process have run so far; finer than the ticks of /proc/PID/stat."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    asyncio.run(run(parser.parse_args().turns))
