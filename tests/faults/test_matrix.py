@@ -33,7 +33,7 @@ async def test_whatever_happens_nothing_is_lost_and_nothing_leaks(
     transport: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     plan = FleetPlan(f"faults-{transport}", shared_etcd.endpoint, (*SIMULATED, f"transports=[{transport}]"), ROUTER)
-    cells = all_cells() if FULL else sample(0 if transport == "shm" else 3)
+    cells = all_cells() if FULL else sample(transport)
     reports = []
     async with fleet(plan, tmp_path) as running:
         trials = Trials(running, LEASE_SECONDS)

@@ -44,15 +44,12 @@ def all_cells() -> list[Cell]:
     return disturbed + [Cell("client", step, what) for what in BY_CLIENTS for step in STEPS]
 
 
-def sample(start: int) -> list[Cell]:
-    """A few, in which every target, step and disturbance occurs; others for another `start`."""
-    chosen: list[Cell] = []
-    for index, what in enumerate(TO_PROCESSES):
-        for offset, target in enumerate(TARGETS):
-            chosen.append(Cell(target, _cyclic(STEPS, start + index + 2 * offset), what))
-    for index, what in enumerate(BY_CLIENTS):
-        chosen.append(Cell("client", _cyclic(STEPS, start + 2 * index), what))
-    return chosen
+def sample(transport: str) -> list[Cell]:
+    """A few. Over both transports every target, step and disturbance occurs, and every target with every disturbance."""
+    disturbed = [(what, target) for what in TO_PROCESSES for target in TARGETS]
+    cells = [Cell(target, _cyclic(STEPS, index + index // 3), what) for index, (what, target) in enumerate(disturbed)]
+    cells += [Cell("client", _cyclic(STEPS, 2 * index + 1), what) for index, what in enumerate(BY_CLIENTS)]
+    return cells[::2] if transport == "shm" else cells[1::2]
 
 
 def _cyclic(steps: Sequence[Step], index: int) -> Step:
