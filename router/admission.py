@@ -1,6 +1,7 @@
 """Decides, before any worker is called, whether a request can be served, and fills in what it left open."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine.v1 import prompt_pb2
@@ -62,9 +63,14 @@ def tokenize(request: generate_pb2.GenerateRequest, model: ServedModel) -> tuple
     if not ids:
         raise InvalidRequest.of(_input_field(request), "has no tokens")
     media_admission.require_places(request, ids, model)
-    known = model.images.tokens_per_image if model.images else 0
-    require_room(request, len(ids) + media_admission.count_media(request) * max(0, known - 1), model)
+    require_room(request, expected_tokens(request, ids, model), model)
     return ids
+
+
+def expected_tokens(request: generate_pb2.GenerateRequest, token_ids: Sequence[int], model: ServedModel) -> int:
+    """How long the prompt will be with all its media, as far as that can be known before they are encoded."""
+    known = model.images.tokens_per_image if model.images else 0
+    return len(token_ids) + media_admission.count_media(request) * max(0, known - 1)
 
 
 def require_room(request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel) -> None:

@@ -125,7 +125,7 @@ async def _tokenize(request: generate_pb2.GenerateRequest, model: ServedModel, a
             token_ids = await asyncio.to_thread(admission.tokenize, request, model)
         else:
             token_ids = admission.tokenize(request, model)
-    account.prompt_tokens = len(token_ids)
+    account.prompt_tokens = admission.expected_tokens(request, token_ids, model)
     return token_ids
 
 

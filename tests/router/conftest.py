@@ -3,9 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, OpenBench, Stream, bench, eventually, simulated
-
-__all__ = ["DECODE", "FAST_ROUTER", "PREFILL", "Bench", "OpenBench", "Stream", "bench", "eventually", "simulated"]
+from support.bench import DECODE, PREFILL, Bench, bench
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from typing import Any
 import grpc
 import pytest
 from baton.inference.v1 import generate_pb2, model_pb2, tokenize_pb2
-from conftest import Bench, bench, simulated
 from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_status import rpc_status
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
+from support.bench import Bench, bench, simulated
 
 INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 

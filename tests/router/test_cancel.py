@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import pytest
 from baton.inference.v1 import generate_pb2, timing_pb2
-from conftest import PREFILL, Bench, bench, eventually, simulated
 from grpc import aio
+from support.bench import PREFILL, Bench, bench, eventually, simulated
 
 SLOW_DECODE = simulated("d1", "decode", decode_step_seconds=0.02)
 SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=1.0)

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from conftest import FAST_ROUTER, Bench, bench, eventually
 from grpc import aio
+from support.bench import FAST_ROUTER, Bench, bench, eventually
 from support.pictures import picture
 from support.seeing import EMBEDDING_BYTES, about, different, encoded, leasing, sample, seeing
 

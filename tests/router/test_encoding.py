@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 from baton.inference.v1 import generate_pb2, timing_pb2
-from conftest import FAST_ROUTER, Stream, bench, eventually
 from grpc import aio
+from support.bench import FAST_ROUTER, Stream, bench, eventually
 from support.pictures import picture
 from support.seeing import IMAGE_TOKENS, TEXT_TOKENS, about, different, encoded, leasing, seeing
 from test_failover import running_stream

@@ -9,9 +9,9 @@ import grpc
 import prometheus_client
 import pytest
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc
-from conftest import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventually, simulated
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventually, simulated
 
 from router.config import LimitsConfig, ProbeConfig, RetryConfig
 from rpc.channels import open_channel

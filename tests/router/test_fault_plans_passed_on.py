@@ -4,8 +4,8 @@ import grpc
 import pytest
 from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from conftest import FAST_ROUTER, bench, simulated
 from grpc import aio
+from support.bench import FAST_ROUTER, bench, simulated
 
 ALLOWING = FAST_ROUTER.model_copy(update={"allow_faults": True})
 LONG = generate_pb2.GenerateRequest(prompt="hello", sampling={"seed": 3}, stopping={"max_tokens": 20})

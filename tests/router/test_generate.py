@@ -5,11 +5,11 @@ import asyncio
 import prometheus_client
 import pytest
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
-from conftest import DECODE, FAST_ROUTER, PREFILL, Bench, bench, eventually, simulated
 from google.protobuf import json_format
 from grpc import aio
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
+from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, bench, eventually, simulated
 
 from router.config import RoutingConfig
 

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, media_pb2
-from conftest import FAST_ROUTER, Bench, bench, simulated
+from support.bench import FAST_ROUTER, Bench, bench, simulated
 from support.pictures import picture
 from support.seeing import IMAGE_TOKENS, TEXT_TOKENS, about, seeing
 from test_bad_requests import refusal, wrong_fields

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, timing_pb2
-from conftest import FAST_ROUTER, Bench, bench, eventually, simulated
 from grpc import aio
+from support.bench import FAST_ROUTER, Bench, bench, eventually, simulated
 
 from discovery.memory import MemoryRegistry
 from services.config import WorkerConfig
