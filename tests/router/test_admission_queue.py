@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import grpc
 import pytest
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from support.bench import FAST_ROUTER, Bench, bench, eventually, simulated
 
-from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RouterConfig
+from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig, RouterConfig
 
 PREFILL = simulated("p1", "prefill")
 DECODE = simulated("d1", "decode", decode_step_seconds=0.01)
@@ -321,3 +321,21 @@ async def test_tenant_and_priority_travel_to_the_workers(monkeypatch: pytest.Mon
         await run(running, tenant="acme", priority=-3)
         await run(running)
     assert seen == [[("x-baton-tenant", "acme"), ("x-baton-priority", "-3")], []]
+
+
+async def test_a_client_that_reads_nothing_is_ended_with_a_reason() -> None:
+    limits = LimitsConfig(slow_reader_seconds=0.3, max_waiting_tokens=64)
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with (
+        bench(PREFILL, simulated("d1", "decode"), router=FAST_ROUTER.model_copy(update={"limits": limits})) as running,
+        aio.insecure_channel(running.address, narrow) as channel,
+    ):
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        long = request(tokens=8000)
+        long.response.logprobs = 20
+        call = stub.Generate(long)
+        await eventually(lambda: running.used_blocks() > 0)
+        await eventually(lambda: running.used_blocks() == 0)
+        with pytest.raises(aio.AioRpcError) as caught:
+            _ = [message async for message in call]
+        assert reason(caught.value) == ("RESOURCE_EXHAUSTED", "SLOW_READER")

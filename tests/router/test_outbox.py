@@ -8,6 +8,7 @@ from baton.inference.v1 import generate_pb2
 from router.answer import Piece
 from router.outbox import Outbox
 from rpc.aio import timeout
+from rpc.errors import SlowReader
 
 
 class Client:
@@ -131,3 +132,37 @@ async def test_what_writing_raises_is_raised_to_whoever_adds() -> None:
 
     with pytest.raises(RuntimeError, match="the stream is over"):
         await add(Gone(), 5)
+
+
+async def test_a_client_that_reads_nothing_for_too_long_ends_the_request() -> None:
+    client = Client()
+    client.reading.clear()
+
+    async def add_many() -> None:
+        async with Outbox("r", client.send, 5, 0.1) as outbox:
+            for token_id in range(65, 85):
+                await outbox.put(token(token_id))
+
+    async with timeout(5):
+        with pytest.raises(SlowReader, match=r"0\.1 s"):
+            await add_many()
+
+
+async def test_a_client_that_does_not_read_the_end_is_not_waited_for_longer() -> None:
+    client = Client()
+    client.reading.clear()
+    async with timeout(5):
+        with pytest.raises(SlowReader):
+            async with Outbox("r", client.send, 100, 0.1) as outbox:
+                outbox.finish("", generate_pb2.Finished())
+
+
+async def test_a_model_that_is_slow_is_not_the_reader_s_fault() -> None:
+    client = Client()
+    async with Outbox("r", client.send, 100, 0.1) as outbox:
+        await outbox.put(token(65))
+        await asyncio.sleep(0.2)
+        client.reading.clear()
+        await outbox.put(token(66))
+        asyncio.get_running_loop().call_later(0.05, client.reading.set)
+    assert client.sizes == [1, 1]
