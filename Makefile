@@ -19,10 +19,11 @@ JOBS ?= 2
 INSTALLED := $(VENV)/.installed
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := protos/descriptors.binpb
+TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos up down status logs doctor test faults lint check format clean
+.PHONY: help install protos envoy up down status logs doctor test faults lint check format clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -46,8 +47,13 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 		--descriptor_set_out=$@ --include_imports $(PROTOS)
 	@find protos/baton -name '*_pb2*.py*' ! -path '*/__pycache__/*' ! -newer $(VENV)/.generating -delete
 
+envoy: $(TRANSCODING) ## Write the descriptors that deploy/envoy/envoy.yaml transcodes JSON with
+
+$(TRANSCODING): $(STUBS) deploy/envoy/http_rules.yaml tools/transcoding.py
+	@$(BIN)/python tools/transcoding.py $@
+
 up: $(STUBS) ## Start etcd, the workers and a router here, and wait for a first answer
-	@$(BIN)/baton up $(if $(ENCODE),--encode $(ENCODE)) --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)
+	@$(BIN)/baton up$(if $(ENCODE), --encode $(ENCODE)) --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)
 
 down: ## End everything that `make up` started
 	@test ! -x $(BIN)/baton || $(BIN)/baton down
@@ -84,4 +90,4 @@ clean: down ## Remove what was generated, except .venv
 	@rm -rf .baton dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis tools/buf/node_modules
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 	@find protos -name '*_pb2*.py*' -delete
-	@rm -f $(STUBS)
+	@rm -f $(STUBS) $(TRANSCODING)

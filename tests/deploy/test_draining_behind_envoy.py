@@ -1,0 +1,19 @@
+"""A router that leaves while streams run through Envoy: nobody notices."""
+
+import asyncio
+from pathlib import Path
+
+from support.bench import eventually
+from support.edge import open_edge
+from support.generation import generate_all, greedy_text
+
+
+async def test_no_stream_is_lost_while_a_router_is_drained(tmp_path: Path) -> None:
+    requests = [greedy_text(f"number {i}", 20) for i in range(120)]
+    async with open_edge(tmp_path) as edge:
+        streams = asyncio.ensure_future(generate_all(edge.stub, requests, at_once=40))
+        await eventually(lambda: any(worker.load.running > 8 for worker in edge.routers[0].cluster.workers))
+        await edge.first.aclose()
+        answers = await streams
+        assert {len(answer.ids) for answer in answers} == {20}
+        assert await edge.envoy.healthy_routers() == 1
