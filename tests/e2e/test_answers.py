@@ -13,6 +13,9 @@ from support.cluster import Cluster, ClusterPlan, cluster
 from support.etcd_server import EtcdServer
 from support.generation import generate, generate_all, greedy_text
 
+# Many processes share two cores: slow is not wrong.
+pytestmark = pytest.mark.timeout(400)
+
 STORY = "Tell a story about Mia and a fox."
 
 

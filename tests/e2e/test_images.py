@@ -23,6 +23,9 @@ from support.questions import MAX_TOKENS, Question, as_chat, as_prompt, chat, qu
 from models.demo.draw_examples import EXAMPLES
 from models.demo.generate_data import chat_prompt, raw_prompt
 
+# Many processes share two cores: slow is not wrong.
+pytestmark = pytest.mark.timeout(400)
+
 
 @dataclass(frozen=True, slots=True)
 class Served:

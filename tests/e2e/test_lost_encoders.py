@@ -18,6 +18,9 @@ from support.pictures import picture
 
 from rpc.aio import timeout
 
+# Many processes share two cores: slow is not wrong.
+pytestmark = pytest.mark.timeout(400)
+
 LEASE_SECONDS = 2.0
 ENCODE_SECONDS = 0.5
 

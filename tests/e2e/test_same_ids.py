@@ -15,6 +15,9 @@ from support.cluster import Cluster, ClusterPlan, cluster
 from support.etcd_server import EtcdServer
 from support.generation import generate_all, greedy_ids
 
+# Many processes share two cores: slow is not wrong.
+pytestmark = pytest.mark.timeout(400)
+
 MAX_TOKENS = 24
 
 

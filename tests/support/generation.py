@@ -19,7 +19,7 @@ class Answer:
     messages: tuple[pb.GenerateResponse, ...]
 
 
-async def generate(stub: InferenceServiceStub, request: pb.GenerateRequest, *, timeout: float = 60) -> Answer:
+async def generate(stub: InferenceServiceStub, request: pb.GenerateRequest, *, timeout: float = 180) -> Answer:
     """Runs one request to its end; a failure raises grpc.aio.AioRpcError."""
     messages = tuple([message async for message in stub.Generate(request, timeout=timeout)])
     deltas = [m.token for m in messages if m.HasField("token")]
