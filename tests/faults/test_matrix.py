@@ -7,7 +7,7 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.faults.cells import all_cells, sample
 from support.faults.table import table
-from support.faults.trials import Trials
+from support.faults.trials import Shape, Trials
 from support.fleet import FleetPlan, fleet
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
@@ -36,7 +36,7 @@ async def test_whatever_happens_nothing_is_lost_and_nothing_leaks(
     cells = all_cells() if FULL else sample(transport)
     reports = []
     async with fleet(plan, tmp_path) as running:
-        trials = Trials(running, LEASE_SECONDS)
+        trials = Trials(running, LEASE_SECONDS, Shape())
         await trials.learn()
         for cell in cells:
             reports.append(await trials.run(cell, 12 if FULL else 4))

@@ -45,7 +45,7 @@ def all_cells() -> list[Cell]:
 
 
 def sample(transport: str) -> list[Cell]:
-    """A few. Over both transports every target, step and disturbance occurs, and every target with every disturbance."""
+    """A few. Over both transports every step occurs, and every target with every disturbance."""
     disturbed = [(what, target) for what in TO_PROCESSES for target in TARGETS]
     cells = [Cell(target, _cyclic(STEPS, index + index // 3), what) for index, (what, target) in enumerate(disturbed)]
     cells += [Cell("client", _cyclic(STEPS, 2 * index + 1), what) for index, what in enumerate(BY_CLIENTS)]

@@ -23,6 +23,7 @@ class Outcome:
     request_id: str
     started_at: float = field(default_factory=time.monotonic)
     ids: list[int] = field(default_factory=list)
+    text: str = ""
     sequences: list[int] = field(default_factory=list)
     finished: pb.Finished | None = None
     code: str = ""
@@ -78,6 +79,7 @@ async def follow(call: "aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateRespo
         async for message in call:
             outcome.sequences.append(message.sequence)
             outcome.ids += message.token.token_ids
+            outcome.text += message.token.text
             if message.HasField("finished"):
                 outcome.finished = message.finished
     except aio.AioRpcError as failure:

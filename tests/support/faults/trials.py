@@ -20,10 +20,16 @@ from rpc.errors import BatonError
 DEADLINE_SECONDS = 20.0
 PAUSE_SECONDS = 5.0
 CUT_SECONDS = 1.5
-_LONG_PROMPT_TOKENS = 1200
-_SHORT_PROMPT_TOKENS = 60
-_MAX_TOKENS = 30
 _PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How long prompts and answers are, so that the steps of a request last long enough."""
+
+    long_tokens: int = 1200
+    short_tokens: int = 60
+    max_tokens: int = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +52,16 @@ class Report:
 class Trials:
     """Runs cells on a fleet, whose workers lease handoffs for `lease_seconds`."""
 
-    def __init__(self, fleet: Fleet, lease_seconds: float) -> None:
+    def __init__(self, fleet: Fleet, lease_seconds: float, shape: Shape) -> None:
         self._fleet = fleet
         self._lease_seconds = lease_seconds
+        self._shape = shape
         self._expected: dict[tuple[int, int], list[int]] = {}
-        self._session = _session_for("prefill-0", "decode-0")
+        self._session = session_for("prefill-0", "decode-0")
 
     async def learn(self) -> None:
         """Runs every prompt once without a disturbance: what is right from then on."""
-        for length in (_LONG_PROMPT_TOKENS, _SHORT_PROMPT_TOKENS):
+        for length in (self._shape.long_tokens, self._shape.short_tokens):
             for index in range(_PROMPTS):
                 outcome = Outcome("undisturbed")
                 await follow(
@@ -65,7 +72,7 @@ class Trials:
 
     async def run(self, cell: Cell, count: int) -> Report:
         """Sends `count` requests, disturbs them at the cell's step, and waits until all is well again."""
-        length = _LONG_PROMPT_TOKENS if cell.step == "prefilling" else _SHORT_PROMPT_TOKENS
+        length = self._shape.long_tokens if cell.step == "prefilling" else self._shape.short_tokens
         seconds = HOLD_SECONDS / 2 if cell.disturbance == "deadline" else DEADLINE_SECONDS
         outcomes, tasks = [], []
         for index in range(count):
@@ -181,7 +188,8 @@ class Trials:
         prompt = [(position * 7 + index * 31) % 200 + 20 for position in range(length)]
         request = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt))
         request.sampling.seed = index
-        request.stopping.max_tokens = _MAX_TOKENS
+        request.stopping.max_tokens = self._shape.max_tokens
+        request.stopping.ignore_eos = True
         request.routing.session_key = self._session
         request.routing.cache_salt = uuid.uuid4().hex
         return request
@@ -191,7 +199,7 @@ def _metadata(step: Step) -> tuple[tuple[str, str], ...]:
     return (("x-baton-fault", HOLDS[step]),) if step in HOLDS else ()
 
 
-def _session_for(*worker_ids: str) -> str:
+def session_for(*worker_ids: str) -> str:
     """A key whose requests all go to these workers while they are well."""
     for number in range(10_000):
         key = f"session-{number}"
