@@ -15,6 +15,8 @@ MODEL ?= models/demo
 # What `make test` runs: `make test TESTS="tests/client -k doctor"`.
 TESTS ?= tests
 JOBS ?= 2
+# CI runs a failed test once more, and says so; docs/decisions.md says why.
+RERUNS := $(if $(CI),--reruns 1)
 
 INSTALLED := $(VENV)/.installed
 PROTOS := $(shell find protos -name '*.proto')
@@ -68,7 +70,7 @@ doctor: $(STUBS) ## Say what is wrong with this installation
 	@$(BIN)/baton doctor
 
 test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(RERUNS) $(TESTS)
 
 faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
 	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 tests/faults
