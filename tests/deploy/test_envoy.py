@@ -94,6 +94,13 @@ def test_no_timeout_of_envoy_is_shorter_than_the_routers() -> None:
     assert route["route"]["timeout"] == "0s"
 
 
+def test_envoy_pings_routers_less_often_than_they_allow() -> None:
+    clusters = {each["name"]: each for each in yaml.safe_load(CONFIG.read_text())["static_resources"]["clusters"]}
+    (options,) = clusters["routers"]["typed_extension_protocol_options"].values()
+    keepalive = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+    assert float(keepalive["interval"].removesuffix("s")) > 5
+
+
 @in_shared_loop
 async def test_grpc_json_and_grpc_web_give_the_same_answer(edge: Edge) -> None:
     request = greedy_text("Sort: pear apple mango", 12)
