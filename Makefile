@@ -25,7 +25,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos envoy up down status logs doctor test faults lint check format clean
+.PHONY: help install protos docs envoy up down status logs doctor test faults lint check format clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 		--python_out=protos --grpc_python_out=protos --mypy_out=quiet:protos --mypy_grpc_out=quiet:protos \
 		--descriptor_set_out=$@ --include_imports $(PROTOS)
 	@find protos/baton -name '*_pb2*.py*' ! -path '*/__pycache__/*' ! -newer $(VENV)/.generating -delete
+
+docs: $(STUBS) ## Write docs/api.md from the comments of the protos
+	@$(BIN)/python tools/api_docs.py
 
 envoy: $(TRANSCODING) ## Write the descriptors that deploy/envoy/envoy.yaml transcodes JSON with
 

@@ -28,11 +28,11 @@ def test_no_section_comes_twice() -> None:
     assert len(re.findall(r"^## ", PAGE, re.M)) == len(SECTIONS)
 
 
-@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.reason)
+@pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.reason)
 def test_a_section_begins_with_the_status_code_of_its_error(kind: type[BatonError]) -> None:
     assert SECTIONS[kind.reason].startswith(f"`{code_of(kind).name}`")
 
 
-@pytest.mark.parametrize("reason", SECTIONS)
+@pytest.mark.parametrize("reason", list(SECTIONS))
 def test_a_section_says_more_than_the_code(reason: str) -> None:
     assert len(SECTIONS[reason].split()) > 20
