@@ -13,6 +13,7 @@ from router import traces
 from router.deadline import Deadline
 from router.embeddings import EmbeddingCache, EmbeddingKey, Encoded, Use
 from router.encoders import Encoder, Encoders
+from router.fault_plan import plan_metadata
 from router.faults import located
 from router.retry import Retries
 from router.worker import Worker
@@ -70,7 +71,7 @@ class Embedder:
         while True:
             worker = self._place(order.encoder, tried, failure)
             try:
-                return await self._encode(worker, media, order)
+                return await self._encode(worker, media, order, attempts + 1)
             except (Unavailable, Overloaded, EngineFailed) as error:
                 attempts += 1
                 self._retries.allow_encode(error, attempts)
@@ -86,7 +87,7 @@ class Embedder:
                 raise
             raise failure from None
 
-    async def _encode(self, worker: Worker, media: Media, order: Order) -> Encoded:
+    async def _encode(self, worker: Worker, media: Media, order: Order, attempt: int) -> Encoded:
         request = encode_pb2.EncodeRequest(
             # Of its own: others may come to wait for this call, and it must not end by the end of the one who began.
             request_id=f"{order.request_id}/{secrets.token_hex(4)}",
@@ -101,7 +102,8 @@ class Embedder:
             worker.carrying(0),
         ):
             async with worker.answering():
-                response = await unary(worker.encode.Encode(request, timeout=order.deadline.remaining_seconds))
+                seconds, metadata = order.deadline.remaining_seconds, plan_metadata(attempt)
+                response = await unary(worker.encode.Encode(request, timeout=seconds, metadata=metadata))
             return _checked(response, worker)
 
 

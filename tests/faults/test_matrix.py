@@ -14,7 +14,8 @@ FULL = os.environ.get("BATON_FAULTS") == "full"
 LEASE_SECONDS = 1.0
 SIMULATED = (
     "engine={kind: simulated, name: demo, allow_faults: true, num_blocks: 4096, block_bytes: 1024, "
-    "prefill_tokens_per_second: 8000, prefill_chunk_tokens: 256, decode_step_seconds: 0.02}",
+    "prefill_tokens_per_second: 8000, prefill_chunk_tokens: 256, decode_step_seconds: 0.02, image_tokens: 16}",
+    "encode.inline_bytes=0",
     f"handoff.lease_seconds={LEASE_SECONDS}",
     "drain_seconds=2",
 )
@@ -23,6 +24,7 @@ ROUTER = (
     "probe={interval_seconds: 0.3, timeout_seconds: 0.7, hung_seconds: 1.5}",
     "routing.session_slack=1000",
     "retry.budget_floor=1000",
+    "embeddings.max_bytes=0",
     "drain_seconds=2",
 )
 
@@ -32,13 +34,15 @@ ROUTER = (
 async def test_whatever_happens_nothing_is_lost_and_nothing_leaks(
     transport: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:
-    plan = FleetPlan(f"faults-{transport}", shared_etcd.endpoint, (*SIMULATED, f"transports=[{transport}]"), ROUTER)
+    plan = FleetPlan(
+        f"faults-{transport}", shared_etcd.endpoint, (*SIMULATED, f"transports=[{transport}]"), ROUTER, encode=2
+    )
     cells = all_cells() if FULL else sample(transport)
     reports = []
     async with fleet(plan, tmp_path) as running:
         trials = Trials(running, LEASE_SECONDS, Shape())
-        await trials.learn()
+        await trials.learn(images=True)
         for cell in cells:
-            reports.append(await trials.run(cell, 12 if FULL else 4))
+            reports.append(await trials.run(cell, 9 if FULL else 4))
     print("\n" + table(f"faults, simulated engine, {transport}", reports))
     assert [fault for report in reports for fault in report.faults] == []

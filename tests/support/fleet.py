@@ -105,6 +105,7 @@ class FleetPlan:
     etcd: str
     worker: Sequence[str]
     router: Sequence[str] = ()
+    encode: int = 0
     prefill: int = 2
     decode: int = 2
     routers: int = 1
@@ -183,7 +184,7 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
         "log.format=json",
     ]
     nodes = []
-    for role, count in (("prefill", plan.prefill), ("decode", plan.decode)):
+    for role, count in (("encode", plan.encode), ("prefill", plan.prefill), ("decode", plan.decode)):
         config = str(ROOT / f"deploy/config/{role}.yaml")
         for index in range(count):
             name = f"{role}-{index}"

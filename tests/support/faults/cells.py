@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Step = Literal["queued", "prefilling", "held", "pulling", "confirming", "decoding"]
-Target = Literal["prefill", "decode", "router"]
+Step = Literal["encoding", "queued", "prefilling", "held", "pulling", "confirming", "decoding"]
+Target = Literal["encode", "prefill", "decode", "router"]
 Disturbance = Literal["kill", "pause", "cut", "freeze", "leave", "deadline", "cancel"]
 
 STEPS: tuple[Step, ...] = get_args(Step)
+# Where an embedding is made, waits under a lease, is read, and is needed no more.
+WITH_IMAGES: tuple[Step, ...] = ("encoding", "queued", "prefilling", "decoding")
 TARGETS: tuple[Target, ...] = get_args(Target)
 # What happens to a process or to the network before it, and what a client does.
 TO_PROCESSES: tuple[Disturbance, ...] = ("kill", "pause", "cut", "freeze")
@@ -17,6 +19,7 @@ BY_CLIENTS: tuple[Disturbance, ...] = ("leave", "deadline", "cancel")
 # How a request is made to stay at a step for a while; prefilling and decoding take their time by themselves.
 HOLD_SECONDS = 0.8
 HOLDS: dict[Step, str] = {
+    "encoding": f"delay={HOLD_SECONDS}@encode",
     "queued": f"delay={HOLD_SECONDS}@queue",
     "held": f"delay={HOLD_SECONDS}@held",
     "pulling": f"delay={HOLD_SECONDS}@pull",
@@ -33,6 +36,11 @@ class Cell:
     disturbance: Disturbance
 
     @property
+    def has_image(self) -> bool:
+        """Whether its requests have one each."""
+        return self.target == "encode" or self.step == "encoding"
+
+    @property
     def node(self) -> str:
         """The process that is disturbed."""
         return f"{self.target}-0"
@@ -40,16 +48,24 @@ class Cell:
 
 def all_cells() -> list[Cell]:
     """Every one."""
-    disturbed = [Cell(target, step, what) for what in TO_PROCESSES for target in TARGETS for step in STEPS]
+    disturbed = [Cell(target, step, what) for what in TO_PROCESSES for target in TARGETS for step in _steps(target)]
     return disturbed + [Cell("client", step, what) for what in BY_CLIENTS for step in STEPS]
 
 
 def sample(transport: str) -> list[Cell]:
     """A few. Over both transports every step occurs, and every target with every disturbance."""
     disturbed = [(what, target) for what in TO_PROCESSES for target in TARGETS]
-    cells = [Cell(target, _cyclic(STEPS, index + index // 3), what) for index, (what, target) in enumerate(disturbed)]
+    cells = [
+        Cell(target, _cyclic(_steps(target), index + index // len(TARGETS)), what)
+        for index, (what, target) in enumerate(disturbed)
+    ]
     cells += [Cell("client", _cyclic(STEPS, 2 * index + 1), what) for index, what in enumerate(BY_CLIENTS)]
     return cells[::2] if transport == "shm" else cells[1::2]
+
+
+def _steps(target: Target) -> Sequence[Step]:
+    """The steps that differ for a role."""
+    return WITH_IMAGES if target == "encode" else STEPS
 
 
 def _cyclic(steps: Sequence[Step], index: int) -> Step:

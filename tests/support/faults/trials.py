@@ -5,7 +5,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -14,6 +14,7 @@ from grpc import aio
 from support.faults.cells import HOLD_SECONDS, HOLDS, Cell, Step
 from support.faults.outcomes import Outcome, follow
 from support.fleet import Fleet, Node
+from support.pictures import picture
 
 from rpc.errors import BatonError
 
@@ -56,28 +57,33 @@ class Trials:
         self._fleet = fleet
         self._lease_seconds = lease_seconds
         self._shape = shape
-        self._expected: dict[tuple[int, int], list[int]] = {}
+        self._expected: dict[_Kind, list[int]] = {}
         self._session = session_for("prefill-0", "decode-0")
 
-    async def learn(self) -> None:
+    async def learn(self, *, images: bool = False) -> None:
         """Runs every prompt once without a disturbance: what is right from then on."""
+        for kind in self._kinds(images=images):
+            outcome = Outcome("undisturbed")
+            await follow(self._fleet.stub.Generate(self._request(kind, "undisturbed"), timeout=60), outcome)
+            assert outcome.is_right, outcome
+            self._expected[kind] = outcome.ids
+
+    def _kinds(self, *, images: bool) -> Iterator["_Kind"]:
         for length in (self._shape.long_tokens, self._shape.short_tokens):
             for index in range(_PROMPTS):
-                outcome = Outcome("undisturbed")
-                await follow(
-                    self._fleet.stub.Generate(self._request(length, index, "undisturbed"), timeout=60), outcome
-                )
-                assert outcome.is_right, outcome
-                self._expected[length, index] = outcome.ids
+                yield _Kind(length, index, has_image=False)
+                if images:
+                    yield _Kind(length, index, has_image=True)
 
     async def run(self, cell: Cell, count: int) -> Report:
         """Sends `count` requests, disturbs them at the cell's step, and waits until all is well again."""
-        length = self._shape.long_tokens if cell.step == "prefilling" else self._shape.short_tokens
         seconds = HOLD_SECONDS / 2 if cell.disturbance == "deadline" else DEADLINE_SECONDS
+        length = self._shape.long_tokens if cell.step == "prefilling" else self._shape.short_tokens
+        kinds = [_Kind(length, index % _PROMPTS, cell.has_image) for index in range(count)]
         outcomes, tasks = [], []
-        for index in range(count):
+        for index, kind in enumerate(kinds):
             outcome = Outcome(f"{cell.target}-{cell.step}-{cell.disturbance}-{index}-{uuid.uuid4().hex[:6]}")
-            request = self._request(length, index % _PROMPTS, outcome.request_id)
+            request = self._request(kind, outcome.request_id)
             call = self._fleet.stub.Generate(request, timeout=seconds, metadata=_metadata(cell.step))
             outcomes.append(outcome)
             tasks.append(asyncio.create_task(follow(call, outcome)))
@@ -93,21 +99,19 @@ class Trials:
             migrations=sum(outcome.finished.migrations for outcome in outcomes if outcome.finished),
             blocks=blocks,
             settled_seconds=settled_seconds,
-            faults=self._faults(cell, length, seconds, outcomes, blocks),
+            faults=self._faults(cell, seconds, list(zip(kinds, outcomes, strict=True)), blocks),
         )
 
-    def _faults(self, cell: Cell, length: int, seconds: float, outcomes: Sequence[Outcome], blocks: int) -> list[str]:
+    def _faults(self, cell: Cell, seconds: float, ended: "Sequence[tuple[_Kind, Outcome]]", blocks: int) -> list[str]:
         found = [
             text
-            for index, outcome in enumerate(outcomes)
-            for text in outcome.faults(
-                self._expected[length, index % _PROMPTS], seconds, router_was_hit=cell.target == "router"
-            )
+            for kind, outcome in ended
+            for text in outcome.faults(self._expected[kind], seconds, router_was_hit=cell.target == "router")
         ]
-        if cell.target in ("prefill", "decode"):
+        if cell.target not in ("router", "client"):
             # There is another worker, and nobody waits for one that hangs.
-            found += [f"{one.request_id}: {one.label}: {one.message}" for one in outcomes if not one.is_right]
-            late = [one for one in outcomes if one.seconds > PAUSE_SECONDS]
+            found += [f"{one.request_id}: {one.label}: {one.message}" for _, one in ended if not one.is_right]
+            late = [one for _, one in ended if one.seconds > PAUSE_SECONDS]
             found += [f"{one.request_id}: took {one.seconds:.1f} s" for one in late]
         if blocks:
             found.append(f"{blocks} blocks were in use a lease and a second later")
@@ -183,16 +187,29 @@ class Trials:
     def _node(self, cell: Cell) -> Node:
         return self._fleet.nodes[cell.node]
 
-    def _request(self, length: int, index: int, request_id: str) -> pb.GenerateRequest:
+    def _request(self, kind: "_Kind", request_id: str) -> pb.GenerateRequest:
         """Nothing of it is cached anywhere: its salt is its own."""
-        prompt = [(position * 7 + index * 31) % 200 + 20 for position in range(length)]
-        request = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt))
-        request.sampling.seed = index
+        request = pb.GenerateRequest(request_id=request_id)
+        if kind.has_image:
+            request.prompt = "<image>" + chr(97 + kind.index) * kind.length
+            request.media.add(data=picture(width=32 + kind.index), mime_type="image/png")
+        else:
+            request.token_ids.ids.extend((position * 7 + kind.index * 31) % 200 + 20 for position in range(kind.length))
+        request.sampling.seed = kind.index
         request.stopping.max_tokens = self._shape.max_tokens
         request.stopping.ignore_eos = True
         request.routing.session_key = self._session
         request.routing.cache_salt = uuid.uuid4().hex
         return request
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Requests that are alike have the same answer."""
+
+    length: int
+    index: int
+    has_image: bool
 
 
 def _metadata(step: Step) -> tuple[tuple[str, str], ...]:
