@@ -20,8 +20,10 @@ from support.generation import generate, generate_all
 from support.pictures import animation, chunk, many_scans, picture, vast_png
 from support.questions import MAX_TOKENS, Question, as_chat, as_prompt, chat, questions
 
+from client.api import Client
 from models.demo.draw_examples import EXAMPLES
 from models.demo.generate_data import chat_prompt, raw_prompt
+from rpc.errors import InvalidRequest
 
 # Many processes share two cores: slow is not wrong.
 pytestmark = pytest.mark.timeout(400)
@@ -199,3 +201,10 @@ async def test_bad_media_are_each_refused_by_their_status_and_the_workers_serve_
     answers = await generate_all(stub, [as_prompt(each) for each in asked], at_once=4)
     assert [answer.ids for answer in answers] == plain_ids(served.plain, asked, raw_prompt)
     assert all(worker.popen.poll() is None for worker in served.cluster.workers)
+
+
+async def test_a_hundred_megabytes_are_refused_as_a_fault_of_the_request(served: Served) -> None:
+    async with Client(served.cluster.router.address) as client:
+        with pytest.raises(InvalidRequest, match="larger than max"):
+            await anext(client.generate("What is in the picture?", images=[bytes(100 * 2**20)]))
+        assert await client.models()
