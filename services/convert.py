@@ -20,6 +20,7 @@ from services.engine import (
     ImageRules,
     KvLayout,
     ModelFacts,
+    MovingKv,
     Prompt,
     Sampling,
     TokenLogprob,
@@ -120,6 +121,7 @@ def handoff(message: handoff_pb2.KvHandoff) -> Handoff:
         num_bytes=message.num_bytes,
         block_ids=tuple(message.block_ids),
         first_token=message.first_token.token_id,
+        engine_state=message.engine_state,
     )
 
 
@@ -152,6 +154,7 @@ def _handoff(owner: Owner, prefilled: Prefilled) -> handoff_pb2.KvHandoff:
         message.num_bytes = len(kv.block_ids) * owner.layout.block_bytes
         message.block_ids.extend(kv.block_ids)
         message.prefix_hash = kv.prefix_hash
+        message.engine_state = kv.engine_state if isinstance(kv, MovingKv) else b""
     return message
 
 

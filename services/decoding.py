@@ -1,13 +1,15 @@
 """A request's second half: its KV is pulled, or its prompt run here, and then it is decoded to its end."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from services import limits, traces
 from services.calls import Call
-from services.engine import Engine, Finished, Prompt, PulledKv, Sampling, Tokens
+from services.engine import Engine, Finished, HandedKv, Prompt, PulledKv, Sampling, Tokens
 from services.faults import Faults
+from services.fetching import Fetcher
 from services.handoffs import Handoff, Timing
 from services.pull import Puller
 
@@ -28,24 +30,34 @@ class Work:
     handoff: Handoff | None
 
 
-class Decoder:
-    """Runs decodes on an engine, pulling what was computed elsewhere."""
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What the engine is given, and how to have it generate, once."""
 
-    def __init__(self, engine: Engine, puller: Puller) -> None:
+    source: Prompt | PulledKv | HandedKv
+    accepted: Accepted
+    generate: Callable[[], AsyncGenerator[Tokens | Finished, None]]
+
+
+class Decoder:
+    """Runs decodes on an engine, pulling what was computed elsewhere, unless the engine fetches that itself."""
+
+    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None) -> None:
         self._engine = engine
         self._puller = puller
+        self._fetcher = fetcher
 
     async def decode(self, work: Work, call: Call) -> AsyncGenerator[Accepted | Tokens | Finished, None]:
-        """Accepted, tokens, Finished. Raises what Puller.pull and the engine raise.
+        """Accepted, tokens, Finished. Raises what Puller.pull, Fetcher.take_over and the engine raise.
 
         Closing it, or cancelling the task that reads it, frees everything on both workers.
         """
         limits.check(self._engine.facts, work.prompt, work.sampling)
         await call.faults.strike("queue")
-        async with self._source(work, call) as (source, accepted):
-            yield accepted
-            decoding = traces.Decoding(source)
-            async with aclosing(self._engine.decode(source, work.sampling)) as events:
+        async with self._begun(work, call) as begun:
+            yield begun.accepted
+            decoding = traces.Decoding(begun.source)
+            async with aclosing(begun.generate()) as events:
                 generated = len(work.prompt.emitted)
                 async for event in events:
                     decoding.saw(event)
@@ -58,12 +70,17 @@ class Decoder:
                         await call.faults.strike("decode", generated)
 
     @asynccontextmanager
-    async def _source(self, work: Work, call: Call) -> AsyncIterator[tuple[Prompt | PulledKv, Accepted]]:
+    async def _begun(self, work: Work, call: Call) -> AsyncIterator[_Begun]:
         if work.handoff is None:
-            yield work.prompt, Accepted()
-            return
-        async with self._puller.pull(work.handoff, work.prompt, call) as pulled:
-            yield pulled.kv, Accepted(pulled.timings)
+            yield _Begun(work.prompt, Accepted(), partial(self._engine.decode, work.prompt, work.sampling))
+        elif self._fetcher is not None:
+            async with self._fetcher.take_over(work.handoff, work.prompt, work.sampling, call) as fetched:
+                yield _Begun(fetched.source, Accepted(fetched.timings), lambda: fetched.events)
+        else:
+            async with self._puller.pull(work.handoff, work.prompt, call) as pulled:
+                yield _Begun(
+                    pulled.kv, Accepted(pulled.timings), partial(self._engine.decode, pulled.kv, work.sampling)
+                )
 
 
 def _pieces(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:

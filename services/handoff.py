@@ -35,6 +35,8 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     async def Release(self, request: handoff_pb2.ReleaseRequest, context: Any) -> handoff_pb2.ReleaseResponse:
         self._identity.require_epoch(request.epoch)
         self._leases.require_holder(request.handoff_id, certificate())
+        if request.fetched:
+            self._leases.fetched(request.handoff_id)
         released = await self._leases.release(request.handoff_id, request.reader)
         return handoff_pb2.ReleaseResponse(still_valid=released.still_valid, blocks_freed=released.blocks_freed)
 

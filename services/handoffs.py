@@ -28,6 +28,7 @@ class Handoff(LeasedBlocks):
 
     num_tokens: int
     first_token: int
+    engine_state: bytes = field(default=b"", repr=False)  # of an engine that moves KV itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,7 @@ class Timing:
 
 def check_handoff(handoff: Handoff, prompt: Prompt, layout: KvLayout) -> None:
     """Raises LayoutMismatch, or InvalidRequest naming every field that contradicts the prompt or another field."""
-    if handoff.layout_digest != layout.digest:
-        raise LayoutMismatch(
-            f"the handoff of worker {handoff.worker_id} has KV layout {handoff.layout_digest}, "
-            f"the blocks here have {layout.digest}"
-        )
+    _check_layout(handoff, layout)
     violations = []
     blocks = len(handoff.block_ids)
     if not (handoff.num_tokens > 0 and -(-handoff.num_tokens // layout.block_tokens) == blocks):
@@ -60,6 +57,27 @@ def check_handoff(handoff: Handoff, prompt: Prompt, layout: KvLayout) -> None:
         violations.append(FieldViolation("handoff.num_bytes", text))
     if violations:
         raise InvalidRequest(violations)
+
+
+def check_state(handoff: Handoff, prompt: Prompt, layout: KvLayout) -> None:
+    """The same, of a handoff whose KV an engine moves by its own state."""
+    _check_layout(handoff, layout)
+    violations = []
+    if not handoff.engine_state:
+        violations.append(FieldViolation("handoff.engine_state", "is empty; the engine here fetches KV by it"))
+    if not _continues(handoff, prompt):
+        text = f"prompt and emitted do not continue {handoff.num_tokens} tokens with the first token"
+        violations.append(FieldViolation("handoff.num_tokens", text))
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def _check_layout(handoff: Handoff, layout: KvLayout) -> None:
+    if handoff.layout_digest != layout.digest:
+        raise LayoutMismatch(
+            f"the handoff of worker {handoff.worker_id} has KV layout {handoff.layout_digest}, "
+            f"the blocks here have {layout.digest}"
+        )
 
 
 def check_blocks(leased: LeasedBlocks, num_blocks: int, path: str = "handoff") -> None:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from rpc.aio import TaskGroup
 from rpc.errors import PermissionDenied
 from services import metrics
-from services.engine import HeldBlocks
+from services.engine import HeldBlocks, MovingKv
 
 log = structlog.get_logger(__name__)
 
@@ -123,6 +123,12 @@ class LeaseTable:
             metrics.CONFIRMATIONS_REFUSED.inc()
             return Released(still_valid=False, blocks_freed=0)
         return await asyncio.shield(task)
+
+    def fetched(self, handoff_id: str) -> None:
+        """Its reader has all of it, which an engine that moves KV itself has to know before it is released."""
+        lease = self._leases.get(handoff_id)
+        if lease is not None and isinstance(lease.held, MovingKv):
+            lease.held.fetched()
 
     def discard(self, handoff_id: str) -> None:
         """Begins to free a handoff that nobody can ever ask for."""

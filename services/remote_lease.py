@@ -57,7 +57,7 @@ class RemoteLease:
         """Ends the lease. Raises HandoffLost or StaleEpoch unless its owner says that it held until now."""
         self._require_time()
         try:
-            answer = await unary(self._stub.Release(self._request(), timeout=self._patience_seconds))
+            answer = await unary(self._stub.Release(self._request(fetched=True), timeout=self._patience_seconds))
         except StaleEpoch:
             self.over = True
             raise
@@ -77,7 +77,7 @@ class RemoteLease:
     async def give_up(self) -> None:
         """Ends the lease if its owner can be told within a moment; otherwise it expires by itself."""
         try:
-            await unary(self._stub.Release(self._request(), timeout=_GIVE_UP_SECONDS))
+            await unary(self._stub.Release(self._request(fetched=False), timeout=_GIVE_UP_SECONDS))
         except BatonError as error:
             log.info("left a handoff to expire", owner=self._leased.worker_id, error=error.message)
 
@@ -103,9 +103,11 @@ class RemoteLease:
         if not self.remaining_seconds:
             raise self._lost("its owner did not answer before the lease was over")
 
-    def _request(self) -> handoff_pb2.ReleaseRequest:
+    def _request(self, *, fetched: bool) -> handoff_pb2.ReleaseRequest:
         leased = self._leased
-        return handoff_pb2.ReleaseRequest(handoff_id=leased.handoff_id, epoch=leased.epoch, reader=self._reader)
+        return handoff_pb2.ReleaseRequest(
+            handoff_id=leased.handoff_id, epoch=leased.epoch, reader=self._reader, fetched=fetched
+        )
 
     def _lost(self, why: str) -> HandoffLost:
         return HandoffLost(f"the handoff from worker {self._leased.worker_id} is lost: {why}")

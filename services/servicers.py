@@ -29,7 +29,8 @@ from services.draining import Drainer
 from services.embedding_pull import EmbeddingPuller
 from services.encode import EncodeServicer
 from services.encoding import EmbeddingStore, MediaEncoder
-from services.engine import BlockMemory, KvLayout
+from services.engine import BlockMemory, KvLayout, MovesKv
+from services.fetching import Fetcher
 from services.handoff import HandoffServicer
 from services.identity import Identity
 from services.leases import LeaseTable
@@ -69,6 +70,7 @@ class Reach:
 
     pools: Sequence[OfferedPool]
     kv: Puller
+    fetcher: Fetcher | None
     media: MediaResolver
 
 
@@ -93,7 +95,10 @@ async def _open_reach(config: WorkerConfig, parts: Parts) -> AsyncIterator[Reach
         transports = stack.enter_context(open_transports(config.transports, config.tls.call))
         peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))
         puller = await stack.enter_async_context(Puller(engine, peers, transports))
-        yield Reach(pools, puller, MediaResolver(engine.facts, EmbeddingPuller(engine.facts, peers, transports)))
+        fetcher = Fetcher(engine, engine.facts.layout, peers) if isinstance(engine, MovesKv) else None
+        yield Reach(
+            pools, puller, fetcher, MediaResolver(engine.facts, EmbeddingPuller(engine.facts, peers, transports))
+        )
 
 
 def _pools(parts: Parts) -> list[tuple[KvLayout, BlockMemory]]:
@@ -121,7 +126,7 @@ def _services(parts: Parts, reach: Reach) -> list[Service]:
     owner = reach.pools[0].owner
     aborter = Aborter(parts.calls, parts.leases)
     prefill = PrefillServicer(owner, parts.calls, reach.media, Prefiller(engine, parts.leases), parts.leases)
-    decode = DecodeServicer(parts.identity, parts.calls, reach.media, Decoder(engine, reach.kv))
+    decode = DecodeServicer(parts.identity, parts.calls, reach.media, Decoder(engine, reach.kv, reach.fetcher))
     handoff = HandoffServicer(parts.identity, reach.pools, parts.leases)
     worker = WorkerServicer(parts.engines.facts, parts.engines.load, aborter, parts.drainer)
     return [

@@ -5,7 +5,7 @@ import time
 from baton.inference.v1 import timing_pb2
 
 from rpc.tracing.span import Attributes, AttributeValue, Span, current_span
-from services.engine import Finished, HeldKv, PulledKv, Tokens
+from services.engine import Finished, HeldKv, Prompt, Tokens
 from services.handoffs import Handoff, Timing
 
 
@@ -33,7 +33,7 @@ class Decoding:
 
     def __init__(self, source: object) -> None:
         self._started = time.perf_counter()
-        self._is_pulled = isinstance(source, PulledKv)
+        self._is_pulled = not isinstance(source, Prompt)
         self._first_at: float | None = None
         self._tokens = 0
 

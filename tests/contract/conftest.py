@@ -1,14 +1,16 @@
 """Every engine under the contract: one entry in ENGINES each."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support import trtllm
 from support.checkpoints import save_llama
-from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
+from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING, until
 
 from services.engine import Engine
 from services.engines.pytorch.config import PyTorchConfig
@@ -29,6 +31,8 @@ class EngineUnderTest:
 
     name: str
     open: Callable[[Path], AbstractAsyncContextManager[Engine]]
+    surroundings: Callable[[], AbstractContextManager[object]] = nullcontext
+    has_pool: bool = True  # Others move KV themselves, and hold it in nobody's sight.
 
 
 def _pytorch(checkpoint: Path) -> AbstractAsyncContextManager[Engine]:
@@ -65,13 +69,32 @@ def _simulated(_checkpoint: Path) -> AbstractAsyncContextManager[Engine]:
 ENGINES = [
     EngineUnderTest("pytorch", _pytorch),
     EngineUnderTest("simulated", _simulated),
+    *(
+        EngineUnderTest(f"trtllm-{version}", trtllm.open_engine, partial(trtllm.trtllm, version), has_pool=False)
+        for version in trtllm.VERSIONS
+    ),
 ]
 
 
 @pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
+def kind(request: pytest.FixtureRequest) -> Iterator[EngineUnderTest]:
     found: EngineUnderTest = request.param
-    return found
+    with found.surroundings():
+        yield found
+
+
+@pytest.fixture
+def pool(kind: EngineUnderTest) -> None:
+    """For tests of what can only be asked of an engine with a pool."""
+    if not kind.has_pool:
+        pytest.skip("this engine moves KV itself: tests/contract/test_moving_kv.py")
+
+
+@pytest.fixture
+def moving(kind: EngineUnderTest) -> None:
+    """For tests of what can only be asked of an engine that moves KV itself."""
+    if kind.has_pool:
+        pytest.skip("this engine has a pool: tests/contract/test_blocks.py")
 
 
 @pytest_asyncio.fixture
@@ -79,6 +102,9 @@ async def engine(kind: EngineUnderTest, checkpoint: Path) -> AsyncIterator[Engin
     """The engine, with nothing in it. Every test must leave it as it was found."""
     async with kind.open(checkpoint) as opened:
         yield opened
+        if not kind.has_pool:
+            # What was held and not fetched, until the engine's own timeout.
+            await until(lambda: opened.load().blocks_used == 0)
         assert opened.load().blocks_used == 0
         assert opened.load().running == 0
         assert opened.load().waiting == 0
@@ -89,4 +115,6 @@ async def decoder(kind: EngineUnderTest, checkpoint: Path) -> AsyncIterator[Engi
     """A second one of the same model."""
     async with kind.open(checkpoint) as opened:
         yield opened
+        if not kind.has_pool:
+            await until(lambda: opened.load().blocks_used == 0)
         assert opened.load().blocks_used == 0

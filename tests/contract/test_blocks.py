@@ -11,6 +11,8 @@ from rpc.aio import timeout
 from rpc.errors import InvalidRequest, Overloaded
 from services.engine import Engine, Prompt, PulledKv, Tokens
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 PROMPT = Prompt(tuple(range(10, 60)))
 BLOCKS_OF_PROMPT = 4
 LONG = 200

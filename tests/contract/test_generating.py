@@ -44,6 +44,7 @@ async def test_sampling_elsewhere_continues_what_prefill_began(engine: Engine, d
     assert rest == whole.ids[1:]
 
 
+@pytest.mark.usefixtures("pool")
 async def test_decoding_from_pulled_blocks_may_begin_behind_several_emitted_tokens(
     engine: Engine, decoder: Engine
 ) -> None:

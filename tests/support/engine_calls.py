@@ -6,7 +6,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from rpc.aio import timeout
-from services.engine import Engine, Finished, HeldKv, Prompt, PulledKv, Reservation, Sampling, TokenLogprob, Tokens
+from services.engine import (
+    Engine,
+    Finished,
+    HandedKv,
+    HeldKv,
+    MovesKv,
+    MovingKv,
+    Prompt,
+    PulledKv,
+    Reservation,
+    Sampling,
+    TokenLogprob,
+    Tokens,
+)
 
 PATIENCE_SECONDS = 20.0
 
@@ -61,6 +74,16 @@ async def pull(source: Engine, held: HeldKv, target: Engine, reservation: Reserv
     await held.release()
 
 
+async def fetch(
+    held: MovingKv, decode: MovesKv, following: Prompt, sampling: Sampling
+) -> AsyncGenerator[Tokens | Finished, None]:
+    """What an engine generates that fetches the KV itself; the other side is told that it has."""
+    stream = await decode.take_over(HandedKv(following, held.num_tokens, held.engine_state), sampling)
+    held.fetched()
+    await held.release()
+    return stream
+
+
 async def disaggregated(
     prefill: Engine, decode: Engine, prompt: Prompt, sampling: Sampling, more: Sequence[int] = ()
 ) -> tuple[int, ...]:
@@ -69,6 +92,8 @@ async def disaggregated(
     if held.finish_reason is not None:
         return ()
     following = replace(without_embeddings(prompt), emitted=(*prompt.emitted, held.first_token, *more))
+    if isinstance(decode, MovesKv) and isinstance(held, MovingKv):
+        return (await collect(await fetch(held, decode, following, sampling))).ids
     reservation = await decode.reserve(following, held.num_tokens)
     await pull(prefill, held, decode, reservation)
     return (await collect(decode.decode(PulledKv(following, reservation), sampling))).ids

@@ -8,6 +8,7 @@ import structlog
 from rpc.errors import ConfigError
 from services.engine import Engine
 from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.engine import TrtllmEngine
 from services.engines.trtllm.guards import Surroundings, check
 from services.engines.trtllm.machine import visible_gpus
 from services.engines.trtllm.package import open_package
@@ -23,4 +24,6 @@ def open_trtllm(
     checked = check(config, Surroundings(roles, package.version, visible_gpus(), lease_seconds))
     for warning in checked.warnings:
         log.warning("trtllm configuration", warning=warning)
-    raise ConfigError(f"engine.kind trtllm: this version checks settings, and cannot run {package.version} yet")
+    if "prefill" in roles and "disagg_request_id" in package.handoff_fields and config.node_id is None:
+        raise ConfigError("engine.node_id: is unset; prefill workers with equal ids would mix their KV up")
+    return TrtllmEngine(config, checked.effective, package)

@@ -1,0 +1,100 @@
+"""What runs inside TensorRT-LLM now: submitted here, followed to its end, and counted."""
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+import structlog
+
+from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
+from services.engines.trtllm.generation import Generation
+from services.engines.trtllm.package import Package
+
+log = structlog.get_logger(__name__)
+
+
+class Running:
+    """Every request that the engine has. A fatal error fails all of them, and whatever comes later."""
+
+    def __init__(self, llm: Any, package: Package, limit: int, block_tokens: int) -> None:
+        self.failure: EngineFailed | None = None
+        self._llm = llm
+        self._package = package
+        self._limit = limit
+        self._block_tokens = block_tokens
+        self._tasks: dict[Generation, asyncio.Task[None]] = {}
+        self._progressed_at = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def blocks(self) -> int:
+        """By what they have read and written; the engine's own number may be a little higher."""
+        return sum(-(-each.num_tokens // self._block_tokens) for each in self._tasks)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long work has been in flight without any progress."""
+        return time.monotonic() - self._progressed_at if self._tasks else 0.0
+
+    def submit(self, context: tuple[int, ...], replayed: int, logprobs: int | None, **arguments: Any) -> Generation:
+        """Gives a request to the engine. Raises Overloaded, InvalidRequest, or EngineFailed."""
+        if self.failure is not None:
+            raise self.failure
+        if len(self._tasks) >= self._limit:
+            raise Overloaded(f"{len(self._tasks)} requests run and wait here", retry_after_seconds=1.0)
+        if not self._tasks:
+            self._progressed_at = time.monotonic()
+        generation = Generation(self._ask(context, arguments), len(context), replayed, logprobs)
+        task = asyncio.create_task(generation.follow(self._progress))
+        self._tasks[generation] = task
+        task.add_done_callback(partial(self._ended, generation))
+        return generation
+
+    async def close(self) -> None:
+        """Stops following whatever runs."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _ask(self, context: tuple[int, ...], arguments: dict[str, Any]) -> Any:
+        known = {name: value for name, value in arguments.items() if value is not None}
+        if unknown := sorted(set(known) - self._package.generate_arguments):
+            raise EngineFailed(f"TensorRT-LLM {self._package.version} does not take {', '.join(unknown)}")
+        try:
+            return self._llm.generate_async(list(context), **known)
+        except TypeError as error:
+            # Not the client's doing: the version's signature is not what it said.
+            raise EngineFailed(f"TensorRT-LLM {self._package.version} refused a call: {error}") from error
+        except ValueError as error:
+            raise InvalidRequest.of("prompt", str(error)) from error
+        except RuntimeError as error:
+            self._fail(error)
+            raise EngineFailed(f"TensorRT-LLM has ended: {error}") from error
+
+    def _progress(self) -> None:
+        self._progressed_at = time.monotonic()
+
+    def _ended(self, generation: Generation, task: "asyncio.Task[None]") -> None:
+        del self._tasks[generation]
+        self._progress()
+        generation.end(self._why(task))
+
+    def _why(self, task: "asyncio.Task[None]") -> BatonError | None:
+        if task.cancelled():
+            return EngineFailed("the engine is closed")
+        error = task.exception()
+        if error is None:
+            return None
+        if not isinstance(error, self._package.request_error):
+            self._fail(error)
+        return EngineFailed(f"TensorRT-LLM failed: {type(error).__name__}: {error}")
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            log.error("trtllm engine failed", error=f"{type(error).__name__}: {error}")
+            self.failure = EngineFailed(f"TensorRT-LLM failed: {type(error).__name__}: {error}")

@@ -1,0 +1,60 @@
+"""Makes the stand-in importable as tensorrt_llm, in one version, for a while."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from fake_tensorrt_llm import llm
+from fake_tensorrt_llm.tables import AUTODEPLOY, LLM, SECTIONS, TABLES, VersionTable
+from fake_tensorrt_llm.values import Logprob, RequestError, SamplingParams, disaggregated_params, strict
+
+
+@contextmanager
+def installed(version: str) -> Iterator[VersionTable]:
+    """`import tensorrt_llm` finds this version while the context is open."""
+    table = TABLES[version]
+    modules = _modules(table)
+    sys.modules.update(modules)
+    try:
+        yield table
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)
+        llm.FABRIC.clear()
+
+
+def _modules(table: VersionTable) -> dict[str, ModuleType]:
+    params = disaggregated_params(table)
+    sections: dict[str, Any] = {name: strict(name, fields) for name, fields in SECTIONS.items()}
+    sections["CacheTransceiverConfig"] = strict("CacheTransceiverConfig", table.transceiver)
+    torch_llm = llm.llm_of(table, LLM, params)
+    auto_llm = llm.llm_of(table, AUTODEPLOY, params)
+    return {
+        "tensorrt_llm": _module(
+            "tensorrt_llm", __version__=table.version, LLM=torch_llm, SamplingParams=SamplingParams
+        ),
+        "tensorrt_llm.llmapi": _module("tensorrt_llm.llmapi", DisaggregatedParams=params, **sections),
+        "tensorrt_llm.llmapi.disagg_utils": _module("tensorrt_llm.llmapi.disagg_utils", **_ids(table)),
+        "tensorrt_llm.executor": _module("tensorrt_llm.executor"),
+        "tensorrt_llm.executor.result": _module("tensorrt_llm.executor.result", Logprob=Logprob),
+        "tensorrt_llm.executor.utils": _module("tensorrt_llm.executor.utils", RequestError=RequestError),
+        "tensorrt_llm._torch": _module("tensorrt_llm._torch"),
+        "tensorrt_llm._torch.auto_deploy": _module("tensorrt_llm._torch.auto_deploy", LLM=auto_llm),
+    }
+
+
+def _ids(table: VersionTable) -> dict[str, Any]:
+    def by_node(node_id: int, process_id: int) -> int:
+        assert 0 <= node_id < 256
+        assert 0 <= process_id < 64
+        return llm.next_context_id()
+
+    return {"get_global_disagg_request_id": by_node} if table.id_arguments else {}
+
+
+def _module(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    return module

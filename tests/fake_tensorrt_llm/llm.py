@@ -1,0 +1,233 @@
+"""The stand-in's LLM: a queue, a batch, blocks, and KV that waits to be fetched by another LLM of this process."""
+
+import asyncio
+import inspect
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fake_tensorrt_llm.request import RequestOutput
+from fake_tensorrt_llm.tables import VersionTable
+from fake_tensorrt_llm.values import Logprob, RequestError
+
+_STEP_SECONDS = 0.0005
+_FIRST_ID = 2**60 + 1  # Beyond what a JSON number carries.
+
+
+@dataclass(slots=True)
+class Committed:
+    """KV of a prompt, held by the LLM that computed it."""
+
+    owner: "LLM"
+    blocks: int
+    deadline: float
+
+
+# By the id of the context request: what every LLM of this process can fetch.
+FABRIC: dict[int, Committed] = {}
+RUNNING: list["LLM"] = []
+_ids = itertools.count(_FIRST_ID)
+
+
+def next_context_id() -> int:
+    """Never the same twice."""
+    return next(_ids)
+
+
+class LLM:
+    """Accepts what `arguments` names; `table` and `arguments` are set by the subclass of a version."""
+
+    table: VersionTable
+    arguments: tuple[str, ...]
+    params_type: type
+
+    def __init__(self, model: str, tokenizer: Any = None, **arguments: Any) -> None:
+        unknown = sorted(set(arguments) - set(self.arguments))
+        if unknown:
+            raise ValueError(f"TorchLlmArgs: Extra inputs are not permitted: {', '.join(unknown)}")
+        self.given = arguments
+        self._vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        kv = arguments.get("kv_cache_config")
+        self._block_tokens = (kv and kv.tokens_per_block) or 32
+        self.blocks = ((kv and kv.max_tokens) or 2**20) // self._block_tokens
+        self.blocks_free = self.blocks
+        self._waiting: list[RequestOutput] = []
+        self._batch: list[RequestOutput] = []
+        self._loop: asyncio.Task[None] | None = None
+        self.crash: Exception | None = None
+        self.sick = False
+        self.down = False
+        self.frozen = False
+        RUNNING.append(self)
+
+    def shutdown(self) -> None:
+        """Forgets everything."""
+        self.down = True
+        if self in RUNNING:
+            RUNNING.remove(self)
+
+    def _check_health(self) -> bool:
+        return not (self.down or self.sick or self.crash)
+
+    def generate_async(self, inputs: Any, **arguments: Any) -> RequestOutput:
+        """Queues it."""
+        unknown = sorted(set(arguments) - set(self.table.generate))
+        if unknown:
+            raise TypeError(f"generate_async() got an unexpected keyword argument '{unknown[0]}'")
+        if self.down:
+            raise RuntimeError("LLM is shutting down")
+        request = self._request(tuple(inputs), arguments["sampling_params"], arguments.get("disaggregated_params"))
+        request.submitted = time.monotonic()
+        self._waiting.append(request)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop().create_task(self._run())
+        return request
+
+    def _request(self, context: tuple[int, ...], params: Any, handoff: Any) -> RequestOutput:
+        if self.given.get("skip_tokenizer_init") and params.end_id is None:
+            raise ValueError("tokenizer is required to reset end_id")
+        request = RequestOutput(context, params, handoff, 0)
+        kind = request.kind
+        if kind == "context_only":
+            self._check_context_only()
+            params.max_tokens = 1
+        if kind == "generation_only":
+            self._check_generation_only(handoff)
+        elif len(context) > self.given.get("max_num_tokens", 8192) and not self.given.get("enable_chunked_prefill"):
+            raise ValueError(f"The prompt length ({len(context)}) exceeds max_num_tokens")
+        request.blocks = -(-(len(context) + params.max_tokens) // self._block_tokens)
+        return request
+
+    def _check_context_only(self) -> None:
+        if not self.given.get("cache_transceiver_config"):
+            raise ValueError("Disaggregated serving is not enabled, please check the configuration.")
+        if not self.table.overlaps_on_prefill and not self.given.get("disable_overlap_scheduler"):
+            raise ValueError("Context only requests are not supported in pytorch backend when overlap is enabled")
+
+    def _check_generation_only(self, handoff: Any) -> None:
+        if not self.given.get("cache_transceiver_config"):
+            raise ValueError("Disaggregated serving is not enabled, please check the configuration.")
+        if handoff.multimodal_embedding_handles:
+            raise ValueError("not supported for generation-only mode")
+        if not handoff.first_gen_tokens:
+            raise ValueError("first_gen_tokens is needed")
+
+    async def _run(self) -> None:
+        while not self.down:
+            await asyncio.sleep(_STEP_SECONDS)
+            self._expire()
+            if self.crash:
+                self._fail(self.crash)
+            if not self.frozen:
+                self._admit()
+                self._step()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for number, held in list(FABRIC.items()):
+            if held.owner is self and held.deadline < now:
+                del FABRIC[number]
+                self.blocks_free += held.blocks
+
+    def _fail(self, error: Exception) -> None:
+        for request in [*self._waiting, *self._batch]:
+            request.put(error)
+        self._waiting, self._batch = [], []
+
+    def _admit(self) -> None:
+        for request in [request for request in self._waiting if request.aborted]:
+            self._waiting.remove(request)
+            request.cancel()
+        while self._waiting and len(self._batch) < self.given.get("max_batch_size", 2048):
+            request = self._waiting[0]
+            if request.blocks > self.blocks_free or not self._ready(request):
+                return
+            self.blocks_free -= request.blocks
+            self._batch.append(self._waiting.pop(0))
+
+    def _ready(self, request: RequestOutput) -> bool:
+        """Whether its KV is here, which for a handoff nobody has may never be: then nothing behind it runs either."""
+        if request.kind != "generation_only" or request.fetched:
+            return True
+        held = FABRIC.pop(_context_id(request.handoff), None)
+        if held is None:
+            if time.monotonic() - request.submitted > self._timeout_seconds():
+                request.put(RequestError("KV cache transfer timed out"))
+                self._waiting.remove(request)
+            return False
+        held.owner.blocks_free += held.blocks
+        request.fetched = True
+        self._replay(request)
+        return True
+
+    def _replay(self, request: RequestOutput) -> None:
+        output, handoff = request.outputs[0], request.handoff
+        output.token_ids.extend(handoff.first_gen_tokens)
+        if request.params.logprobs:
+            output.logprobs.extend(handoff.first_gen_log_probs or [])
+        request.put()
+
+    def _step(self) -> None:
+        for request in list(self._batch):
+            if request.aborted:
+                self._leave(request)
+                request.cancel()
+                continue
+            request.step(self._vocab_size)
+            if request.finished and request.kind == "context_only":
+                self._commit(request)
+            elif request.finished:
+                self._leave(request)
+            request.put()
+
+    def _leave(self, request: RequestOutput) -> None:
+        self._batch.remove(request)
+        self.blocks_free += request.blocks
+
+    def _commit(self, request: RequestOutput) -> None:
+        """Holds its KV until it is fetched or the time is over, whatever happens to the request."""
+        self._batch.remove(request)
+        output = request.outputs[0]
+        number = getattr(request.handoff, "disagg_request_id", None) or next_context_id()
+        FABRIC[number] = Committed(self, request.blocks, time.monotonic() + self._timeout_seconds())
+        fields = {
+            "request_type": "context_only",
+            "first_gen_tokens": list(output.token_ids),
+            "ctx_request_id": number,
+            "disagg_request_id": number,
+            "opaque_state": b"\x00state of " + self.table.version.encode(),
+            "first_gen_log_probs": list(output.logprobs) or None,
+            "ctx_usage": {"prompt_tokens": len(request.prompt_token_ids)},
+        }
+        known = {name: value for name, value in fields.items() if name in self.table.handoff}
+        output.disaggregated_params = self.params_type(**known)
+
+    def _timeout_seconds(self) -> float:
+        return float((self.given["cache_transceiver_config"].kv_transfer_timeout_ms or 10**12) / 1000)
+
+
+def _context_id(handoff: Any) -> int:
+    number = getattr(handoff, "disagg_request_id", None) or handoff.ctx_request_id
+    if not isinstance(number, int):
+        raise TypeError(f"ctx_request_id must be an integer, not {number!r}")
+    return number
+
+
+def llm_of(table: VersionTable, arguments: tuple[str, ...], params_type: type) -> type[LLM]:
+    """LLM of one version, whose signatures say what it accepts."""
+    found = type("LLM", (LLM,), {"table": table, "arguments": arguments, "params_type": params_type})
+
+    def generate_async(self: LLM, *given: Any, **named: Any) -> RequestOutput:
+        return LLM.generate_async(self, *given, **named)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [inspect.Parameter(name, kind) for name in ("self", *table.generate)]
+    generate_async.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    found.generate_async = generate_async
+    return found
+
+
+__all__ = ["FABRIC", "LLM", "RUNNING", "Logprob", "llm_of", "next_context_id"]

@@ -1,0 +1,83 @@
+"""A request inside the stand-in, which is also what its caller reads: one object, whose outputs grow."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fake_tensorrt_llm.values import CompletionOutput, Logprob
+
+
+class RequestOutput:
+    """An async iterable of itself, once for each step or several that were not read in time."""
+
+    def __init__(self, context: tuple[int, ...], params: Any, handoff: Any, blocks: int) -> None:
+        self.prompt_token_ids = list(context)
+        self.outputs = [CompletionOutput()]
+        self.finished = False
+        self.params = params
+        self.handoff = handoff
+        self.blocks = blocks
+        self.aborted = False
+        self.fetched = False
+        self.submitted = 0.0
+        self._queue: asyncio.Queue[BaseException | None] = asyncio.Queue()
+
+    @property
+    def kind(self) -> str:
+        """context_only, generation_only, or an ordinary one."""
+        return (self.handoff.request_type if self.handoff else None) or "context_and_generation"
+
+    def abort(self) -> None:
+        """Asks for its end. Of a prompt whose KV is committed it changes nothing."""
+        self.aborted = True
+
+    def cancel(self) -> None:
+        """Its last output, after an abort."""
+        self.outputs[0].finish_reason = "cancelled"
+        self.finished = True
+        self.put()
+
+    def put(self, error: BaseException | None = None) -> None:
+        """There is something new."""
+        self._queue.put_nowait(error)
+
+    async def __aiter__(self) -> AsyncIterator["RequestOutput"]:
+        while True:
+            error = await self._queue.get()
+            if error is not None:
+                raise error
+            yield self
+            if self.finished and self._queue.empty():
+                return
+
+    def step(self, vocab_size: int) -> None:
+        """One id more."""
+        output = self.outputs[0]
+        token = next_id((*self.prompt_token_ids, *output.token_ids), self.params, vocab_size)
+        output.token_ids.append(token)
+        if self.params.logprobs:
+            output.logprobs.append(_logprobs(token, self.params.logprobs, vocab_size))
+        self._finish(output, token)
+
+    def _finish(self, output: CompletionOutput, token: int) -> None:
+        if token in (self.params.stop_token_ids or ()):
+            output.finish_reason, output.stop_reason = "stop", token
+            if not self.params.include_stop_str_in_output:
+                output.token_ids.pop()
+        elif token == self.params.end_id and not self.params.ignore_eos:
+            output.finish_reason = "stop"
+        elif self.kind == "context_only" or len(output.token_ids) >= self.params.max_tokens:
+            output.finish_reason = "length"
+        self.finished = output.finish_reason is not None
+
+
+def next_id(context: tuple[int, ...], params: Any, vocab_size: int) -> int:
+    """Follows from the context, and from the seed where it is sampled."""
+    seed = None if params.temperature == 0 else params.seed
+    return int.from_bytes(hashlib.sha256(repr((context, seed)).encode()).digest()[:4], "big") % vocab_size
+
+
+def _logprobs(token: int, count: int, vocab_size: int) -> dict[int, Logprob]:
+    rivals = [(token + step) % vocab_size for step in range(count)]
+    return {rival: Logprob(-0.1 - rank, rank + 1) for rank, rival in enumerate(rivals)}

@@ -1,0 +1,59 @@
+"""The values of the stand-in's interface: strict about their fields, like the real ones."""
+
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+from fake_tensorrt_llm.tables import SAMPLING, VersionTable
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """Cumulative: lists grow in place."""
+
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    disaggregated_params: Any = None
+    request_perf_metrics: Any = None
+
+
+class RequestError(Exception):
+    """One request has failed, and the engine has not."""
+
+
+SamplingParams = make_dataclass(
+    "SamplingParams", [(name, Any, field(default=None)) for name in SAMPLING], slots=True, kw_only=True
+)
+
+
+def strict(name: str, fields: tuple[str, ...]) -> type:
+    """A configuration with these fields and no others; None is unset."""
+    return make_dataclass(name, [(each, Any, field(default=None)) for each in fields], kw_only=True)
+
+
+def disaggregated_params(table: VersionTable) -> type:
+    """DisaggregatedParams of one version: slots, keywords only, request types as they are."""
+
+    def check(self: Any) -> None:
+        if self.request_type is not None:
+            self.request_type = self.request_type.lower()
+            if self.request_type not in ("context_only", "generation_only", "context_and_generation"):
+                raise ValueError(f"Unknown request type: {self.request_type}")
+
+    return make_dataclass(
+        "DisaggregatedParams",
+        [(name, Any, field(default=None)) for name in table.handoff],
+        namespace={"__post_init__": check},
+        slots=True,
+        kw_only=True,
+    )

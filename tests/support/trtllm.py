@@ -1,0 +1,63 @@
+"""The TensorRT-LLM engine on the stand-in, in the sizes of support/engine_calls.py."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+from fake_tensorrt_llm.installation import installed
+from fake_tensorrt_llm.tables import TABLES
+from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
+
+from services.engine import Engine
+from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.opening import open_trtllm
+
+VERSIONS = tuple(TABLES)
+TRANSFER_SECONDS = 1.0
+
+
+@contextmanager
+def trtllm(version: str) -> Iterator[None]:
+    """This version is installed, and two GPUs are there."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    try:
+        with installed(version):
+            yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def settings(checkpoint: Path, args: Mapping[str, object] | None = None, **options: object) -> dict[str, object]:
+    """The key `engine` of a worker."""
+    transceiver = {
+        "backend": "NIXL",
+        "max_tokens_in_buffer": CONTEXT_TOKENS,
+        "kv_transfer_timeout_ms": int(TRANSFER_SECONDS * 1000),
+    }
+    defaults = {
+        "max_seq_len": CONTEXT_TOKENS,
+        "max_batch_size": MAX_SEQUENCES,
+        "kv_cache_config": {"tokens_per_block": BLOCK_TOKENS, "max_tokens": BLOCKS * BLOCK_TOKENS},
+        "cache_transceiver_config": transceiver,
+    }
+    return {
+        "kind": "trtllm",
+        "model": str(checkpoint),
+        "args": {**defaults, **(args or {})},
+        "node_id": 1,
+        "max_waiting": MAX_WAITING,
+        "handoff_deadline_seconds": TRANSFER_SECONDS / 2,
+        **options,
+    }
+
+
+def open_engine(
+    checkpoint: Path, args: Mapping[str, object] | None = None, **options: object
+) -> AbstractAsyncContextManager[Engine]:
+    """An engine for prefill and decode."""
+    config = TrtllmConfig.model_validate(settings(checkpoint, args, **options))
+    return open_trtllm(config, ("prefill", "decode"), lease_seconds=0.0)
