@@ -14,7 +14,7 @@ ENGINE = "engine={kind: simulated, name: demo, num_blocks: 2048, block_bytes: 10
 # Long enough for what runs, or so short that it has to go on elsewhere.
 DRAINS = [
     pytest.param(0.3, id="short"),
-    pytest.param(10.0, id="long", marks=pytest.mark.skipif(not FULL, reason="full")),
+    pytest.param(10.0, id="long", marks=pytest.mark.skipif(not FULL, reason="takes long")),
 ]
 ROUTER = ("probe={interval_seconds: 0.3, timeout_seconds: 1.0}", "drain_seconds=20", "retry.budget_floor=1000")
 
