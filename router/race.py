@@ -230,6 +230,9 @@ class Race:
         return end
 
     def _decode_instead(self, error: BatonError, tried: frozenset[str]) -> Worker:
+        if self._demand.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED:
+            # To go on, a decode worker would have to run the prompt.
+            raise NoWorker(f"the request was to run disaggregated, and cannot be continued: {error.message}") from error
         context_tokens = self._demand.prompt_tokens + len(self._answer.token_ids) + 1
         try:
             return self._placer.decode_instead(self._demand, context_tokens, tried)

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from rpc.telemetry import configure_logging, serve_metrics
 from services.config import WorkerConfig
 from services.engines.factory import describe
 from services.host import host_worker
-from services.settle import do_while
+from services.settle import do_while, settle
 
 
 def main() -> None:
@@ -54,7 +54,18 @@ async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
     with serve_metrics(config.metrics_listen, config.metrics_tls), _abandoned_on(stopping) as ready:
         async with host_worker(config) as worker:
             ready.set()
-            await do_while(worker.supervise(), stopping.wait())
+            await do_while(worker.supervise(), _first(stopping.wait(), worker.drainer.finished()))
+
+
+async def _first(*ends: Coroutine[Any, Any, Any]) -> None:
+    """Waits for the first of several."""
+    waiting = [asyncio.ensure_future(end) for end in ends]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await settle(*waiting)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class Drainer:
         self._leases = leases
         self._announcement = announcement
         self._drain_seconds = drain_seconds
+        self._finished = asyncio.Event()
 
     async def drain(self, grace_seconds: float | None = None) -> AsyncGenerator[Progress, None]:
         """What is left, now and after every change, until nothing is.
@@ -55,6 +56,14 @@ class Drainer:
             if (progress := self.progress) != known:
                 known = progress
                 yield known
+
+    def finish(self, _call: object = None) -> None:
+        """Notes that whoever asked for the drain has heard of its end."""
+        self._finished.set()
+
+    async def finished(self) -> None:
+        """Waits until a drain that was asked for has ended: the process may go."""
+        await self._finished.wait()
 
     @property
     def progress(self) -> Progress:

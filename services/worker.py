@@ -45,6 +45,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async with aclosing(self._drainer.drain(convert.grace_seconds(request))) as stages:
             async for progress in stages:
                 yield convert.drain_response(progress)
+        # When the last message is on its way, and not before.
+        context.add_done_callback(self._drainer.finish)
 
     async def SubscribeKvEvents(  # type: ignore[override]
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any

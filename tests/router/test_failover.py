@@ -220,6 +220,18 @@ async def test_a_stream_outlives_the_restart_of_every_decode_worker_under_its_ol
         assert stream.token_ids == (await undisturbed()).token_ids
 
 
+async def test_a_request_that_must_run_disaggregated_is_not_continued_otherwise() -> None:
+    slow = [simulated(name, "decode", decode_step_seconds=STEP) for name in ("d1", "d2")]
+    async with bench(PREFILL, *slow) as running:
+        apart = {**LONG, "routing": {"topology": "TOPOLOGY_DISAGGREGATED"}}
+        async with running_stream(running, 10, **apart) as task:
+            await running.proxies[next(n for n in ("d1", "d2") if running.workers[n].engine.load().running)].cut()
+            with pytest.raises(aio.AioRpcError, match="disaggregated, and cannot be continued") as caught:
+                await task
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await eventually(lambda: running.used_blocks() == 0)
+
+
 async def test_a_worker_that_comes_later_is_used(pair: Bench) -> None:
     await pair.start(simulated("d2", "decode"))
     await pair.ready(3)

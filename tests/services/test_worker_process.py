@@ -9,11 +9,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from baton.engine.v1 import worker_pb2
+from google.protobuf.duration_pb2 import Duration
 from support.etcd_server import free_port
 from support.processes import ROOT
 from support.worker_calls import WorkerCalls, calls_to, decode_request
 from support.workers import LEASE_SECONDS, worker_process
 
+from rpc.aio import timeout
 from rpc.errors import EngineFailed, Unavailable
 
 
@@ -84,6 +87,38 @@ async def test_a_worker_that_drains_takes_no_more_requests(tmp_path: Path) -> No
             with pytest.raises(Unavailable):
                 await _call_until_refused(calls)
             call.cancel()
+
+
+async def test_a_drain_that_was_asked_for_lets_what_runs_finish_and_ends_the_process_with_0(tmp_path: Path) -> None:
+    engine = "engine={kind: simulated, decode_step_seconds: 0.02}"
+    with worker_process("decode", tmp_path, engine) as worker:
+        async with calls_to(worker.address) as calls:
+            decoding = asyncio.create_task(calls.decode(decode_request(max_tokens=40)))
+            await until_running(calls)
+            seen = [one async for one in calls.worker.Drain(worker_pb2.DrainRequest(grace=Duration(seconds=20)))]
+            assert (seen[0].running, seen[0].drained) == (1, False)
+            assert [one.drained for one in seen].index(True) == len(seen) - 1
+            assert len((await decoding).token_ids) == 40
+        assert await asyncio.to_thread(worker.popen.wait, 10) == 0
+
+
+async def test_a_drain_waits_until_what_is_held_was_pulled(tmp_path: Path) -> None:
+    with worker_process("prefill", tmp_path, "handoff.lease_seconds=30") as worker:
+        async with calls_to(worker.address) as calls:
+            handoff = await calls.prefill()
+            drain = calls.worker.Drain(worker_pb2.DrainRequest(grace=Duration(seconds=20)))
+            assert (await drain.read()).handoffs_held == 1
+            with pytest.raises(Unavailable):
+                await calls.prefill("late")
+            assert (await calls.release(handoff)).still_valid
+            assert (await drain.read()).drained
+        assert await asyncio.to_thread(worker.popen.wait, 10) == 0
+
+
+async def until_running(calls: WorkerCalls) -> None:
+    async with timeout(10):
+        while not (await calls.worker.GetLoad(worker_pb2.GetLoadRequest())).load.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def _call_until_refused(calls: WorkerCalls) -> None:
