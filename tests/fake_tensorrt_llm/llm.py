@@ -60,8 +60,14 @@ class LLM:
         self.crash: Exception | None = None
         self.sick = False
         self.down = False
+        self.has_run = False
         self.frozen = False
         RUNNING.append(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is in its batch."""
+        return bool(self._batch)
 
     def shutdown(self) -> None:
         """Forgets everything."""
@@ -177,6 +183,7 @@ class LLM:
                 request.cancel()
                 continue
             request.step(self._vocab_size)
+            self.has_run = True
             if request.finished and request.kind == "context_only":
                 self._commit(request)
             elif request.finished:
