@@ -114,7 +114,9 @@ async def test_whatever_happens_to_a_real_model_nothing_is_lost(
     namespace = f"embedded-{transport}"
     plan = FleetPlan(namespace, shared_etcd.endpoint, (*WORKER, f"transports=[{transport}]"), ROUTER)
     async with fleet(plan, tmp_path) as running:
-        trials = Trials(running, LEASE_SECONDS, Shape(short_tokens=40, long_tokens=400, max_tokens=120))
+        trials = Trials(
+            running, LEASE_SECONDS, Shape(short_tokens=40, long_tokens=400, max_tokens=120, pause_seconds=8.0)
+        )
         await trials.learn()
         reports = [await trials.run(cell, 6) for cell in cells()]
     print("\n" + table(f"faults, embedded engine, {transport}", reports))

@@ -19,18 +19,21 @@ from support.pictures import picture
 from rpc.errors import BatonError
 
 DEADLINE_SECONDS = 20.0
-PAUSE_SECONDS = 5.0
 CUT_SECONDS = 1.5
 _PROMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How long prompts and answers are, so that the steps of a request last long enough."""
+    """How long prompts and answers are, so that the steps of a request last long enough; and how long a pause is.
+
+    Requests on a worker that is paused must end elsewhere before it goes on.
+    """
 
     long_tokens: int = 1200
     short_tokens: int = 60
     max_tokens: int = 30
+    pause_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Trials:
         if cell.target not in ("router", "client"):
             # There is another worker, and nobody waits for one that hangs.
             found += [f"{one.request_id}: {one.label}: {one.message}" for _, one in ended if not one.is_right]
-            late = [one for _, one in ended if one.seconds > PAUSE_SECONDS]
+            late = [one for _, one in ended if one.seconds > self._shape.pause_seconds]
             found += [f"{one.request_id}: took {one.seconds:.1f} s" for one in late]
         if blocks:
             found.append(f"{blocks} blocks were in use a lease and a second later")
@@ -132,7 +135,7 @@ class Trials:
                 self._node(cell).kill()
             case "pause":
                 self._node(cell).pause()
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(self._shape.pause_seconds)
                 self._node(cell).resume()
             case "cut":
                 await self._node(cell).proxy.cut()
@@ -140,7 +143,7 @@ class Trials:
                 await self._node(cell).proxy.restore()
             case "freeze":
                 self._node(cell).proxy.freeze()
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(self._shape.pause_seconds)
                 await self._node(cell).proxy.restore()
             case "leave":
                 for task in tasks:
