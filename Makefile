@@ -5,16 +5,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # What `make up` starts.
+# ENVOY=1 puts Envoy before the routers: gRPC-Web and JSON too, at one port.
 # ENCODE is by default 1 for a model that sees pictures, as the demonstration's does.
 ENCODE ?=
 PREFILL ?= 1
 DECODE ?= 1
+ROUTERS ?= 1
+ENVOY ?=
 ENGINE ?= pytorch
 MODEL ?= models/demo
 
 # What `make test` runs: `make test TESTS="tests/client -k doctor"`.
 TESTS ?= tests
 JOBS ?= 2
+
+# How much `make fuzz` sends.
+INPUTS ?= 10000
 # CI runs a failed test once more, and says so; docs/decisions.md says why.
 RERUNS := $(if $(CI),--reruns 1)
 
@@ -25,7 +31,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults lint check format clean
+.PHONY: help install protos docs envoy up down status logs doctor test faults fuzz lint check format clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -57,8 +63,8 @@ envoy: $(TRANSCODING) ## Write the descriptors that deploy/envoy/envoy.yaml tran
 $(TRANSCODING): $(STUBS) deploy/envoy/http_rules.yaml tools/transcoding.py
 	@$(BIN)/python tools/transcoding.py $@
 
-up: $(STUBS) ## Start etcd, the workers and a router here, and wait for a first answer
-	@$(BIN)/baton up$(if $(ENCODE), --encode $(ENCODE)) --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)
+up: $(STUBS) $(if $(ENVOY),$(TRANSCODING)) ## Start etcd, the workers and a router here, and wait for a first answer
+	@$(BIN)/baton up$(if $(ENCODE), --encode $(ENCODE)) --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)$(if $(filter-out 1,$(ROUTERS)), --routers $(ROUTERS))$(if $(ENVOY), --envoy)
 
 down: ## End everything that `make up` started
 	@test ! -x $(BIN)/baton || $(BIN)/baton down
@@ -77,6 +83,9 @@ test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
 
 faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
 	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 tests/faults
+
+fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
+	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
 lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/ruff check .
