@@ -61,6 +61,8 @@ def _up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--encode", type=_integer(64), metavar="N", help="encode workers (default 1 for a model that sees, else 0)"
     )
+    parser.add_argument("--routers", type=_integer(16), default=1, metavar="N", help="routers (default 1)")
+    parser.add_argument("--envoy", action="store_true", help="Envoy before them: gRPC-Web and JSON too")
     parser.add_argument("--engine", choices=["pytorch", "simulated"], default="pytorch", help="default pytorch")
     parser.add_argument("--model", default="", metavar="FOLDER", help="a checkpoint in Hugging Face format")
 

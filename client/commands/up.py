@@ -44,6 +44,8 @@ def _options(arguments: argparse.Namespace) -> ClusterOptions:
         decode=arguments.decode,
         engine=arguments.engine,
         model=str(Path(arguments.model).resolve()) if arguments.model else "",
+        routers=max(1, arguments.routers),
+        envoy=arguments.envoy,
     )
 
 
@@ -60,7 +62,7 @@ async def _check(folder: StateFolder, state: ClusterState) -> int:
 
 async def _start(folder: StateFolder, options: ClusterOptions) -> int:
     """Starts the cluster; whatever interrupts that ends it again."""
-    print(f"starting etcd, a router and {_words(options)}", flush=True)
+    print(f"starting etcd and {_words(options)}", flush=True)
     readiness = Readiness(folder, time.monotonic())
     complete = False
     try:
@@ -114,6 +116,11 @@ def _explain(state: ClusterState) -> int:
         example = "models/demo/examples/circle-and-square.png"
         print(f'  .venv/bin/baton generate "What is in the picture?" --image {example}')
     print()
+    envoys = [each.address for each in state.processes if each.role == "envoy"]
+    print(
+        "".join(f"Through Envoy, as gRPC, gRPC-Web and JSON: http://{address}/v1/models\n" for address in envoys),
+        end="",
+    )
     traces = [each.address for each in state.processes if each.role == "traces"]
     print("".join(f"Where the time of each request went: http://{address}\n" for address in traces))
     return 0
@@ -122,7 +129,9 @@ def _explain(state: ClusterState) -> int:
 def _words(options: ClusterOptions) -> str:
     model = f", model {Path(options.model).name}" if options.model else ""
     encode = f"{options.encode} encode, " if options.encode else ""
-    return f"{encode}{options.prefill} prefill, {options.decode} decode, engine {options.engine}{model}"
+    routers = "1 router" if options.routers == 1 else f"{options.routers} routers"
+    edge = f"{routers} behind Envoy" if options.envoy else routers
+    return f"{edge}, {encode}{options.prefill} prefill, {options.decode} decode, engine {options.engine}{model}"
 
 
 def _say(text: str) -> None:

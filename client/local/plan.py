@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from client.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from client.local.ports import free_port, port_or_another, router_port
 from rpc.errors import ConfigError
 
@@ -24,7 +25,9 @@ SIMULATED_IMAGE_TOKENS = 16
 OTLP_PORT = 4317
 TRACES_PORT = 16686
 
-Role = Literal["etcd", "encode", "prefill", "decode", "router", "traces"]
+ENVOY_PORT = 8080
+
+Role = Literal["etcd", "encode", "prefill", "decode", "router", "envoy", "traces"]
 WORKERS: tuple[Role, ...] = ("encode", "prefill", "decode")
 
 
@@ -38,6 +41,8 @@ class ClusterOptions(BaseModel):
     decode: int = Field(default=1, ge=1)
     engine: Literal["pytorch", "simulated"] = "pytorch"
     model: str = ""
+    routers: int = Field(default=1, ge=1)
+    envoy: bool = False
 
 
 class ProcessPlan(BaseModel):
@@ -67,7 +72,7 @@ class ClusterPlan(BaseModel):
 
     @property
     def router_address(self) -> str:
-        """Where clients connect."""
+        """Where clients connect; the first one, of several."""
         return next(each.address for each in self.servers if each.role == "router")
 
 
@@ -85,7 +90,9 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     workers = [(role, number) for role in WORKERS for number in range(counts[role])]
     engine = _engine(options, len(workers))
     servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
-    return ClusterPlan(registry=registry, traces=_traces(otlp), servers=(*servers, _router(shared)))
+    routers = [_router(number, shared) for number in range(options.routers)]
+    envoys = [_envoy([each.address for each in routers], otlp)] if options.envoy else []
+    return ClusterPlan(registry=registry, traces=_traces(otlp), servers=(*servers, *routers, *envoys))
 
 
 def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
@@ -95,10 +102,19 @@ def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
     return ProcessPlan(name=name, role=role, address=address, command=command)
 
 
-def _router(overrides: Sequence[str]) -> ProcessPlan:
-    address = f"{HOST}:{router_port()}"
+def _router(number: int, overrides: Sequence[str]) -> ProcessPlan:
+    address = f"{HOST}:{free_port() if number else router_port()}"
     command = _python("router", "router.yaml", [f"listen={address}", *overrides])
-    return ProcessPlan(name="router", role="router", address=address, command=command)
+    name = f"router-{number}" if number else "router"
+    return ProcessPlan(name=name, role="router", address=address, command=command)
+
+
+def _envoy(routers: Sequence[str], otlp: str) -> ProcessPlan:
+    clients, admin, metrics = (f"{HOST}:{port}" for port in (port_or_another(ENVOY_PORT), free_port(), free_port()))
+    config = envoy_config(EnvoyAddresses(clients, admin, metrics), routers, otlp)
+    options = ("--disable-hot-restart", "--log-level", "warning", "--concurrency", "1")
+    command = (envoy_binary(), *options, "--config-yaml", config)
+    return ProcessPlan(name="envoy", role="envoy", address=clients, command=command)
 
 
 def _traces(otlp: str) -> ProcessPlan:

@@ -7,12 +7,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client.api import Client
 from client.local.plan import WORKERS
 from client.local.state import ClusterState, ProcessState, StateFolder
 from rpc.aio import timeout
-from rpc.errors import BatonError, Unavailable
+from rpc.calls import unary
+from rpc.channels import open_channel
+from rpc.errors import BatonError, DeadlineExceeded, Unavailable
 
 POLL_SECONDS = 0.1
 REQUEST_SECONDS = 30.0
@@ -54,14 +57,18 @@ class Readiness:
         """
         state = await self._until_running()
         yield self._step(f"{len(state.processes)} processes are running")
-        await self._until_listening(state.address)
-        yield self._step("the router listens")
+        for router in (each for each in state.processes if each.role == "router"):
+            await self._until_listening(router.address)
+            yield self._step(f"{router.name} listens")
         async with Client(state.address) as client:
             async with aclosing(self._ready_workers(client, state)) as workers:
                 async for worker in workers:
                     yield self._step(f"{worker} is ready")
             await self._until_answered(client, state)
         yield self._step("a first request was answered")
+        for envoy in (each for each in state.processes if each.role == "envoy"):
+            await self._until_serving(envoy.address)
+            yield self._step(f"{envoy.name} has found a router")
 
     def _step(self, text: str) -> Step:
         return Step(text, time.monotonic() - self._since)
@@ -95,6 +102,12 @@ class Readiness:
         async with aclosing(self._states()) as states:
             async for _ in states:
                 if await answers(client, state):
+                    return
+
+    async def _until_serving(self, address: str) -> None:
+        async with aclosing(self._states()) as states:
+            async for _ in states:
+                if await is_serving(address):
                     return
 
     async def _states(self) -> AsyncGenerator[ClusterState, None]:
@@ -136,6 +149,16 @@ async def _ready(client: Client) -> set[str]:
     except Unavailable:
         return set()
     return {each.worker_id for each in workers if each.state == cluster_service_pb2.WORKER_STATE_READY}
+
+
+async def is_serving(address: str) -> bool:
+    """Whether what is reached at `host:port` says that it is healthy."""
+    async with open_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+        try:
+            return bool((await unary(check)).status == health_pb2.HealthCheckResponse.SERVING)
+        except (Unavailable, DeadlineExceeded):
+            return False
 
 
 async def is_listening(address: str) -> bool:

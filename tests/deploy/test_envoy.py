@@ -18,9 +18,10 @@ from google.protobuf import json_format
 from google.rpc import error_details_pb2
 from support.bench import eventually
 from support.edge import Edge
-from support.envoy import CONFIG, adapted, envoy_binary, fetch, write_descriptors
+from support.envoy import CONFIG, fetch, write_descriptors
 from support.generation import generate, generate_all, greedy_text
 
+from client.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from router.config import RouterConfig
 from rpc.channels import open_channel
 
@@ -77,9 +78,9 @@ def text_of(messages: list[generate_pb2.GenerateResponse]) -> str:
 
 def test_the_configuration_is_valid(tmp_path: Path) -> None:
     write_descriptors(tmp_path / "descriptors.binpb")
-    config = yaml.safe_dump(adapted(tmp_path, ["127.0.0.1:1"], "127.0.0.1:2"))
-    (tmp_path / "envoy.yaml").write_text(config)
-    command = [envoy_binary(), "--mode", "validate", "--disable-hot-restart", "-c", str(tmp_path / "envoy.yaml")]
+    addresses = EnvoyAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    config = envoy_config(addresses, ["127.0.0.1:4", "127.0.0.1:5"], "127.0.0.1:6", tmp_path / "descriptors.binpb")
+    command = [envoy_binary(), "--mode", "validate", "--disable-hot-restart", "--config-yaml", config]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
 
