@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from router import metrics
 from router.account import Account
@@ -69,12 +69,12 @@ class Quotas:
         self._tenants: dict[str, _Tenant] = {}
         self._is_unlimited = config == QuotasConfig()
 
-    @contextmanager
-    def serving(self, name: str, account: Account) -> Iterator[None]:
+    def serving(self, name: str, account: Account) -> AbstractContextManager[None]:
         """Counts a request of a tenant, and in the end the tokens that were generated for it. Raises QuotaExceeded."""
-        if self._is_unlimited:
-            yield
-            return
+        return nullcontext() if self._is_unlimited else self._serving(name, account)
+
+    @contextmanager
+    def _serving(self, name: str, account: Account) -> Iterator[None]:
         tenant = self._find(name)
         if 0 < tenant.concurrent <= tenant.running:
             raise _exceeded(name, f"{tenant.running} requests run, which is all", _BUSY_SECONDS)

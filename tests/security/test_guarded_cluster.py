@@ -2,6 +2,8 @@
 
 import io
 import logging
+import ssl
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from router.config import RouterConfig
 from router.host import Router, host_router
 from rpc.access import AuthConfig
 from rpc.channels import open_channel
-from rpc.telemetry import configure_logging
+from rpc.telemetry import configure_logging, serve_metrics
 from rpc.tls import TlsConfig, TlsSection
 from services.config import WorkerConfig
 from services.engines.simulated_config import SimulatedConfig
@@ -270,3 +272,16 @@ _OPERATORS = {
     "/baton.engine.v1.HandoffService/List",
     *(f"/baton.engine.v1.WorkerService/{name}" for name in ("Abort", "Drain", "GetLoad", "GetModel", "WatchLoad")),
 }
+
+
+def test_metrics_are_for_those_with_a_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    own, scraper = authority.issue("router"), authority.issue("scraper")
+    tls = TlsConfig(ca=authority.ca, cert=own.cert, key=own.key)
+    trusting = ssl.create_default_context(cafile=authority.ca)
+    with serve_metrics(":0", tls) as port:
+        url = f"https://127.0.0.1:{port}/metrics"
+        with pytest.raises(OSError):  # noqa: PT011 - TLS 1.3 says it with whichever read comes next
+            urllib.request.urlopen(url, context=trusting, timeout=5).read()
+        trusting.load_cert_chain(scraper.cert, scraper.key)
+        assert b"baton_build_info" in urllib.request.urlopen(url, context=trusting, timeout=5).read()
