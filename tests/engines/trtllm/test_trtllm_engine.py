@@ -144,6 +144,8 @@ async def test_a_fatal_error_fails_what_runs_and_all_that_comes(engine: Engine) 
         RUNNING[0].crash = RuntimeError("CUDA error")
         with pytest.raises(EngineFailed, match="CUDA error"):
             await collect(stream)
+    # Whatever the engine says of itself from then on.
+    RUNNING[0].crash = None
     assert not engine.healthy
     with pytest.raises(EngineFailed, match="CUDA error"):
         await engine.prefill(PROMPT, greedy(2))
