@@ -38,7 +38,12 @@ class Forecast:
         known_prompts = [seconds for seconds in prompts if seconds is not None]
         known_tokens = [seconds for seconds in tokens if seconds is not None]
         # One that nothing is known of may be quick.
-        if not known_prompts or len(known_prompts) < len(prompts) or len(known_tokens) < len(tokens):
+        if (
+            not known_prompts
+            or not known_tokens
+            or len(known_prompts) < len(prompts)
+            or len(known_tokens) < len(tokens)
+        ):
             return None
         return min(known_prompts) + min(known_tokens)
 
