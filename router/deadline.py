@@ -1,6 +1,5 @@
 """The time that a request has left, in all and for each call to a worker."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -32,7 +31,7 @@ class Deadline:
         try:
             async with timeout(self.remaining_seconds):
                 yield
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise self.exceeded() from None
 
     def exceeded(self, worker_id: str = "") -> DeadlineExceeded:

@@ -130,7 +130,7 @@ class Worker:
                     yield
                 finally:
                     self._waiting.discard(patience)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise Unavailable(f"it has answered nothing for {self._silent_seconds:.1f} s") from None
 
     def suspect(self, problem: str) -> None:

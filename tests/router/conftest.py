@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support.bench import DECODE, PREFILL, Bench, bench
+from support.lifetimes import in_one_task
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Bench]:
     """One prefill and one decode worker, both infinitely fast."""
-    async with bench(PREFILL, DECODE) as running:
+    async with in_one_task(bench(PREFILL, DECODE)) as running:
         yield running
