@@ -79,10 +79,11 @@ doctor: $(STUBS) ## Say what is wrong with this installation
 	@$(BIN)/baton doctor
 
 test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(RERUNS) $(TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(RERUNS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults)
+	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1)
 
 faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
-	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 tests/faults
+	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 $(RERUNS) tests/faults
 
 fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
