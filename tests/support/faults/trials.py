@@ -33,7 +33,7 @@ class Shape:
     long_tokens: int = 1200
     short_tokens: int = 60
     max_tokens: int = 30
-    pause_seconds: float = 5.0
+    pause_seconds: float = 7.0
 
 
 @dataclass(frozen=True, slots=True)
