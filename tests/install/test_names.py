@@ -1,6 +1,7 @@
 """The names of our packages are common words: nobody else may have them."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -8,3 +9,9 @@ import pytest
 @pytest.mark.parametrize("name", ["router", "services", "discovery", "rpc", "client", "baton"])
 def test_no_other_distribution_owns_the_name(name: str) -> None:
     assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving"}
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    # Test folders are no packages: of two files of one name only the first would be collected.
+    names = [path.name for path in Path(__file__).resolve().parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
