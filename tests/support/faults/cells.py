@@ -53,14 +53,13 @@ def all_cells() -> list[Cell]:
 
 
 def sample(transport: str) -> list[Cell]:
-    """A few. Over both transports every step occurs, and every target with every disturbance."""
-    disturbed = [(what, target) for what in TO_PROCESSES for target in TARGETS]
-    cells = [
+    """A few. Over both transports every target, every disturbance and nearly every step occurs."""
+    disturbed = [
         Cell(target, _cyclic(_steps(target), index + index // len(TARGETS)), what)
-        for index, (what, target) in enumerate(disturbed)
+        for index, (what, target) in enumerate((what, target) for what in TO_PROCESSES for target in TARGETS)
     ]
-    cells += [Cell("client", _cyclic(STEPS, 2 * index + 1), what) for index, what in enumerate(BY_CLIENTS)]
-    return cells[::2] if transport == "shm" else cells[1::2]
+    clients = [Cell("client", _cyclic(STEPS, 2 * index + 1), what) for index, what in enumerate(BY_CLIENTS)]
+    return disturbed[::3] + clients[:2] if transport == "shm" else disturbed[1::3] + clients[2:]
 
 
 def _steps(target: Target) -> Sequence[Step]:
