@@ -1,8 +1,10 @@
 """Turns media into embeddings: out of the cache, or by workers that encode."""
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from baton.engine.v1 import encode_pb2
 from baton.inference.v1 import media_pb2
@@ -10,15 +12,27 @@ from opentelemetry.trace import SpanKind
 
 from media.item import Media
 from router import traces
+from router.aborts import abort_unanswered
 from router.deadline import Deadline
 from router.embeddings import EmbeddingCache, EmbeddingKey, Encoded, Use
 from router.encoders import Encoder, Encoders
 from router.fault_plan import plan_metadata
 from router.faults import located
+from router.flight import Flight
+from router.requests import RunningRequest
 from router.retry import Retries
 from router.worker import Worker
 from rpc.calls import unary
-from rpc.errors import BatonError, EngineFailed, FieldViolation, InvalidRequest, NoWorker, Overloaded, Unavailable
+from rpc.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineFailed,
+    FieldViolation,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    Unavailable,
+)
 from rpc.tracing.span import stage_span
 
 _STAGE = "encode"
@@ -37,7 +51,7 @@ class LoadedMedia:
 class Order:
     """For whom something is encoded, by what, and until when."""
 
-    request_id: str
+    running: RunningRequest
     cache_salt: str
     encoder: Encoder
     deadline: Deadline
@@ -59,11 +73,11 @@ class Embedder:
         """The embedding, for the caller to close. Raises NoWorker, and what the last worker tried has raised."""
         key = EmbeddingKey(loaded.media.digest, order.encoder, order.cache_salt)
         try:
-            return await self._cache.acquire(key, partial(self._encode_somewhere, loaded.media, order))
+            return await self._cache.acquire(key, partial(self._encode_somewhere, loaded.media, order), order.running)
         except InvalidRequest as error:
             raise _renamed(error, loaded.path) from error
 
-    async def _encode_somewhere(self, media: Media, order: Order) -> Encoded:
+    async def _encode_somewhere(self, media: Media, order: Order, flight: Flight[Any]) -> Encoded:
         """Encodes on the least busy worker, or on others where it fails."""
         tried: frozenset[str] = frozenset()
         failure: BatonError | None = None
@@ -71,7 +85,9 @@ class Embedder:
         while True:
             worker = self._place(order.encoder, tried, failure)
             try:
-                return await self._encode(worker, media, order, attempts + 1)
+                # An id of its own: others may come to wait, and the call must not end by the end of the one who began.
+                flight.visit(worker, f"{order.running.request_id}/{secrets.token_hex(4)}")
+                return await self._encode(worker, _request(flight.request_id, media, order), order, attempts + 1)
             except (Unavailable, Overloaded, EngineFailed) as error:
                 attempts += 1
                 self._retries.allow_encode(error, attempts)
@@ -87,24 +103,25 @@ class Embedder:
                 raise
             raise failure from None
 
-    async def _encode(self, worker: Worker, media: Media, order: Order, attempt: int) -> Encoded:
-        request = encode_pb2.EncodeRequest(
-            # Of its own: others may come to wait for this call, and it must not end by the end of the one who began.
-            request_id=f"{order.request_id}/{secrets.token_hex(4)}",
-            model=order.encoder.model,
-            media=[
-                media_pb2.MediaItem(mime_type=media.mime_type, data=media.content, modality=media_pb2.MODALITY_IMAGE)
-            ],
-        )
+    async def _encode(self, worker: Worker, request: encode_pb2.EncodeRequest, order: Order, attempt: int) -> Encoded:
         with (
             located(_STAGE, worker),
             stage_span(_STAGE, traces.worker(worker), kind=SpanKind.CLIENT),
             worker.carrying(0),
         ):
-            async with worker.answering():
-                seconds, metadata = order.deadline.remaining_seconds, plan_metadata(attempt)
-                response = await unary(worker.encode.Encode(request, timeout=seconds, metadata=metadata))
+            seconds, metadata = order.deadline.remaining_seconds, plan_metadata(attempt)
+            try:
+                async with worker.answering():
+                    response = await unary(worker.encode.Encode(request, timeout=seconds, metadata=metadata))
+            except (asyncio.CancelledError, DeadlineExceeded):
+                await abort_unanswered(worker, request.request_id)
+                raise
             return _checked(response, worker)
+
+
+def _request(request_id: str, media: Media, order: Order) -> encode_pb2.EncodeRequest:
+    item = media_pb2.MediaItem(mime_type=media.mime_type, data=media.content, modality=media_pb2.MODALITY_IMAGE)
+    return encode_pb2.EncodeRequest(request_id=request_id, model=order.encoder.model, media=[item])
 
 
 def _checked(response: encode_pb2.EncodeResponse, worker: Worker) -> Encoded:

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 from baton.engine.v1 import encode_pb2
@@ -15,7 +16,9 @@ from typing_extensions import Self
 from router.config import EmbeddingsConfig
 from router.embedding_lease import EmbeddingLease
 from router.encoders import Encoder
+from router.flight import Flight
 from router.lease_keeper import LeaseKeeper
+from router.requests import RunningRequest
 from router.worker import Worker
 from rpc.errors import DeadlineExceeded
 
@@ -48,9 +51,6 @@ class Encoded:
     timings: Sequence[timing_pb2.StageTiming] = ()
 
 
-Encode = Callable[[], Awaitable[Encoded]]
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """An embedding in the cache, or out of it and still in use."""
@@ -67,12 +67,9 @@ class _Entry:
         return embedding.lease.num_bytes if self.lease else len(embedding.inline)
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """An Encode call that somebody waits for. The flight itself is a user of what comes of it."""
-
-    task: "asyncio.Task[_Entry]"
-    waiters: int = 0
+# The flight itself is a user of what comes of it.
+_Flight = Flight[_Entry]
+Encode = Callable[[_Flight], Awaitable[Encoded]]
 
 
 class Use:
@@ -144,8 +141,8 @@ class EmbeddingCache:
         # What is still in use is released too.
         await self._keeper.__aexit__(None, None, None)
 
-    async def acquire(self, key: EmbeddingKey, encode: Encode) -> Use:
-        """The embedding of that key: cached, or on its way already, or what `encode` returns.
+    async def acquire(self, key: EmbeddingKey, encode: Encode, running: RunningRequest) -> Use:
+        """The embedding of that key, for a request: cached, or on its way already, or what `encode` returns.
 
         `encode` is cancelled when all who wait for it are. Its failure is everybody's, except that a deadline is only
         that of the one who set it.
@@ -160,7 +157,8 @@ class EmbeddingCache:
             is_first = key not in self._flights
             flight = self._launch(key, encode) if is_first else self._flights[key]
             try:
-                return Use(self, key, await self._join(key, flight), was_cached=False)
+                with running.waiting_for(flight):
+                    return Use(self, key, await self._join(flight), was_cached=False)
             except DeadlineExceeded:
                 if is_first:
                     raise
@@ -202,18 +200,20 @@ class EmbeddingCache:
     # One call for all who want the same.
 
     def _launch(self, key: EmbeddingKey, encode: Encode) -> _Flight:
-        flight = self._flights[key] = _Flight(asyncio.create_task(self._fly(key, encode)))
-        self._flying.add(flight.task)
-        flight.task.add_done_callback(self._flying.discard)
+        flight = self._flights[key] = _Flight(partial(self._forget, key))
+        flight.task = task = asyncio.create_task(self._fly(key, encode, flight))
+        self._flying.add(task)
+        task.add_done_callback(self._flying.discard)
         return flight
 
-    async def _fly(self, key: EmbeddingKey, encode: Encode) -> _Entry:
-        entry = self._receive(await encode())
+    async def _fly(self, key: EmbeddingKey, encode: Encode, flight: _Flight) -> _Entry:
+        entry = self._receive(await encode(flight))
         entry.users += 1
         self._cache(key, entry)
         return entry
 
-    async def _join(self, key: EmbeddingKey, flight: _Flight) -> _Entry:
+    async def _join(self, flight: _Flight) -> _Entry:
+        assert flight.task is not None
         flight.waiters += 1
         try:
             entry = await asyncio.shield(flight.task)
@@ -222,13 +222,12 @@ class EmbeddingCache:
         finally:
             flight.waiters -= 1
             if not flight.waiters:
-                self._land(flight)
+                self._land(flight.task)
             if flight.task.done() or not flight.waiters:
-                self._forget(key, flight)
+                flight.forget(flight)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, task: "asyncio.Task[_Entry]") -> None:
         """The last one who waited has what it wanted, or has left."""
-        task = flight.task
         if not task.done():
             task.cancel()
         elif not task.cancelled() and task.exception() is None:

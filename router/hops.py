@@ -9,6 +9,7 @@ from baton.inference.v1 import timing_pb2
 from opentelemetry.trace import SpanContext, SpanKind
 
 from router import traces
+from router.aborts import abort_unanswered
 from router.deadline import Deadline
 from router.fault_plan import plan_metadata
 from router.faults import located
@@ -46,8 +47,12 @@ class Hops:
             seconds = self._deadline.remaining_seconds
             self._prefills += 1
             metadata = (*plan_metadata(self._prefills), *standing_metadata())
-            async with worker.answering():
-                response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
+            try:
+                async with worker.answering():
+                    response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
+            except (asyncio.CancelledError, DeadlineExceeded):
+                await abort_unanswered(worker, self._running.request_id)
+                raise
             span.set(traces.prefilled(response))
             self._prefill_span = span.context
         self._ledger.add(response.timings, worker.record.worker_id)

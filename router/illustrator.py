@@ -12,6 +12,7 @@ from router.embedder import Embedder, LoadedMedia, Order
 from router.encoders import Encoder
 from router.illustrated_prompt import IllustratedPrompt
 from router.model import ServedModel
+from router.requests import RunningRequest
 from router.together import together
 
 
@@ -32,13 +33,13 @@ class Illustrator:
         prompt: prompt_pb2.Prompt,
         media: Sequence[LoadedMedia],
         model: ServedModel,
-        request_id: str,
+        running: RunningRequest,
         deadline: Deadline,
     ) -> IllustratedPrompt:
         """A prompt with these media, one for each placeholder in it. Raises NoWorker if nothing encodes."""
         encoder = self._embedder.choose_encoder(model.name) if media else Encoder(model.name, "", "")
         placeholder = model.images.placeholder_token_id if model.images else 0
-        order = Order(request_id, prompt.cache_salt, encoder, deadline)
+        order = Order(running, prompt.cache_salt, encoder, deadline)
         return IllustratedPrompt(prompt, placeholder, media, order, self._embedder)
 
     async def _load(self, item: MediaItem) -> LoadedMedia:

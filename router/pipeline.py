@@ -79,7 +79,7 @@ class Pipeline:
         deadline = Deadline(seconds, ledger, is_callers=client_seconds is not None)
         async with deadline.enforced():
             with self._gate.serving(account):
-                admitted = await self._admit(request, account, deadline)
+                admitted = await self._admit(request, running, account, deadline)
                 async with self._gate.inside(_candidate(request, account), deadline, account):
                     with admitted.prompt as prompt:
                         await prompt.embed(account)
@@ -92,7 +92,9 @@ class Pipeline:
         limits = self._limits
         return Outbox(running.request_id, send, limits.max_waiting_tokens, limits.slow_reader_seconds)
 
-    async def _admit(self, request: generate_pb2.GenerateRequest, account: Account, deadline: Deadline) -> "_Admitted":
+    async def _admit(
+        self, request: generate_pb2.GenerateRequest, running: RunningRequest, account: Account, deadline: Deadline
+    ) -> "_Admitted":
         """Checks, tokenizes, and loads the media; no worker is called before all that."""
         with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
             model = self._cluster.model(request.model)
@@ -101,7 +103,7 @@ class Pipeline:
         token_ids = await _tokenize(request, model, account)
         media = await self._load_media(request, account)
         prompt = prompt_pb2.Prompt(token_ids=token_ids, cache_salt=request.routing.cache_salt)
-        return _Admitted(model, self._illustrator.prompt(prompt, media, model, account.request_id, deadline))
+        return _Admitted(model, self._illustrator.prompt(prompt, media, model, running, deadline))
 
     async def _load_media(self, request: generate_pb2.GenerateRequest, account: Account) -> Sequence[LoadedMedia]:
         items = media_admission.media_items(request)

@@ -2,18 +2,24 @@
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
-from baton.engine.v1 import worker_pb2
 from baton.inference.v1 import generate_pb2
 
+from router.aborts import abort
 from router.worker import Worker
 from rpc.caller import Caller, current_caller
-from rpc.calls import unary
-from rpc.errors import BatonError, Cancelled, RequestExists, RequestNotFound
+from rpc.errors import Cancelled, RequestExists, RequestNotFound
 
-_ABORT_SECONDS = 5.0
+
+class Shared(Protocol):
+    """Work that several requests may wait for."""
+
+    async def stop(self, leaving: int) -> generate_pb2.CancelReceipt | None:
+        """Stops it if nobody waits for it but `leaving` waiters, and returns what its worker confirms."""
 
 
 class RunningRequest:
@@ -30,6 +36,7 @@ class RunningRequest:
         self._owner = current_caller()
         self._ended = asyncio.Event()
         self._uses = ExitStack()
+        self._waiting_for: Counter[Shared] = Counter()
 
     def is_visible_to(self, caller: Caller | None) -> bool:
         """Whether it is this caller's own; an operator, and whoever need not say who he is, sees all."""
@@ -43,6 +50,15 @@ class RunningRequest:
             self.workers.append(worker)
             self._uses.enter_context(worker.in_use())
 
+    @contextmanager
+    def waiting_for(self, shared: Shared) -> Iterator[None]:
+        """Notes, for as long as the context is open, that it waits for something that others may wait for too."""
+        self._waiting_for[shared] += 1
+        try:
+            yield
+        finally:
+            self._waiting_for -= Counter({shared: 1})
+
     def end(self) -> None:
         """Notes that nothing of it runs here any more."""
         self._uses.close()
@@ -54,17 +70,23 @@ class RunningRequest:
         with ExitStack() as uses:
             for worker in self.workers:
                 uses.enter_context(worker.in_use())
+            shared = await self._stop_shared()
             stopped = await self._abort_on(self.workers)
             if self.task is not None:
                 self.task.cancel()
             await self._ended.wait()
             # A call may have been on its way to a worker that had nothing to stop when it was asked.
             late = await self._abort_on([worker for worker in self.workers if worker.record.worker_id not in stopped])
-        return [*stopped.values(), *late.values()]
+        return [*shared, *stopped.values(), *late.values()]
+
+    async def _stop_shared(self) -> Sequence[generate_pb2.CancelReceipt]:
+        waiting = self._waiting_for.items()
+        receipts = await asyncio.gather(*(shared.stop(leaving) for shared, leaving in waiting))
+        return [receipt for receipt in receipts if receipt]
 
     async def _abort_on(self, workers: Sequence[Worker]) -> dict[str, generate_pb2.CancelReceipt]:
         """What workers confirm to have stopped, by their ids."""
-        receipts = await asyncio.gather(*(_abort(worker, self.request_id) for worker in workers))
+        receipts = await asyncio.gather(*(abort(worker, self.request_id) for worker in workers))
         return {receipt.worker_id: receipt for receipt in receipts if receipt}
 
 
@@ -96,21 +118,3 @@ class RequestTable:
         if running is None or not running.is_visible_to(current_caller()):
             raise RequestNotFound(f"no request {request_id!r} runs here")
         return running
-
-
-async def _abort(worker: Worker, request_id: str) -> generate_pb2.CancelReceipt | None:
-    """What a worker confirms to have stopped; None if it had nothing, or could not be reached."""
-    try:
-        request = worker_pb2.AbortRequest(request_id=request_id)
-        answer = await unary(worker.control.Abort(request, timeout=_ABORT_SECONDS))
-    except BatonError:
-        return None
-    if not answer.found:
-        return None
-    return generate_pb2.CancelReceipt(
-        stage=answer.stage,
-        worker_id=worker.record.worker_id,
-        tokens_discarded=answer.tokens_discarded,
-        blocks_freed=answer.blocks_freed,
-        milliseconds=answer.milliseconds,
-    )

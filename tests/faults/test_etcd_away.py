@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer
+from support.etcd_server import EtcdServer, start_cluster
 from support.faults.load import Load, load
 from support.fleet import Fleet, FleetPlan, fleet
 from support.worker_views import Views
@@ -16,7 +16,8 @@ from support.worker_views import Views
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.registry import EtcdRegistry
 
-AWAY_SECONDS = 60.0 if os.environ.get("BATON_FAULTS") == "full" else 15.0
+FULL = os.environ.get("BATON_FAULTS") == "full"
+AWAY_SECONDS = 60.0 if FULL else 15.0
 REGISTERED_AGAIN_SECONDS = 10.0
 ENGINE = "engine={kind: simulated, name: demo, num_blocks: 2048, block_bytes: 1024, decode_step_seconds: 0.02}"
 
@@ -76,3 +77,40 @@ async def test_etcd_may_go_come_back_and_forget(tmp_path: Path) -> None:
         )
     finally:
         etcd.kill()
+
+
+@pytest.mark.skipif(not FULL, reason="takes a minute")
+@pytest.mark.timeout(300)
+async def test_one_of_three_members_may_die_or_hang(tmp_path: Path) -> None:
+    members = await asyncio.to_thread(start_cluster, tmp_path, 3)
+    endpoints = ",".join(member.endpoint for member in members)
+    plan = FleetPlan("three", endpoints, (ENGINE, "handoff.lease_seconds=1", "drain_seconds=1"), ("drain_seconds=1",))
+    lasted = {}
+    try:
+        async with fleet(plan, tmp_path) as running:
+            for member in members:
+                async with undisturbed(running):
+                    member.kill()
+                    lasted[f"{member.name} dead"] = await restarted(running, "decode-0")
+                    await asyncio.to_thread(member.start)
+                async with undisturbed(running):
+                    member.pause()
+                    await asyncio.sleep(15)  # Longer than a lease of a registration.
+                    lasted[f"{member.name} hung"] = await restarted(running, "decode-0")
+                    member.resume()
+        print("\none of three members of etcd, and a worker that comes back is used after: ", end="")
+        print(", ".join(f"{what} {seconds:.1f} s" for what, seconds in lasted.items()))
+    finally:
+        for member in members:
+            member.kill()
+
+
+async def restarted(fleet: Fleet, name: str) -> float:
+    """How long it took until a worker that was ended and started again was sent work."""
+    node = fleet.nodes[name]
+    assert await node.terminate() == 0
+    started = time.monotonic()
+    node.start()
+    await node.serving()
+    await fleet.ready()
+    return time.monotonic() - started

@@ -58,6 +58,22 @@ async def test_a_handoff_that_nobody_takes_is_released_at_once_and_not_by_its_le
         first.cancel()
 
 
+async def test_held_kv_whose_id_is_still_on_its_way_is_freed_when_the_client_leaves() -> None:
+    slow = simulated("p1", "prefill", prefill_base_seconds=0.3)
+    async with bench(slow, SLOW_DECODE) as running:
+        prefill = running.workers["p1"].engine
+        call = running.stub.Generate(LONG)
+        await eventually(lambda: prefill.load().running == 1)
+        running.proxies["p1"].freeze()
+        await eventually(lambda: prefill.load().blocks_held == 1)
+        call.cancel()
+        await asyncio.sleep(0.05)
+        await running.proxies["p1"].restore()
+        start = asyncio.get_running_loop().time()
+        await eventually(lambda: prefill.load().blocks_held == 0)
+        assert asyncio.get_running_loop().time() - start < 2.0
+
+
 async def test_cancelling_by_id_ends_the_stream_with_cancelled_and_the_reason() -> None:
     async with bench(PREFILL, SLOW_DECODE) as running:
         call = running.stub.Generate(LONG)

@@ -9,6 +9,7 @@ import pytest
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, timing_pb2
 from grpc import aio
 from support.bench import FAST_ROUTER, Bench, bench, eventually, simulated
+from support.seeing import about, sample, seeing
 
 from discovery.memory import MemoryRegistry
 from services.config import WorkerConfig
@@ -19,6 +20,7 @@ Call = aio.UnaryStreamCall[generate_pb2.GenerateRequest, generate_pb2.GenerateRe
 ALLOWING = FAST_ROUTER.model_copy(update={"allow_faults": True})
 PROMPT_TOKENS = 64  # four blocks
 PROMPT = "x" * PROMPT_TOKENS
+PAIR = (seeing("p1", "prefill"), seeing("d1", "decode"))
 
 
 def prefill(**engine: object) -> WorkerConfig:
@@ -191,3 +193,27 @@ async def test_a_decode_is_cancelled_after_its_prefill_worker_has_left() -> None
             await running.ready(1)
             receipts = await cancel(running, call)
             assert {worker: facts(receipt)[0] for worker, receipt in receipts.items()} == {"d1": "decode"}
+
+
+async def test_an_encoding_in_the_middle_is_stopped() -> None:
+    async with bench(seeing("e1", "encode", encode_seconds=20.0), *PAIR) as running:
+        call = running.stub.Generate(asking("mine"), timeout=20)
+        await eventually(lambda: running.workers["e1"].drainer.progress.running == 1)
+        receipts = await cancel(running, call)
+        assert {worker: facts(receipt) for worker, receipt in receipts.items()} == {"e1": ("encode", 0, 0)}
+        assert running.workers["e1"].drainer.progress.running == 0
+
+
+async def test_an_encoding_that_another_request_waits_for_goes_on() -> None:
+    async with bench(seeing("e1", "encode", encode_seconds=1.0), *PAIR) as running:
+        misses = sample("baton_embedding_cache_misses_total")
+        call = running.stub.Generate(asking("mine"), timeout=20)
+        other = running.stub.Generate(asking("other"), timeout=20)
+        await eventually(lambda: sample("baton_embedding_cache_misses_total") == misses + 2)
+        assert await cancel(running, call) == {}
+        await read_to_the_end(other)
+        assert await other.code() is grpc.StatusCode.OK
+
+
+def asking(request_id: str) -> generate_pb2.GenerateRequest:
+    return generate_pb2.GenerateRequest(request_id=request_id, **about())  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, inference_service_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -90,6 +91,11 @@ class Node:
                         return
                     await asyncio.sleep(0.05)
         raise AssertionError(f"{self.name} does not serve; its log ends:\n{self.log.read_text()[-4000:]}")
+
+    def resident_bytes(self) -> int:
+        """The memory of the process, which must be alive."""
+        assert self._popen is not None
+        return psutil.Process(self._popen.pid).memory_info().rss
 
     def end(self) -> None:
         """Ends it if it still runs."""
