@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from baton.inference.v1 import timing_pb2
 
 from rpc.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
+from rpc.tracing.span import current_span
 from services.faults import NO_FAULTS, FaultReader, Metadata
 from services.footprint import begin_footprint
 from services.identity import Identity, Role
+from services.request_trace import note_traceparent
 
 
 class Call:
@@ -53,6 +55,7 @@ class Calls:
         try:
             self._admit(role, request_id, model)
             call = self._calls[role, request_id] = Call(_FIRST_STAGES[role])
+            note_traceparent(current_span().traceparent)
             try:
                 call.faults = self._faults.read(metadata, role, request_id)
                 yield call

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from rpc.errors import BatonError, EmbeddingLost, HandoffLost, LayoutMismatch, StaleEpoch
-from services.engine import ModelFacts, embedding_layout
+from services.engine import ModelFacts
 from services.engines.scratch import Scratch
 from services.handoffs import LeasedBlocks, check_blocks
 from services.peers import Peer, Peers, Pool
@@ -59,8 +59,9 @@ class EmbeddingPuller:
         return scratch
 
     async def _open(self, peer: Peer, given: GivenEmbedding, leased: LeasedBlocks) -> Pool:
-        layout = embedding_layout(self._facts.layout.model, given.dtype, given.shape[1])
-        if leased.layout_digest != layout.digest:
+        assert self._facts.images is not None
+        layout = self._facts.images.embedding_layout
+        if (leased.layout_digest, given.dtype) != (layout.digest, layout.dtype):
             raise LayoutMismatch(
                 f"the embedding of worker {leased.worker_id} has layout {leased.layout_digest}; "
                 f"of this model it would be {layout.digest}"

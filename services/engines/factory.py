@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from rpc.errors import ConfigError
 from services.engine import Encoder, Engine
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
@@ -50,7 +49,9 @@ def open_encoder(config: AnyConfig) -> AbstractAsyncContextManager[Encoder]:
 
             return SimulatedEncoder(config)
         case TrtllmConfig():
-            raise ConfigError("engine.kind trtllm cannot have the role encode yet; an encode worker can be pytorch")
+            from services.engines.trtllm.opening import open_trtllm_encoder
+
+            return open_trtllm_encoder(config)
 
 
 def describe(config: AnyConfig) -> list[str]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from fake_tensorrt_llm import llm
+from fake_tensorrt_llm import llm, mm_encoder, shared_tensor
 from fake_tensorrt_llm.tables import AUTODEPLOY, LLM, SECTIONS, TABLES, VersionTable
 from fake_tensorrt_llm.values import Logprob, RequestError, SamplingParams, disaggregated_params, strict
 
@@ -23,6 +23,7 @@ def installed(version: str) -> Iterator[VersionTable]:
         for name in modules:
             sys.modules.pop(name, None)
         llm.FABRIC.clear()
+        shared_tensor.MEMORY.clear()
 
 
 def _modules(table: VersionTable) -> dict[str, ModuleType]:
@@ -41,6 +42,12 @@ def _modules(table: VersionTable) -> dict[str, ModuleType]:
         "tensorrt_llm.executor.result": _module("tensorrt_llm.executor.result", Logprob=Logprob),
         "tensorrt_llm.executor.utils": _module("tensorrt_llm.executor.utils", RequestError=RequestError),
         "tensorrt_llm._torch": _module("tensorrt_llm._torch"),
+        "tensorrt_llm.llmapi.mm_encoder": _module(
+            "tensorrt_llm.llmapi.mm_encoder", MultimodalEncoder=mm_encoder.encoder_of(table, params)
+        ),
+        "tensorrt_llm._torch.shared_tensor": _module(
+            "tensorrt_llm._torch.shared_tensor", SharedTensorContainer=shared_tensor.SharedTensorContainer
+        ),
         "tensorrt_llm._torch.auto_deploy": _module("tensorrt_llm._torch.auto_deploy", LLM=auto_llm),
     }
 

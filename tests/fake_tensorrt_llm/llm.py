@@ -3,12 +3,12 @@
 import asyncio
 import inspect
 import itertools
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fake_tensorrt_llm.prompts import PromptReader
 from fake_tensorrt_llm.request import RequestOutput
 from fake_tensorrt_llm.tables import VersionTable
 from fake_tensorrt_llm.values import Logprob, RequestError
@@ -24,6 +24,7 @@ class Committed:
     owner: "LLM"
     blocks: int
     deadline: float
+    meaning: tuple[int, ...]
 
 
 # By the id of the context request: what every LLM of this process can fetch.
@@ -49,7 +50,7 @@ class LLM:
         if unknown:
             raise ValueError(f"TorchLlmArgs: Extra inputs are not permitted: {', '.join(unknown)}")
         self.given = arguments
-        self._vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        self._reader = PromptReader(Path(model))
         kv = arguments.get("kv_cache_config")
         self._block_tokens = (kv and kv.tokens_per_block) or 32
         self.blocks = ((kv and kv.max_tokens) or 2**20) // self._block_tokens
@@ -62,6 +63,7 @@ class LLM:
         self.down = False
         self.has_run = False
         self.frozen = False
+        self.tokens_added: tuple[int, ...] = ()
         RUNNING.append(self)
 
     @property
@@ -85,24 +87,31 @@ class LLM:
             raise TypeError(f"generate_async() got an unexpected keyword argument '{unknown[0]}'")
         if self.down:
             raise RuntimeError("LLM is shutting down")
-        request = self._request(tuple(inputs), arguments["sampling_params"], arguments.get("disaggregated_params"))
+        request = self._request(inputs, arguments["sampling_params"], arguments.get("disaggregated_params"))
         request.submitted = time.monotonic()
         self._waiting.append(request)
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         return request
 
-    def _request(self, context: tuple[int, ...], params: Any, handoff: Any) -> RequestOutput:
+    def _request(self, inputs: Any, params: Any, handoff: Any) -> RequestOutput:
         if self.given.get("skip_tokenizer_init") and params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id")
+        if handoff is not None and handoff.request_type == "generation_only":
+            self._check_generation_only(handoff)
+        read = self._reader.read(inputs, handoff)
+        context = (*read.token_ids, *self.tokens_added)
         request = RequestOutput(context, params, handoff, 0)
+        request.meaning = read.meaning
         kind = request.kind
         if kind == "context_only":
             self._check_context_only()
             params.max_tokens = 1
-        if kind == "generation_only":
-            self._check_generation_only(handoff)
-        elif len(context) > self.given.get("max_num_tokens", 8192) and not self.given.get("enable_chunked_prefill"):
+        if (
+            kind != "generation_only"
+            and len(context) > self.given.get("max_num_tokens", 8192)
+            and not self.given.get("enable_chunked_prefill")
+        ):
             raise ValueError(f"The prompt length ({len(context)}) exceeds max_num_tokens")
         request.blocks = -(-(len(context) + params.max_tokens) // self._block_tokens)
         return request
@@ -116,7 +125,7 @@ class LLM:
     def _check_generation_only(self, handoff: Any) -> None:
         if not self.given.get("cache_transceiver_config"):
             raise ValueError("Disaggregated serving is not enabled, please check the configuration.")
-        if handoff.multimodal_embedding_handles:
+        if handoff.multimodal_embedding_handles is not None:
             raise ValueError("not supported for generation-only mode")
         if not handoff.first_gen_tokens:
             raise ValueError("first_gen_tokens is needed")
@@ -166,6 +175,8 @@ class LLM:
             return False
         held.owner.blocks_free += held.blocks
         request.fetched = True
+        # An answer follows from the KV that was fetched, and not from the ids that it is said to be of.
+        request.meaning = held.meaning
         self._replay(request)
         return True
 
@@ -182,7 +193,7 @@ class LLM:
                 self._leave(request)
                 request.cancel()
                 continue
-            request.step(self._vocab_size)
+            request.step(self._reader.vocab_size)
             self.has_run = True
             if request.finished and request.kind == "context_only":
                 self._commit(request)
@@ -199,7 +210,8 @@ class LLM:
         self._batch.remove(request)
         output = request.outputs[0]
         number = getattr(request.handoff, "disagg_request_id", None) or next_context_id()
-        FABRIC[number] = Committed(self, request.blocks, time.monotonic() + self._timeout_seconds())
+        deadline = time.monotonic() + self._timeout_seconds()
+        FABRIC[number] = Committed(self, request.blocks, deadline, request.meaning)
         fields = {
             "request_type": "context_only",
             "first_gen_tokens": list(output.token_ids),

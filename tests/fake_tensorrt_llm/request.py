@@ -15,6 +15,7 @@ class RequestOutput:
         self.prompt_token_ids = list(context)
         self.outputs = [CompletionOutput()]
         self.finished = False
+        self.meaning = tuple(context)
         self.params = params
         self.handoff = handoff
         self.blocks = blocks
@@ -54,7 +55,7 @@ class RequestOutput:
     def step(self, vocab_size: int) -> None:
         """One id more."""
         output = self.outputs[0]
-        token = next_id((*self.prompt_token_ids, *output.token_ids), self.params, vocab_size)
+        token = next_id((*self.meaning, *output.token_ids), self.params, vocab_size)
         output.token_ids.append(token)
         if self.params.logprobs:
             output.logprobs.append(_logprobs(token, self.params.logprobs, vocab_size))

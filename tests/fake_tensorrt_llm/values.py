@@ -1,5 +1,6 @@
 """The values of the stand-in's interface: strict about their fields, like the real ones."""
 
+import random
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ def disaggregated_params(table: VersionTable) -> type:
             self.request_type = self.request_type.lower()
             if self.request_type not in ("context_only", "generation_only", "context_and_generation"):
                 raise ValueError(f"Unknown request type: {self.request_type}")
+        if self.multimodal_embedding_handles is not None:
+            _check_hashes(self)
 
     return make_dataclass(
         "DisaggregatedParams",
@@ -57,3 +60,16 @@ def disaggregated_params(table: VersionTable) -> type:
         slots=True,
         kw_only=True,
     )
+
+
+def _check_hashes(params: Any) -> None:
+    """Given, they are eight integers for each handle; else they are random, and nothing is ever found again."""
+    handles, hashes = params.multimodal_embedding_handles, params.multimodal_hashes
+    if hashes is None:
+        params.multimodal_hashes = [[random.randrange(-(2**31), 2**31) for _ in range(8)] for _ in handles]
+        return
+    assert len(handles) == len(hashes)
+    for eight in hashes:
+        assert isinstance(eight, list)
+        assert len(eight) == 8
+        assert all(isinstance(number, int) for number in eight)

@@ -13,6 +13,20 @@ from rpc.config import Section
 CapacityPolicy = Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"]
 TransceiverBackend = Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"]
 
+# AutoDeploy's LLM does not take them.
+AUTODEPLOY_UNKNOWN = (
+    "scheduler_config",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "moe_cluster_parallel_size",
+    "moe_tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "enable_attention_dp",
+)
+# What `MultimodalEncoder` is given of them; a file may be shared with other roles.
+ENCODER_KNOWN = ("dtype", "trust_remote_code", "tensor_parallel_size", "max_batch_size", "max_num_tokens")
+
 
 class KvCacheArguments(Section):
     """`KvCacheConfig`."""

@@ -8,12 +8,11 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 from typing_extensions import Self
 
 from rpc.aio import timeout
-from rpc.errors import EngineFailed, HandoffLost, InvalidRequest, Overloaded, Unsupported
+from rpc.errors import EngineFailed, HandoffLost, Unsupported
 from services.engine import (
     EngineLoad,
     Finished,
@@ -26,24 +25,23 @@ from services.engine import (
     Sampling,
     Tokens,
 )
-from services.engines.trtllm import state
-from services.engines.trtllm.asking import Budget, sampling_params
+from services.engines.trtllm import answers, state
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.facts import model_facts
 from services.engines.trtllm.generation import Generation
+from services.engines.trtllm.illustration import check_ids
 from services.engines.trtllm.loading import load
 from services.engines.trtllm.nothing import NoMemory
+from services.engines.trtllm.orders import Orders
 from services.engines.trtllm.package import Package
-from services.engines.trtllm.pinned import Pinned, Prefilled, TrtllmKv
-from services.engines.trtllm.running import Running
+from services.engines.trtllm.pinned import Pinned, TrtllmKv
+from services.engines.trtllm.running import Order, Running
 from services.engines.trtllm.stream import TrtllmStream
 from services.footprint import current_footprint
 
 _PLAIN_TIMEOUT_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
-# How prompts end whose KV is then held, whatever is asked of the engine after that.
-_COMMITTED = ("length", "not_finished", "stop")
 
 
 class TrtllmEngine:
@@ -65,6 +63,7 @@ class TrtllmEngine:
         self._facts = replace(facts, load_seconds=time.monotonic() - started)
         size = facts.layout.block_tokens
         self._pinned = Pinned(self._transfer_seconds, size)
+        self._orders = Orders(self._config, self._args, self._package, self._facts)
         limit = self._args.max_batch_size + self._config.max_waiting
         self._running = Running(self._llm, self._package, limit, size)
         await self._warm_up()
@@ -101,13 +100,11 @@ class TrtllmEngine:
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> TrtllmKv:
         """Computes the prompt and one id; the KV waits inside the engine. See PrefillEngine."""
-        self._check(prompt)
-        self._check_handoff(prompt, sampling)
-        budget = self._budget(prompt, sampling)
+        self._orders.check(prompt, is_computed=True)
+        self._orders.check_handoff(prompt, sampling, self._pinned.tokens)
+        budget = self._orders.budget(prompt, sampling)
         hands_over = budget.max_tokens > 1
-        params = self._context_only() if hands_over else None
-        first = Budget(1, min(1, budget.min_tokens))
-        generation = self._submit(prompt, 0, sampling, first, params)
+        generation = self._submit(prompt, await self._orders.prefill(prompt, sampling, budget))
         kv: TrtllmKv | None = None
         try:
             while not generation.has_ended:
@@ -118,7 +115,7 @@ class TrtllmEngine:
         finally:
             if kv is None:
                 await self._drop(generation)
-                if hands_over and generation.finish_reason in _COMMITTED:
+                if hands_over and generation.finish_reason in answers.COMMITTED:
                     self._pinned.pin(generation, generation.tokens)
 
     async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
@@ -135,15 +132,13 @@ class TrtllmEngine:
     async def take_over(self, source: HandedKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         """Fetches the KV, and generates from it. See MovesKv."""
         prompt = source.prompt
-        self._check(prompt)
-        if not self._args.can_hand_over:
-            raise Unsupported("cache_transceiver_config is unset: this worker runs whole requests only")
+        self._orders.check(prompt, is_computed=False)
+        self._orders.check_transceiver()
         if not prompt.emitted or len(prompt.context) != source.num_tokens + 1:
             raise HandoffLost("more than the first token was sent already, and the engine can continue behind it only")
         params = state.read(self._package, source.state, prompt.context[source.num_tokens :])
         before = replace(prompt, emitted=prompt.emitted[:-1])
-        budget = self._budget(before, sampling)
-        generation = self._submit(before, 1, sampling, budget, params)
+        generation = self._submit(before, self._orders.following(before, sampling, params))
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._drop, generation)
             await self._arrival(generation)
@@ -163,12 +158,12 @@ class TrtllmEngine:
         generation.changed.set()
 
     async def _whole(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
-        self._check(prompt)
-        budget = self._budget(prompt, sampling)
+        self._orders.check(prompt, is_computed=True)
+        budget = self._orders.budget(prompt, sampling)
         if budget.max_tokens < 1:
             yield Finished(FinishReason.LENGTH, len(prompt.token_ids), 0, 0.0, 0.0, 0.0)
             return
-        generation = self._submit(prompt, 0, sampling, budget, None)
+        generation = self._submit(prompt, await self._orders.whole(prompt, sampling, budget))
         try:
             async for event in self._events(generation, prompt, fetched=False):
                 yield event
@@ -187,47 +182,24 @@ class TrtllmEngine:
             if tokens := generation.take():
                 yield tokens
             if has_ended:
-                yield self._finished(generation, prompt, fetched=fetched)
+                yield answers.finished(generation, prompt, self._facts, fetched=fetched)
                 return
 
-    def _submit(self, prompt: Prompt, replayed: int, sampling: Sampling, budget: Budget, params: Any) -> Generation:
-        return self._running.submit(
-            prompt.context,
-            replayed,
-            sampling.logprobs,
-            sampling_params=sampling_params(self._package, sampling, budget, self._facts.eos_token_ids),
-            streaming=params is None or params.request_type != "context_only",
-            disaggregated_params=params,
-            cache_salt=prompt.cache_salt or None,
-        )
+    def _submit(self, prompt: Prompt, order: Order) -> Generation:
+        generation = self._running.submit(order)
+        if prompt.media and not order.replayed:
+            self._check_made(prompt, generation)
+        return generation
 
-    def _context_only(self) -> Any:
-        """Each time with a new id: one that is used twice is another request's KV."""
-        params = self._package.disaggregated_params(request_type="context_only")
-        if "disagg_request_id" in self._package.handoff_fields:
-            assert self._config.node_id is not None
-            params.disagg_request_id = self._package.new_handoff_id(self._config.node_id)
-        return params
+    def _check_made(self, prompt: Prompt, generation: Generation) -> None:
+        try:
+            check_ids(prompt, generation.result.prompt_token_ids)
+        except EngineFailed:
+            generation.abandon()
+            raise
 
     def _held(self, generation: Generation, hands_over: bool) -> TrtllmKv:
-        if generation.error is not None:
-            raise generation.error
-        tokens = generation.take()
-        if tokens is None or len(tokens.ids) != 1:
-            raise EngineFailed("a prefill of TensorRT-LLM must answer one token")
-        reason = self._reason(generation) if self._is_over(generation) or not hands_over else None
-        output = generation.output
-        if reason is None and output.disaggregated_params is None:
-            raise EngineFailed("a prefill of TensorRT-LLM did not say where its KV is")
-        prefilled = Prefilled(
-            first_token=tokens.ids[0],
-            logprob=tokens.logprobs[0] if tokens.logprobs else None,
-            finish_reason=reason,
-            num_tokens=generation.tokens,
-            cached_tokens=self._cached_tokens(generation),
-            compute_seconds=(generation.ended_at or generation.submitted_at) - generation.submitted_at,
-            state=state.write(output.disaggregated_params) if reason is None else b"",
-        )
+        prefilled = answers.prefilled(generation, self._facts, hands_over=hands_over)
         if hands_over:
             # Also of a request that has ended: the engine holds what nobody will fetch.
             self._pinned.pin(prefilled, generation.tokens)
@@ -237,78 +209,15 @@ class TrtllmEngine:
         """Ends it, and waits until the engine says so, unless that may take a whole transfer."""
         if generation.has_ended or not self._config.abort:
             return
-        current_footprint().give_back(generation.num_tokens, -(-generation.num_tokens // self._block_tokens))
+        current_footprint().give_back(
+            generation.num_tokens, -(-generation.num_tokens // self._facts.layout.block_tokens)
+        )
         generation.abandon()
         if generation.is_fetching:
             return
         with contextlib.suppress(TimeoutError):
             async with timeout(_ABORT_SECONDS):
                 await generation.ended.wait()
-
-    @property
-    def _block_tokens(self) -> int:
-        return self._facts.layout.block_tokens
-
-    def _is_over(self, generation: Generation) -> bool:
-        return generation.finish_reason not in ("length", "not_finished")
-
-    def _reason(self, generation: Generation) -> FinishReason:
-        if not self._is_over(generation):
-            return FinishReason.LENGTH
-        if generation.finish_reason != "stop":
-            raise EngineFailed(f"TensorRT-LLM ended the request by {generation.finish_reason!r}")
-        stop = generation.output.stop_reason
-        ended = stop is None or stop in self._facts.eos_token_ids
-        return FinishReason.END_OF_SEQUENCE if ended else FinishReason.STOP_TOKEN
-
-    def _finished(self, generation: Generation, prompt: Prompt, *, fetched: bool) -> Finished:
-        ended = generation.ended_at or generation.submitted_at
-        first = generation.first_at or ended
-        waiting = first - generation.submitted_at
-        return Finished(
-            reason=self._reason(generation),
-            prompt_tokens=len(prompt.token_ids),
-            cached_tokens=self._cached_tokens(generation),
-            queue_seconds=0.0,
-            prefill_seconds=0.0 if fetched else waiting,
-            decode_seconds=ended - first,
-        )
-
-    def _cached_tokens(self, generation: Generation) -> int:
-        metrics = getattr(generation.output, "request_perf_metrics", None)
-        cache = getattr(metrics, "kv_cache_metrics", None)
-        reused = int(getattr(cache, "num_reused_blocks", 0) or 0)
-        return min(generation.tokens, reused * self._block_tokens)
-
-    def _budget(self, prompt: Prompt, sampling: Sampling) -> Budget:
-        room = self._facts.max_context_tokens - len(prompt.context)
-        left = sampling.max_tokens - len(prompt.emitted)
-        return Budget(min(left, room), max(0, sampling.min_tokens - len(prompt.emitted)))
-
-    def _check(self, prompt: Prompt) -> None:
-        if prompt.media:
-            raise Unsupported("the trtllm engine takes no media yet")
-        if prompt.cache_salt and "cache_salt" not in self._package.generate_arguments:
-            raise Unsupported(f"TensorRT-LLM {self._package.version} has no cache_salt")
-        if not prompt.token_ids:
-            raise InvalidRequest.of("prompt", "has no tokens")
-        if max(prompt.context) >= self._facts.vocab_size:
-            raise InvalidRequest.of("prompt", f"{max(prompt.context)} is outside the vocabulary")
-        limit = self._facts.max_context_tokens
-        if len(prompt.context) >= limit:
-            raise InvalidRequest.of("prompt", f"leaves no room in a context of {limit} tokens")
-        step = self._args.max_num_tokens
-        if len(prompt.context) > step and not self._args.enable_chunked_prefill:
-            raise InvalidRequest.of("prompt", f"is over max_num_tokens, {step}, and enable_chunked_prefill is off")
-
-    def _check_handoff(self, prompt: Prompt, sampling: Sampling) -> None:
-        if not self._args.can_hand_over:
-            raise Unsupported("cache_transceiver_config is unset: this worker runs whole requests only")
-        if sampling.logprobs is not None and "first_gen_log_probs" not in self._package.handoff_fields:
-            raise Unsupported(f"TensorRT-LLM {self._package.version} cannot hand log probabilities over")
-        limit, held = self._config.max_handoff_tokens, self._pinned.tokens
-        if limit is not None and held + len(prompt.context) > limit:
-            raise Overloaded(f"{held} tokens wait to be fetched; {limit} may", retry_after_seconds=1.0)
 
     async def _warm_up(self) -> None:
         """One token, before anybody is told that the engine is ready."""

@@ -1,6 +1,8 @@
 """What the engine says of its model: read from the checkpoint's folder and the arguments in effect."""
 
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from services.engine import KvLayout, ModelFacts
 from services.engines.pytorch.checkpoint import fingerprint, model_files
 from services.engines.trtllm.arguments import EngineArguments
 from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.images import image_rules, require_images
 from services.engines.trtllm.package import Package
 
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
@@ -16,20 +19,30 @@ _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 
 def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
     """Without the time that loading took. Raises ConfigError for a folder that is no checkpoint."""
-    model = _read(config.model / "config.json")
-    model = {**model, **model.get("text_config", {})}
-    assert args.max_seq_len is not None
+    whole = _read(config.model / "config.json")
+    model = {**whole, **whole.get("text_config", {})}
     return ModelFacts(
         name=config.name or config.model.name,
         engine="trtllm",
-        max_context_tokens=args.max_seq_len,
+        max_context_tokens=args.max_seq_len or int(model["max_position_embeddings"]),
         vocab_size=int(model["vocab_size"]),
         max_logprobs=config.max_logprobs,
         eos_token_ids=_ends(config.model, model),
         layout=_layout(config.model, model, args, package),
         files=model_files(config.model),
         load_seconds=0.0,
+        # AutoDeploy encodes by itself, and reads no embeddings.
+        images=image_rules(config.model, whole) if config.backend == "pytorch" else None,
     )
+
+
+def encoder_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
+    """The same of an encoder: its layout is that of embeddings, which it names by version and weights."""
+    facts = model_facts(config, args, package)
+    rules = require_images(config.model, _read(config.model / "config.json"))
+    text = f"trtllm {package.version} {args.dtype} {fingerprint(config.model)}"
+    images = replace(rules, encoder_fingerprint=hashlib.sha256(text.encode()).hexdigest())
+    return replace(facts, layout=images.embedding_layout, images=images)
 
 
 def _layout(folder: Path, model: dict[str, Any], args: EngineArguments, package: Package) -> KvLayout:

@@ -21,6 +21,7 @@ class Generation:
         self.changed = asyncio.Event()
         self.ended = asyncio.Event()
         self.has_begun = False
+        self.keeps: object = None
         self.error: BatonError | None = None
         self.finish_reason: str | None = None
         self.submitted_at = time.monotonic()
@@ -51,6 +52,7 @@ class Generation:
             progressed()
             self.first_at = self.first_at or time.monotonic()
             self.has_begun = True
+            self.keeps = None
             if self._abort_at_first:
                 self._abort()
             self.changed.set()
@@ -61,6 +63,7 @@ class Generation:
         if self.has_ended:
             return
         self.ended_at = time.monotonic()
+        self.keeps = None
         self.error = error
         if error is None and self.finish_reason is None:
             self.error = EngineFailed("TensorRT-LLM ended the request without a reason")

@@ -6,22 +6,16 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from rpc.errors import ConfigError
-from services.engines.trtllm.arguments import EngineArguments, TransceiverArguments
+from services.engines.trtllm.arguments import (
+    AUTODEPLOY_UNKNOWN,
+    ENCODER_KNOWN,
+    EngineArguments,
+    TransceiverArguments,
+)
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.effective import Effective, resolve
 
 _OVERLAP_ON_PREFILL = Version("1.3.0.dev0")
-# AutoDeploy's LLM does not take them.
-AUTODEPLOY_UNKNOWN = (
-    "scheduler_config",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_cluster_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_expert_parallel_size",
-    "enable_attention_dp",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ def check(config: TrtllmConfig, surroundings: Surroundings) -> Checked:
     faults = [*_of_engine(effective.value, surroundings)]
     if config.backend == "autodeploy":
         faults += _of_autodeploy(effective.value, surroundings)
-    elif "prefill" in surroundings.roles or effective.value.can_hand_over:
+    elif "prefill" in surroundings.roles or ("decode" in surroundings.roles and effective.value.can_hand_over):
         faults += _of_handoffs(config, effective.value, surroundings)
     if _must_not_overlap(surroundings):
         faults += _of_overlap(effective)
@@ -133,6 +127,10 @@ def _warnings(config: TrtllmConfig, effective: Effective, surroundings: Surround
         for key in AUTODEPLOY_UNKNOWN:
             if any(f"{source}.".startswith(f"{key}.") for source in effective.sources):
                 yield f"AutoDeploy does not take {key}; it is left out"
+    if set(surroundings.roles) == {"encode"}:
+        given = {key.partition(".")[0] for key in effective.sources}
+        for key in sorted(given - set(ENCODER_KNOWN)):
+            yield f"MultimodalEncoder does not take {key}; it is left out"
     if "prefill" in surroundings.roles and _must_not_overlap(surroundings) and args.kv_cache_config.enable_block_reuse:
         yield "before 1.3 a block may be evicted while it is sent: consider kv_cache_config.enable_block_reuse: false"
     if not config.abort:

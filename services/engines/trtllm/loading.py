@@ -1,13 +1,14 @@
 """TensorRT-LLM's own objects, made from the arguments in effect."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
 
 from rpc.errors import ConfigError, EngineFailed
+from services.engines.trtllm.arguments import AUTODEPLOY_UNKNOWN, ENCODER_KNOWN
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.effective import Effective
-from services.engines.trtllm.guards import AUTODEPLOY_UNKNOWN
 from services.engines.trtllm.package import Package
 
 _SECTIONS = {
@@ -21,9 +22,24 @@ _SECTIONS = {
 
 def load(config: TrtllmConfig, effective: Effective, package: Package) -> Any:
     """The LLM, loaded. Blocking, for minutes. Raises ConfigError that names the version for what it does not accept."""
-    try:
+
+    def make() -> Any:
         arguments = _arguments(config, effective, package)
         return package.llm(model=str(config.model), skip_tokenizer_init=True, **arguments)
+
+    return _loaded(config, package, make)
+
+
+def load_encoder(config: TrtllmConfig, effective: Effective, package: Package) -> Any:
+    """The MultimodalEncoder, loaded. As `load`."""
+    given = {key.partition(".")[0] for key in effective.sources} | {"max_batch_size"}
+    arguments = {name: getattr(effective.value, name) for name in ENCODER_KNOWN if name in given}
+    return _loaded(config, package, lambda: package.encoder(model=str(config.model), **arguments))
+
+
+def _loaded(config: TrtllmConfig, package: Package, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"trtllm {package.version} does not accept the arguments: {_line(error)}") from error
     except (RuntimeError, OSError) as error:

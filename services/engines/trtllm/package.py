@@ -39,6 +39,15 @@ class Package:
     sampling_arguments: frozenset[str]
     generate_arguments: frozenset[str]
 
+    @property
+    def encoder(self) -> Any:
+        """`MultimodalEncoder`."""
+        return _import(f"{NAME}.llmapi.mm_encoder").MultimodalEncoder
+
+    def shared_tensor(self) -> Any:
+        """`SharedTensorContainer`, by which embeddings come and go."""
+        return _import(f"{NAME}._torch.shared_tensor").SharedTensorContainer
+
     def new_handoff_id(self, node_id: int) -> int:
         """An id that no other node gives out. Its generator takes other arguments in every line of versions."""
         make = _import(f"{NAME}.llmapi.disagg_utils").get_global_disagg_request_id

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,21 @@ from services.engines.trtllm.generation import Generation
 from services.engines.trtllm.package import Package
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the engine is asked: `inputs` as it takes them, which are `tokens` long, and more by name.
+
+    The first `replayed` ids of the answer are known. `keeps` is kept until the answer has begun.
+    """
+
+    inputs: Any
+    tokens: int
+    replayed: int
+    logprobs: int | None
+    arguments: Mapping[str, Any]
+    keeps: object = None
 
 
 class Running:
@@ -39,7 +56,7 @@ class Running:
         """How long work has been in flight without any progress."""
         return time.monotonic() - self._progressed_at if self._tasks else 0.0
 
-    def submit(self, context: tuple[int, ...], replayed: int, logprobs: int | None, **arguments: Any) -> Generation:
+    def submit(self, order: Order) -> Generation:
         """Gives a request to the engine. Raises Overloaded, InvalidRequest, or EngineFailed."""
         if self.failure is not None:
             raise self.failure
@@ -47,7 +64,8 @@ class Running:
             raise Overloaded(f"{len(self._tasks)} requests run and wait here", retry_after_seconds=1.0)
         if not self._tasks:
             self._progressed_at = time.monotonic()
-        generation = Generation(self._ask(context, arguments), len(context), replayed, logprobs)
+        generation = Generation(self._ask(order), order.tokens, order.replayed, order.logprobs)
+        generation.keeps = order.keeps
         task = asyncio.create_task(generation.follow(self._progress))
         self._tasks[generation] = task
         task.add_done_callback(partial(self._ended, generation))
@@ -61,12 +79,12 @@ class Running:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _ask(self, context: tuple[int, ...], arguments: dict[str, Any]) -> Any:
-        known = {name: value for name, value in arguments.items() if value is not None}
+    def _ask(self, order: Order) -> Any:
+        known = {name: value for name, value in order.arguments.items() if value is not None}
         if unknown := sorted(set(known) - self._package.generate_arguments):
             raise EngineFailed(f"TensorRT-LLM {self._package.version} does not take {', '.join(unknown)}")
         try:
-            return self._llm.generate_async(list(context), **known)
+            return self._llm.generate_async(order.inputs, **known)
         except TypeError as error:
             # Not the client's doing: the version's signature is not what it said.
             raise EngineFailed(f"TensorRT-LLM {self._package.version} refused a call: {error}") from error

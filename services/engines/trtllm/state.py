@@ -22,7 +22,9 @@ _IDS = ("ctx_request_id", "disagg_request_id", "ctx_dp_rank", "schedule_style")
 _SCALARS = (*_IDS, "opaque_state", "ctx_info_endpoint")
 # Whose loss changes nothing: the decode side says itself what it wants, images are in the KV already (and their handles
 # are refused there), and usage is in the handoff.
-_LEFT_BEHIND = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes", "ctx_usage"})
+_LEFT_BEHIND = frozenset(
+    {"request_type", "multimodal_embedding_handles", "multimodal_hashes", "multimodal_item_runs", "ctx_usage"}
+)
 _CARRIED = frozenset({*_SCALARS, "first_gen_tokens", "draft_tokens", "first_gen_log_probs"})
 _MAX_ID = 2**63
 _MAX_STATE_BYTES = 1 << 20

@@ -1,0 +1,148 @@
+"""TensorRT-LLM's encode role: `MultimodalEncoder`, whose embeddings are copied to host memory as soon as they are made.
+
+It answers with handles on GPU memory of this host, good for one reader. Embeddings here are cached, shared and moved
+between hosts: so this process is that reader, and what travels are bytes.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from io import BytesIO
+from types import TracebackType
+from typing import Any
+
+from PIL import Image
+from typing_extensions import Self
+
+from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
+from services.engine import Embedding, EncoderLoad, Media, ModelFacts
+from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.effective import Effective
+from services.engines.trtllm.facts import encoder_facts
+from services.engines.trtllm.loading import load_encoder
+from services.engines.trtllm.package import Package
+
+_WARM_UP = Image.new("RGB", (64, 64), (128, 128, 128))
+
+
+class TrtllmEncoder:
+    """An Encoder. One thread of its own looks at images, as many at once as a batch takes."""
+
+    def __init__(self, config: TrtllmConfig, effective: Effective, package: Package) -> None:
+        self._config = config
+        self._effective = effective
+        self._package = package
+        self._batch = effective.value.max_batch_size
+        self._thread = ThreadPoolExecutor(1, "trtllm-encoder")
+        self._unfinished = self._running = 0
+        self._failure: EngineFailed | None = None
+
+    async def __aenter__(self) -> Self:
+        facts = encoder_facts(self._config, self._effective.value, self._package)
+        assert facts.images is not None
+        self._rules = facts.images
+        started = time.monotonic()
+        self._encoder = await asyncio.to_thread(load_encoder, self._config, self._effective, self._package)
+        await self._in_thread([_WARM_UP])
+        self._facts = replace(facts, load_seconds=time.monotonic() - started)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._encoder.shutdown)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def healthy(self) -> bool:
+        """By its own check, and by whether it has failed."""
+        check = getattr(self._encoder, "_check_health", None)
+        return self._failure is None and (check is None or bool(check()))
+
+    def load(self) -> EncoderLoad:
+        """Images in the batch, and that wait for it."""
+        return EncoderLoad(self._running, self._unfinished - self._running)
+
+    async def encode(self, media: Sequence[Media]) -> list[Embedding]:
+        """One embedding for each image. See EncodeEngine."""
+        if self._unfinished and self._unfinished + len(media) > self._config.max_waiting:
+            raise Overloaded(f"{self._unfinished} images wait already", retry_after_seconds=1.0)
+        self._unfinished += len(media)
+        try:
+            found: list[Embedding] = []
+            for start in range(0, len(media), self._batch):
+                found += await self._encode(media[start : start + self._batch])
+            return found
+        finally:
+            self._unfinished -= len(media)
+
+    async def _encode(self, media: Sequence[Media]) -> list[Embedding]:
+        if self._failure is not None:
+            raise self._failure
+        images = await asyncio.to_thread(_opened, media)
+        tensors = await self._in_thread(images)
+        return [self._embedding(one, tensor) for one, tensor in zip(media, tensors, strict=True)]
+
+    async def _in_thread(self, images: Sequence[Image.Image]) -> list[Any]:
+        looking = asyncio.get_running_loop().run_in_executor(self._thread, self._look, images)
+        try:
+            await asyncio.wait([looking])
+        finally:
+            # Before its turn it then never runs; after that its result is dropped.
+            looking.cancel()
+        if (error := looking.exception()) is not None:
+            raise self._why(error) from error
+        return looking.result()
+
+    def _look(self, images: Sequence[Image.Image]) -> list[Any]:
+        self._running = len(images)
+        try:
+            asked = [{"prompt": self._rules.placeholder, "multi_modal_data": {"image": [image]}} for image in images]
+            return [self._taken(result) for result in self._encoder.generate(asked)]
+        finally:
+            self._running = 0
+
+    def _why(self, error: BaseException) -> BatonError:
+        """What is not the failure of one request is the engine's."""
+        if isinstance(error, BatonError):
+            return error
+        failed = EngineFailed(f"TensorRT-LLM failed: {type(error).__name__}: {error}")
+        if not isinstance(error, self._package.request_error):
+            self._failure = failed
+        return failed
+
+    def _taken(self, result: Any) -> Any:
+        """The rows in host memory. Reading a handle uses it up, and lets the engine have its memory back."""
+        params = result.disaggregated_params
+        handles = params.multimodal_embedding_handles if params is not None else None
+        if not handles or len(handles) != 1:
+            raise EngineFailed(f"TensorRT-LLM answered {len(handles or ())} embeddings for one image")
+        rows = self._package.shared_tensor().from_dict(handles[0]).get_local_view()
+        if rows.dim() != 2 or rows.shape[1] != self._rules.hidden_size:
+            raise EngineFailed(f"an embedding of shape {tuple(rows.shape)} has no rows of {self._rules.hidden_size}")
+        return rows.cpu().clone()
+
+    def _embedding(self, media: Media, rows: Any) -> Embedding:
+        import torch
+
+        dtype = self._rules.embedding_layout.dtype
+        data = rows.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(self._rules.encoder_fingerprint.encode() + media.content).digest()
+        return Embedding(digest, (int(rows.shape[0]), int(rows.shape[1])), dtype, data)
+
+
+def _opened(media: Sequence[Media]) -> list[Image.Image]:
+    opened: list[Image.Image] = []
+    for one in media:
+        try:
+            opened.append(Image.open(BytesIO(one.content)).convert("RGB"))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest.of(f"media[{len(opened)}]", f"cannot be read: {error}") from error
+    return opened
