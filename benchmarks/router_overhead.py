@@ -84,7 +84,7 @@ def run_router(pipe: Connection) -> None:
         async with AsyncExitStack() as stack:
             for record in records:
                 await stack.enter_async_context(registry.register(record))
-            config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0)
+            config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0)
             router = await stack.enter_async_context(host_router(config, registry))
             while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

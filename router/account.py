@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.inference.v1 import generate_pb2, sampling_pb2
+from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 
 from router.embeddings import Use
 from router.ledger import Ledger
@@ -29,6 +29,7 @@ class Account:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     ledger: Ledger = field(default_factory=Ledger)
+    timings: Sequence[timing_pb2.StageTiming] = ()  # the ledger as it stood in the last message
 
     def embedded(self, uses: Sequence[Use]) -> None:
         """Media have become embeddings: for the first time, or again because they were needed again."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ from baton.engine.v1 import worker_pb2
 
 from discovery.latest import Latest
 from discovery.registry import Registry, WorkerRecord
+from router import metrics
 from router.config import ProbeConfig
 from router.model import ServedModel
 from router.worker import Worker, connect
@@ -119,6 +120,7 @@ class Cluster:
         for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
             if worker.model:
                 self._models[worker.record.model] = worker.model
+        metrics.observe_workers(_roles_and_states(self.workers))
         self._ready.set(any("decode" in worker.record.roles and not worker.problem for worker in self.workers))
 
     def _load_card(self, card: worker_pb2.ModelCard) -> "asyncio.Future[ServedModel]":
@@ -157,6 +159,12 @@ async def _read(card: worker_pb2.ModelCard) -> ServedModel:
 
 def _key(record: WorkerRecord) -> tuple[str, int, str]:
     return (record.worker_id, record.epoch, record.address)
+
+
+def _roles_and_states(workers: Iterable[Worker]) -> Iterator[tuple[str, str]]:
+    for worker in workers:
+        for role in worker.record.roles:
+            yield role, worker.state
 
 
 def _names(models: tuple[ServedModel, ...]) -> str:

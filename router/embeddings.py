@@ -10,9 +10,9 @@ from types import TracebackType
 
 from baton.engine.v1 import encode_pb2
 from baton.inference.v1 import timing_pb2
-from prometheus_client import Counter, Gauge
 from typing_extensions import Self
 
+from router import metrics
 from router.config import EmbeddingsConfig
 from router.embedding_lease import EmbeddingLease
 from router.encoders import Encoder
@@ -21,11 +21,6 @@ from router.lease_keeper import LeaseKeeper
 from router.requests import RunningRequest
 from router.worker import Worker
 from rpc.errors import DeadlineExceeded
-
-HITS = Counter("baton_embedding_cache_hits_total", "Media whose embedding was in the cache.")
-MISSES = Counter("baton_embedding_cache_misses_total", "Media whose embedding was not in the cache.")
-BYTES = Gauge("baton_embedding_cache_bytes", "Embeddings in the cache, here or leased on encode workers.")
-EVICTIONS = Counter("baton_embedding_cache_evictions_total", "Embeddings that have left the cache.", ["reason"])
 
 _SWEEP_SECONDS = 0.5
 
@@ -149,10 +144,10 @@ class EmbeddingCache:
         """
         entry = self._find(key)
         if entry is not None:
-            HITS.inc()
+            metrics.EMBEDDING_CACHE_HITS.inc()
             entry.users += 1
             return Use(self, key, entry, was_cached=True)
-        MISSES.inc()
+        metrics.EMBEDDING_CACHE_MISSES.inc()
         while True:
             is_first = key not in self._flights
             flight = self._launch(key, encode) if is_first else self._flights[key]
@@ -169,7 +164,7 @@ class EmbeddingCache:
             entry.is_cached = False
             del self._entries[key]
             self._count_bytes(-entry.num_bytes)
-            EVICTIONS.labels(reason).inc()
+            metrics.EMBEDDING_CACHE_EVICTIONS.labels(reason).inc()
             self._free_if_unused(entry)
 
     def let_go(self, entry: _Entry) -> None:
@@ -259,7 +254,7 @@ class EmbeddingCache:
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        BYTES.inc(num_bytes)
+        metrics.EMBEDDING_CACHE_BYTES.inc(num_bytes)
 
     def _free_if_unused(self, entry: _Entry) -> None:
         if entry.lease is not None and not entry.users and not entry.is_cached:

@@ -88,6 +88,7 @@ class Gate:
 async def _enter(line: Line, priority: int, account: Account) -> bool:
     """Whether it took any time. That belongs to the admission."""
     if line.enter_now():
+        metrics.QUEUE_SECONDS.observe(0.0)
         return False
     with account.ledger.measure(timing_pb2.STAGE_ADMISSION), metrics.QUEUE_SECONDS.time():
         await line.enter(priority)

@@ -22,6 +22,7 @@ from router.embeddings import EmbeddingCache
 from router.encoders import Encoders
 from router.gate import Gate
 from router.illustrator import Illustrator
+from router.meter import Measured, Unmeasured
 from router.pipeline import Pipeline
 from router.placement import Placer
 from router.quotas import Quotas
@@ -88,7 +89,9 @@ def _services(config: RouterConfig, cluster: Cluster, loader: MediaLoader, embed
     embedder = Embedder(Encoders(cluster, config.routing), retries, embeddings)
     illustrator = Illustrator(loader, embedder, config.limits.max_loading_images)
     gate = Gate(cluster, config.admission, Quotas(config.quotas))
-    track = Track(Placer(cluster, config.routing), retries)
+    # What nobody can read is not measured.
+    meter = Measured() if config.metrics_listen else Unmeasured()
+    track = Track(Placer(cluster, config.routing), retries, meter)
     pipeline = Pipeline(cluster, gate, illustrator, track, config.limits)
     inference = InferenceServicer(
         pipeline, Tokenization(cluster), cluster, allow_faults=config.allow_faults, proxies=config.auth.proxies

@@ -48,14 +48,19 @@ class Ledger:
             timing.worker_id = timing.worker_id or worker_id
             self._timings.append(timing)
 
-    def detokenized(self, started: float) -> None:
-        """Tokens have come, and were turned into text since `started` of time.perf_counter."""
+    def detokenized(self, started: float) -> float:
+        """Tokens have come, and were turned into text since `started` of time.perf_counter.
+
+        Returns the seconds since the tokens before them; of the first ones, since the ledger's creation.
+        """
         now = time.perf_counter()
+        seconds = now - (self._started if self.first_token_seconds is None else self._detokenizing[1])
         self._detokenize_seconds += now - started
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._started
             self._detokenizing = (started, now)
         self._detokenizing = (self._detokenizing[0], now)
+        return seconds
 
     def trace_detokenizing(self, span: Span) -> None:
         """One span for all of it, from the first token to the last; how much of that it took is an attribute."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import generate_pb2, timing_pb2
 
-from router import admission, media_admission, metrics, traces
+from router import admission, media_admission, traces
 from router.account import Account
 from router.answer import Answer
 from router.cluster import Cluster
@@ -23,6 +23,7 @@ from router.hops import Hops
 from router.illustrated_prompt import IllustratedPrompt
 from router.illustrator import Illustrator
 from router.model import ServedModel
+from router.observation import observe
 from router.outbox import Outbox, Send
 from router.race import Entrant, Race, Track
 from router.requests import RequestTable, RunningRequest
@@ -53,7 +54,7 @@ class Pipeline:
         with (
             stage_span("baton.generate") as span,
             self.requests.enter(request.request_id) as running,
-            metrics.observe(running.request_id) as account,
+            observe(running.request_id, self._track.meter) as account,
         ):
             traces.ask(request, span)
             # A task of its own, so that CancelGeneration can stop it and the call still answers why.

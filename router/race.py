@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 
-from router import traces
+from router import metrics, traces
 from router.account import Account
 from router.admission import Job
 from router.answer import Answer, End
 from router.hops import Hops
 from router.illustrated_prompt import IllustratedPrompt
+from router.meter import Meter
 from router.outbox import Outbox
 from router.pace import DecodeTimer
 from router.placement import Demand, Placement, Placer
@@ -59,10 +60,11 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """What all races have in common: who chooses the workers, and who says whether to try again."""
+    """What all races have in common: who chooses the workers, who says whether to try again, and who measures."""
 
     placer: Placer
     retries: Retries
+    meter: Meter
 
 
 class Race:
@@ -79,6 +81,7 @@ class Race:
         self._demand = Demand(entrant.model, tokens, entrant.routing, layout)
         self._placer = track.placer
         self._retries = track.retries
+        self._latencies = track.meter.latencies(entrant.account)
         self._hops = hops
         self._outbox = outbox
         self._held: _Held | None = None
@@ -122,7 +125,7 @@ class Race:
                     continue
                 tried |= {placement.prefill.record.process}
                 placement = replace(placement, prefill=self._prefill_instead(placement, error, tried))
-                self._account.migrations += 1
+                self._migrated("prefill")
         return placement
 
     async def _prefill(self, worker: Worker, reader: Worker, prompt: prompt_pb2.Prompt) -> None:
@@ -180,7 +183,7 @@ class Race:
                 if isinstance(error, _ELSEWHERE):
                     tried |= {worker.record.process}
                 worker = self._decode_instead(error, tried)
-                self._account.migrations += 1
+                self._migrated("decode")
                 await self._drop_baton()
 
     async def _decode(self, worker: Worker, prompt: prompt_pb2.Prompt) -> End:
@@ -244,8 +247,12 @@ class Race:
     async def _take(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> None:
         started = time.perf_counter()
         piece = self._answer.push(token_ids, logprobs)
-        self._ledger.detokenized(started)
+        self._latencies.saw(self._ledger.detokenized(started), len(token_ids))
         await self._outbox.put(piece)
+
+    def _migrated(self, stage: str) -> None:
+        self._account.migrations += 1
+        metrics.MIGRATIONS.labels(stage).inc()
 
     async def _drop_baton(self) -> None:
         """Gives blocks back that no decode has taken over."""
@@ -265,12 +272,13 @@ class Race:
         )
 
     def _finished(self, end: End) -> generate_pb2.Finished:
+        self._account.timings = self._ledger.timings()
         return generate_pb2.Finished(
             reason=end.reason,
             stop_string=end.stop_string,
             stop_token_id=end.stop_token_id,
             usage=self._account.usage(),
-            ledger=self._ledger.timings(),
+            ledger=self._account.timings,
             migrations=self._account.migrations,
             topology=self._account.topology,
             prefill_worker_id=self._account.prefill_worker_id,

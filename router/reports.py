@@ -7,6 +7,12 @@ from router.cluster import Cluster
 from router.model import ServedModel
 from router.worker import Worker
 
+_STATES = {
+    "ready": cluster_service_pb2.WORKER_STATE_READY,
+    "unhealthy": cluster_service_pb2.WORKER_STATE_UNHEALTHY,
+    "draining": cluster_service_pb2.WORKER_STATE_DRAINING,
+}
+
 
 def model(served: ServedModel, cluster: Cluster) -> model_pb2.Model:
     """A model, with the workers that are ready for it."""
@@ -31,19 +37,13 @@ def worker(seen: Worker) -> cluster_service_pb2.Worker:
         address=record.address,
         roles=record.roles,
         model=record.model,
-        state=_state(seen),
+        state=_STATES[seen.state],
         engine=record.engine,
         layout_digest=record.layout_digest,
         epoch=record.epoch,
         load=seen.load,
         load_age=age,
     )
-
-
-def _state(seen: Worker) -> cluster_service_pb2.WorkerState.ValueType:
-    if seen.record.draining:
-        return cluster_service_pb2.WORKER_STATE_DRAINING
-    return cluster_service_pb2.WORKER_STATE_UNHEALTHY if seen.problem else cluster_service_pb2.WORKER_STATE_READY
 
 
 def _count(workers: list[Worker], role: str) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Literal
 
 from baton.engine.v1 import (
     decode_pb2_grpc,
@@ -78,6 +79,13 @@ class Worker:
     def problem(self) -> str:
         """Why nothing should be sent to it now; empty if it is ready."""
         return self._watch_problem or self._check_problem or self._card_problem
+
+    @property
+    def state(self) -> Literal["ready", "unhealthy", "draining"]:
+        """In one word."""
+        if self.record.draining:
+            return "draining"
+        return "unhealthy" if self.problem else "ready"
 
     @property
     def requests(self) -> int:

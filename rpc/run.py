@@ -10,6 +10,7 @@ import structlog
 
 from rpc.causes import causes
 from rpc.errors import ConfigError
+from rpc.event_loop import watched_event_loop
 
 try:
     from uvloop import run as run_in_loop
@@ -48,7 +49,8 @@ async def _supervise(main: Main) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     try:
-        await task
+        async with watched_event_loop():
+            await task
     except asyncio.CancelledError:
         return 128 + signals[-1] if signals else 1
     except Exception as error:

@@ -117,6 +117,11 @@ def code_of(kind: type[BatonError]) -> StatusCode:
     return next(CODES[parent] for parent in kind.__mro__ if parent in CODES)
 
 
+def kind_of(reason: str) -> type[BatonError] | None:
+    """The error class with this reason, if there is one."""
+    return {kind.reason: kind for kind in _kinds(BatonError)}.get(reason)
+
+
 def from_rpc_error(error: aio.AioRpcError) -> BatonError:
     """The error that a failed call stands for.
 
@@ -206,9 +211,7 @@ def _status_of(error: aio.AioRpcError) -> status_pb2.Status:
 
 
 def _class_of(info: error_details_pb2.ErrorInfo) -> type[BatonError] | None:
-    if info.domain != DOMAIN:
-        return None
-    return {kind.reason: kind for kind in _kinds(BatonError)}.get(info.reason)
+    return kind_of(info.reason) if info.domain == DOMAIN else None
 
 
 def _kinds(kind: type[BatonError]) -> Iterator[type[BatonError]]:

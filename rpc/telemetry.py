@@ -4,20 +4,18 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any, Literal
 
-import prometheus_client
 import structlog
+from prometheus_client import start_http_server
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from rpc.errors import ConfigError
+from rpc.metrics import REGISTRY
 from rpc.tls import TlsConfig
 
 LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-_BUILD = prometheus_client.Info("baton_build", "The release that is running.")
 
 
 def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) -> None:
@@ -56,10 +54,10 @@ def serve_metrics(listen: str, tls: TlsConfig | None = None) -> Iterator[int]:
     if not listen:
         yield 0
         return
-    _BUILD.info({"version": version("baton-serving")})
     host, _, port = listen.rpartition(":")
     try:
-        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]") or "127.0.0.1", **_files(tls))
+        address = host.strip("[]") or "127.0.0.1"
+        server, thread = start_http_server(int(port), address, registry=REGISTRY, **_files(tls))
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"metrics_listen: cannot listen on {listen!r}: {error}") from error
     try:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from baton.inference.v1 import timing_pb2
 
 from rpc.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
+from rpc.outcomes import OK, outcome_of
 from rpc.tracing.span import current_span
+from services import metrics
 from services.faults import NO_FAULTS, FaultReader, Metadata
 from services.footprint import begin_footprint
 from services.identity import Identity, Role
@@ -52,6 +54,7 @@ class Calls:
         RequestExists. An error that passes through gets the worker's id and the role as its stage, where they are not
         known.
         """
+        reason = OK
         try:
             self._admit(role, request_id, model)
             call = self._calls[role, request_id] = Call(_FIRST_STAGES[role])
@@ -68,7 +71,13 @@ class Calls:
         except BatonError as error:
             error.stage = error.stage or role
             error.worker_id = error.worker_id or self._identity.worker_id
+            reason = error.reason
             raise
+        except asyncio.CancelledError:
+            reason = Cancelled.reason
+            raise
+        finally:
+            metrics.CALLS.labels(role, outcome_of(reason), reason).inc()
 
     def find(self, request_id: str) -> list[Call]:
         """The calls of a request, in the order of its life."""

@@ -5,7 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from services import limits, traces
+from services import limits, metrics, traces
 from services.calls import Call
 from services.engine import Engine, Finished, HandedKv, Prompt, PulledKv, Sampling, Tokens
 from services.faults import Faults
@@ -62,8 +62,10 @@ class Decoder:
                 async for event in events:
                     decoding.saw(event)
                     if not isinstance(event, Tokens):
+                        metrics.observe_decode(event, is_pulled=work.handoff is not None)
                         yield event
                         continue
+                    metrics.GENERATED_TOKENS.inc(len(event.ids))
                     for piece in _pieces(event, generated, call.faults):
                         yield piece
                         generated += len(piece.ids)

@@ -75,7 +75,9 @@ class MediaEncoder:
         started = time.monotonic()
         embeddings = await self._encoder.encode(await self._load(items))
         # From the encoder's hands to the table's without an await in between: nothing can be lost here.
-        return Encoded(self._store.offer(request_id, embeddings), time.monotonic() - started)
+        encoded = Encoded(self._store.offer(request_id, embeddings), time.monotonic() - started)
+        metrics.COMPUTE_SECONDS.labels("encode").observe(encoded.seconds)
+        return encoded
 
     async def _load(self, items: Sequence[MediaItem]) -> list[Media]:
         """All at once; the error is that of the first item that has one."""

@@ -11,7 +11,7 @@ from baton.inference.v1 import timing_pb2
 
 from rpc.errors import Overloaded
 from rpc.tracing.span import stage_span
-from services import traces
+from services import metrics, traces
 from services.calls import Call
 from services.engine import Finished, HandedKv, KvLayout, MovesKv, Prompt, Sampling, Tokens
 from services.handoffs import Handoff, Timing, check_state
@@ -60,6 +60,7 @@ class Fetcher:
                 with stage_span("handoff", {"baton.handoff.confirmed": False}) as span:
                     fetched = await self._fetch(source, lease, call, partial(self._begin, source, sampling, stack))
                     await lease.confirm()
+                    metrics.observe_handoff(fetched.timings)
                     traces.taken_over(span, handoff, fetched.timings)
             except Overloaded:
                 undo.pop_all()

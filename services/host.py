@@ -74,7 +74,10 @@ class Worker:
         """Keeps the metrics up to date, until cancelled. Raises EngineFailed once the engine is not healthy."""
         async with aclosing(watch(self._state, _LOOK_SECONDS)) as states:
             async for state in states:
-                metrics.observe(state.load, state.held)
+                metrics.observe_load(state.load)
+                metrics.HANDOFFS_HELD.set(state.held)
+                if self.engines.has_kv:
+                    metrics.observe_blocks(state.load)
                 metrics.observe_embeddings(state.embedding_blocks, state.embedding_blocks_used)
                 if not state.is_healthy:
                     self.health.set("", False)
@@ -104,8 +107,11 @@ async def host_worker(config: WorkerConfig, registry: Registry | None = None) ->
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         certificate = config.tls.listen.identity if config.tls.listen else ""
         engines = await stack.enter_async_context(open_engines(config))
-        metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
         identity = Identity(config.worker_id, config.roles, engines.engine.facts.name, certificate=certificate)
+        metrics.introduce(config.worker_id, config.roles, engines.engine.facts)
+        metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
+        if engines.has_kv:
+            metrics.KV_BLOCK_BYTES.set(engines.engine.facts.layout.block_bytes)
         yield await stack.enter_async_context(_serve(config, registry, engines, identity))
 
 

@@ -1,31 +1,145 @@
-"""A worker's metrics, for Prometheus."""
+"""The metrics of a worker. docs/metrics.md says what each one means."""
 
-from prometheus_client import Counter, Gauge
+from collections.abc import Iterable
 
-from services.engine import EngineLoad
+from baton.inference.v1 import timing_pb2
+from prometheus_client import Counter, Gauge, Histogram, Info
 
-MODEL_LOAD_SECONDS = Gauge("baton_model_load_seconds", "What loading and warming up the model took.")
-KV_BLOCKS = Gauge("baton_kv_blocks", "Blocks of the pool: all, in use, and of these held for handoffs.", ["state"])
-EMBEDDING_BLOCKS = Gauge(
-    "baton_embedding_blocks", "Blocks of the pool of leased embeddings: all, and in use.", ["state"]
+from rpc.metrics import REGISTRY
+from services.engine import EngineLoad, Finished, HeldKv, ModelFacts
+from services.handoffs import Timing
+
+_SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
+# Of a handoff for which nothing had to move: the reader's own prefix cache had all of it.
+_NO_TRANSPORT = "none"
+
+WORKER = Info("baton_worker", "Who this worker is.", registry=REGISTRY)
+CALLS = Counter(
+    "baton_worker_calls_total",
+    "Calls of each stage that have ended.",
+    ["stage", "outcome", "reason"],
+    registry=REGISTRY,
 )
-MEDIA_ENCODED = Counter("baton_media_encoded_total", "Embeddings made: sent inline, or leased.", ["sent"])
-HANDOFFS_HELD = Gauge("baton_handoffs_held", "Handoffs whose blocks are held now.")
-LEASE_EXPIRIES = Counter("baton_handoff_lease_expiries_total", "Handoffs that nobody released in time.")
+RUNNING = Gauge("baton_worker_running_requests", "Requests that the engine computes now.", registry=REGISTRY)
+WAITING = Gauge(
+    "baton_worker_waiting_requests", "Requests that wait for blocks or for a place in the batch.", registry=REGISTRY
+)
+WAITING_PREFILL_TOKENS = Gauge(
+    "baton_worker_waiting_prefill_tokens", "Prompt tokens that wait to be computed.", registry=REGISTRY
+)
+QUEUE_SECONDS = Histogram(
+    "baton_worker_queue_seconds",
+    "How long requests waited in the engine until their first step.",
+    ["stage"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+COMPUTE_SECONDS = Histogram(
+    "baton_worker_compute_seconds",
+    "How long a stage computed for one request, with others beside it in the batch.",
+    ["stage"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+PROMPT_TOKENS = Counter("baton_worker_prompt_tokens_total", "Tokens of prompts that were run here.", registry=REGISTRY)
+PREFIX_CACHE_HIT_TOKENS = Counter(
+    "baton_prefix_cache_hit_tokens_total", "Of these, tokens whose KV was in the prefix cache.", registry=REGISTRY
+)
+GENERATED_TOKENS = Counter(
+    "baton_worker_generated_tokens_total", "Tokens that the engine generated.", registry=REGISTRY
+)
+KV_BLOCKS = Gauge(
+    "baton_kv_blocks",
+    "Blocks of the KV pool: total, used, free, and of the used ones held for handoffs.",
+    ["state"],
+    registry=REGISTRY,
+)
+KV_BLOCK_BYTES = Gauge("baton_kv_block_bytes", "What one block of the KV pool takes.", registry=REGISTRY)
+HANDOFFS_HELD = Gauge("baton_handoffs_held", "Handoffs whose blocks are held now.", registry=REGISTRY)
+HANDOFF_WAIT_SECONDS = Histogram(
+    "baton_handoff_wait_seconds",
+    "How long handoffs waited for blocks of the worker that takes them over.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+HANDOFF_SECONDS = Histogram(
+    "baton_handoff_seconds",
+    "From blocks being there until the KV was pulled and confirmed.",
+    ["transport"],
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    registry=REGISTRY,
+)
+HANDOFF_BYTES = Counter(
+    "baton_handoff_bytes_total", "KV that was pulled and confirmed.", ["transport"], registry=REGISTRY
+)
+LEASE_EXPIRIES = Counter(
+    "baton_handoff_lease_expiries_total", "Handoffs that nobody released in time.", registry=REGISTRY
+)
 CONFIRMATIONS_REFUSED = Counter(
-    "baton_handoff_confirmations_refused_total", "Releases that were told that the lease had not held."
+    "baton_handoff_confirmations_refused_total",
+    "Releases that were told that the lease had not held.",
+    registry=REGISTRY,
 )
+EMBEDDING_BLOCKS = Gauge(
+    "baton_embedding_blocks", "Blocks of the pool of leased embeddings: all, and in use.", ["state"], registry=REGISTRY
+)
+MEDIA_ENCODED = Counter(
+    "baton_media_encoded_total", "Embeddings made: sent inline, or leased.", ["sent"], registry=REGISTRY
+)
+MODEL_LOAD_SECONDS = Gauge("baton_model_load_seconds", "What loading and warming up the model took.", registry=REGISTRY)
 
 
-def observe(load: EngineLoad, handoffs_held: int) -> None:
-    """Brings the gauges up to date."""
+def introduce(worker_id: str, roles: Iterable[str], facts: ModelFacts) -> None:
+    """Says who this worker is."""
+    WORKER.info({"worker_id": worker_id, "roles": ",".join(roles), "model": facts.name, "engine": facts.engine})
+
+
+def observe_load(load: EngineLoad) -> None:
+    """Brings up to date what the engine is busy with."""
+    RUNNING.set(load.running)
+    WAITING.set(load.waiting)
+    WAITING_PREFILL_TOKENS.set(load.waiting_prefill_tokens)
+
+
+def observe_blocks(load: EngineLoad) -> None:
+    """Brings the gauges of the KV pool up to date."""
     KV_BLOCKS.labels("total").set(load.blocks_total)
     KV_BLOCKS.labels("used").set(load.blocks_used)
+    KV_BLOCKS.labels("free").set(load.blocks_total - load.blocks_used)
     KV_BLOCKS.labels("held").set(load.blocks_held)
-    HANDOFFS_HELD.set(handoffs_held)
 
 
 def observe_embeddings(total: int, used: int) -> None:
     """Brings the gauges of the embedding pool up to date."""
     EMBEDDING_BLOCKS.labels("total").set(total)
     EMBEDDING_BLOCKS.labels("used").set(used)
+
+
+def observe_prefill(kv: HeldKv, prompt_tokens: int) -> None:
+    """A prompt was computed, and its first token."""
+    QUEUE_SECONDS.labels("prefill").observe(kv.queue_seconds)
+    COMPUTE_SECONDS.labels("prefill").observe(kv.compute_seconds)
+    PROMPT_TOKENS.inc(prompt_tokens)
+    PREFIX_CACHE_HIT_TOKENS.inc(kv.cached_tokens)
+    GENERATED_TOKENS.inc()
+
+
+def observe_decode(finished: Finished, *, is_pulled: bool) -> None:
+    """A decode has come to its end. Its prompt counts where it was run."""
+    QUEUE_SECONDS.labels("decode").observe(finished.queue_seconds)
+    COMPUTE_SECONDS.labels("decode").observe(finished.decode_seconds)
+    if not is_pulled:
+        COMPUTE_SECONDS.labels("prefill").observe(finished.prefill_seconds)
+        PROMPT_TOKENS.inc(finished.prompt_tokens)
+        PREFIX_CACHE_HIT_TOKENS.inc(finished.cached_tokens)
+
+
+def observe_handoff(timings: Iterable[Timing]) -> None:
+    """A handoff was pulled and confirmed."""
+    for timing in timings:
+        if timing.stage == timing_pb2.STAGE_HANDOFF_WAIT:
+            HANDOFF_WAIT_SECONDS.observe(timing.seconds)
+        else:
+            transport = timing.transport or _NO_TRANSPORT
+            HANDOFF_SECONDS.labels(transport).observe(timing.seconds)
+            HANDOFF_BYTES.labels(transport).inc(timing.num_bytes)

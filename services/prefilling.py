@@ -4,7 +4,7 @@ import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
-from services import limits, traces
+from services import limits, metrics, traces
 from services.calls import Call
 from services.engine import Engine, HeldKv, Prompt, Sampling
 from services.faults import NO_FAULTS, corrupt
@@ -45,6 +45,7 @@ class Prefiller:
             await self._spoil(kv, call)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
         lease = self._leases.hold(claim.request_id, kv, claim.holders) if kv.finish_reason is None else None
+        metrics.observe_prefill(kv, len(prompt.token_ids))
         traces.prefilled(started, kv, len(prompt.token_ids))
         if lease and call.faults is not NO_FAULTS:
             await self._spoil_held(lease, call)

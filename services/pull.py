@@ -12,7 +12,7 @@ from typing_extensions import Self
 from rpc.aio import TaskGroup
 from rpc.errors import BatonError, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
 from rpc.tracing.span import stage_span
-from services import traces
+from services import metrics, traces
 from services.calls import Call
 from services.engine import Engine, Prompt, PulledKv, Reservation
 from services.faults import corrupt
@@ -73,6 +73,7 @@ class Puller:
                             await do_while(lease.keep(), self._transfer(attempt, peer))
                             # Not while renewing: a renewal that the owner sees after the release denies the lease.
                             pulled = await attempt.confirm(lease)
+                            metrics.observe_handoff(pulled.timings)
                             traces.taken_over(span, handoff, pulled.timings)
                     except Overloaded:
                         undo.pop_all()

@@ -32,10 +32,15 @@ class WorkerEngines:
         return self.engine.healthy and (self.encoding is None or self.encoding.encoder.healthy)
 
     @property
+    def has_kv(self) -> bool:
+        """Whether there is a KV pool; else `load` is about the embeddings'."""
+        return not isinstance(self.engine, EncodeOnly)
+
+    @property
     def load_seconds(self) -> float:
         """What loading took."""
         parts = [self.engine.facts.load_seconds]
-        if self.encoding is not None and not isinstance(self.engine, EncodeOnly):
+        if self.encoding is not None and self.has_kv:
             parts.append(self.encoding.encoder.facts.load_seconds)
         return sum(parts)
 
@@ -53,7 +58,7 @@ class WorkerEngines:
     def load(self) -> EngineLoad:
         """The engine's; images that are encoded beside it count as requests."""
         load = self.engine.load()
-        if self.encoding is None or isinstance(self.engine, EncodeOnly):
+        if self.encoding is None or not self.has_kv:
             return load
         images = self.encoding.encoder.load()
         return EngineLoad(

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
-import prometheus_client
 import pytest
 import yaml
 from support.manifests import DEPLOY, Command, command_of, documents
 
 import router.metrics  # noqa: F401  (its metrics are looked for)
+from rpc.metrics import REGISTRY
 
 FOLDER = DEPLOY / "kubernetes"
 # What no schema of Kubernetes' own describes.
@@ -109,7 +109,7 @@ def test_selectors_find_their_own_pods(deployment: Any) -> None:
 def test_routers_are_scaled_by_a_metric_that_they_have() -> None:
     (scaler,) = of_kind("HorizontalPodAutoscaler")
     names = [each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"] if each["type"] == "Pods"]
-    known = {family.name for family in prometheus_client.REGISTRY.collect()}
+    known = {family.name for family in REGISTRY.collect()}
     assert names
     assert set(names) <= known
 

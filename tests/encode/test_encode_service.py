@@ -11,7 +11,6 @@ from baton.engine.v1 import encode_pb2, handoff_pb2, worker_pb2
 from baton.inference.v1 import media_pb2, timing_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from prometheus_client import REGISTRY
 from support.image_calls import (
     HIDDEN_SIZE,
     IMAGE_TOKENS,
@@ -22,6 +21,7 @@ from support.image_calls import (
     renew_embedding,
 )
 from support.pictures import animation, many_scans, picture, vast_png
+from support.scraping import sample
 from support.worker_calls import decode_request, until
 from support.workers import LEASE_SECONDS, Running, Starter
 
@@ -293,10 +293,6 @@ async def test_metrics_tell_of_the_embedding_pool(encode: Running) -> None:
         await release_embedding(encode.calls, embedding)
         await until(lambda: sample("baton_embedding_blocks", state="used") == 0)
         assert (sample("baton_embedding_blocks", state="total") or 0) > BLOCKS
-
-
-def sample(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(name, labels)
 
 
 @asynccontextmanager

@@ -6,12 +6,12 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
-import prometheus_client
 import pytest
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventually, simulated
+from support.scraping import sample
 
 from router.config import LimitsConfig, ProbeConfig, RetryConfig
 from rpc.channels import open_channel
@@ -275,7 +275,7 @@ async def test_a_client_that_never_reads_is_given_up_at_its_deadline() -> None:
         call = stub.Generate(generate_pb2.GenerateRequest(**request))
         await eventually(lambda: running.used_blocks() > 0)
         await eventually(lambda: running.used_blocks() == 0)
-        await eventually(lambda: prometheus_client.REGISTRY.get_sample_value("baton_router_running_requests") == 0)
+        await eventually(lambda: sample("baton_router_running_requests") == 0)
         with pytest.raises(aio.AioRpcError) as caught:
             _ = [message async for message in call]
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED

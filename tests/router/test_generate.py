@@ -2,11 +2,9 @@
 
 import asyncio
 
-import prometheus_client
 import pytest
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
 from google.protobuf import json_format
-from grpc import aio
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, bench, eventually, simulated
@@ -261,16 +259,3 @@ async def test_a_request_has_one_log_line_that_says_what_became_of_it(pair: Benc
     assert expected.items() <= line.items()
     assert (line["prefill_worker_id"], line["decode_worker_id"]) == ("p1", "d1")
     assert 0 < line["ttft_seconds"] <= line["total_seconds"]
-
-
-async def test_requests_are_counted_by_outcome(pair: Bench) -> None:
-    def count(outcome: str) -> float:
-        labels = {"model": "demo", "outcome": outcome}
-        return prometheus_client.REGISTRY.get_sample_value("baton_router_requests_total", labels) or 0.0
-
-    well, refused = count("OK"), count("INVALID_REQUEST")
-    await pair.generate(prompt="hello", stopping={"max_tokens": 2})
-    with pytest.raises(aio.AioRpcError):
-        await pair.generate(prompt="")
-    assert (count("OK"), count("INVALID_REQUEST")) == (well + 1, refused + 1)
-    assert prometheus_client.REGISTRY.get_sample_value("baton_router_running_requests") == 0

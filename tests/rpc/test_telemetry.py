@@ -2,14 +2,16 @@
 
 import json
 import logging
-import urllib.request
+from importlib.metadata import version
 from typing import Any
 
-import prometheus_client
 import pytest
 import structlog
+from prometheus_client import Counter
+from support.scraping import scrape
 
 from rpc.errors import ConfigError
+from rpc.metrics import REGISTRY
 from rpc.telemetry import LogFormat, configure_logging, serve_metrics
 
 
@@ -83,12 +85,27 @@ def test_the_console_format_is_for_people(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_metrics_are_served_where_they_are_asked_for() -> None:
-    counter = prometheus_client.Counter("baton_test_things", "Things of this test.")
+    counter = Counter("baton_test_things", "Things of this test.", registry=REGISTRY)
     counter.inc(3)
     with serve_metrics("127.0.0.1:0") as port:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
-    assert "baton_test_things_total 3.0" in text
-    assert 'baton_build_info{version="' in text
+        scraped = scrape(f"127.0.0.1:{port}")
+    REGISTRY.unregister(counter)
+    assert scraped.sum("baton_test_things_total") == 3
+    assert scraped.has("baton_build_info", version=version("baton-serving"))
+
+
+def test_what_libraries_count_in_their_registry_is_not_served() -> None:
+    Counter("some_library_things", "Things of a library.").inc()
+    with serve_metrics("127.0.0.1:0") as port:
+        scraped = scrape(f"127.0.0.1:{port}")
+    assert not scraped.has("some_library_things_total")
+
+
+def test_every_process_tells_what_it_uses() -> None:
+    with serve_metrics("127.0.0.1:0") as port:
+        scraped = scrape(f"127.0.0.1:{port}")
+    assert scraped.sum("process_resident_memory_bytes") > 10e6
+    assert scraped.sum("process_cpu_seconds_total") > 0
 
 
 def test_metrics_stop_with_their_context() -> None:

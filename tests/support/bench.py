@@ -20,7 +20,8 @@ from services.host import Worker, host_worker
 
 PATIENCE_SECONDS = 20.0
 PROBE = ProbeConfig(interval_seconds=0.1, timeout_seconds=0.5)
-FAST_ROUTER = RouterConfig(listen="127.0.0.1:0", probe=PROBE, drain_seconds=0)
+# Requests are measured only where somebody could read it.
+FAST_ROUTER = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", probe=PROBE, drain_seconds=0)
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import prometheus_client
 from support.bench import simulated
 from support.pictures import picture
+from support.scraping import sample
 
 from services.config import EncodeConfig, HandoffConfig, WorkerConfig
 
@@ -43,8 +43,3 @@ def different(count: int) -> list[bytes]:
 def encoded() -> float:
     """Media that workers of this process have encoded."""
     return sum(sample("baton_media_encoded_total", sent=sent) for sent in ("inline", "leased"))
-
-
-def sample(name: str, **labels: str) -> float:
-    """A metric of this process; 0 if it was never counted."""
-    return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0

@@ -1,0 +1,158 @@
+"""Measures requests for Prometheus: their tokens as they come, everything else at their end."""
+
+from collections import defaultdict
+from functools import cache
+from typing import Protocol
+
+from baton.inference.v1 import sampling_pb2, timing_pb2
+from prometheus_client import Histogram
+
+from router import metrics
+from router.account import Account
+from rpc.frequent_histogram import Series
+from rpc.outcomes import OK, outcome_of
+
+# By the tokens of the prompt. Requests with images are a class of their own.
+_SHORT_TOKENS = 1024
+_MEDIUM_TOKENS = 8192
+
+_TOKEN_KINDS = ("prompt", "cached", "media", "completion")
+
+
+class Latencies(Protocol):
+    """When the tokens of one request come."""
+
+    def saw(self, seconds: float, tokens: int) -> None:
+        """Tokens have come, `seconds` after those before them; the first ones, after the request's arrival."""
+
+
+class Meter(Protocol):
+    """Whether and how requests are measured."""
+
+    def begin(self) -> None:
+        """One more runs."""
+
+    def latencies(self, account: Account) -> Latencies:
+        """For the tokens of a request of which all is known now but its answer."""
+
+    def end(self, account: Account) -> None:
+        """It has ended."""
+
+
+class Unmeasured:
+    """A Meter and Latencies for routers that serve no metrics."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def latencies(self, account: Account) -> "Unmeasured":
+        """None are measured."""
+        del account
+        return self
+
+    def saw(self, seconds: float, tokens: int) -> None:
+        """Nothing."""
+
+    def end(self, account: Account) -> None:
+        """Nothing."""
+
+
+class Measured:
+    """A Meter that feeds router/metrics.py."""
+
+    def begin(self) -> None:
+        """One more runs."""
+        metrics.RUNNING.inc()
+
+    def latencies(self, account: Account) -> "MeasuredLatencies":
+        """For its model and class."""
+        series = _series(account.model, request_class(account))
+        return MeasuredLatencies(series.first_token, series.inter_token)
+
+    def end(self, account: Account) -> None:
+        """Counts it, and its tokens. How long it took counts only if it ended well: failures are fast for nothing."""
+        metrics.RUNNING.dec()
+        measured_as = request_class(account)
+        metrics.REQUESTS.labels(account.model, measured_as, outcome_of(account.outcome), _reason(account)).inc()
+        if account.prompt_tokens:
+            series = _series(account.model, measured_as)
+            series.count_tokens(account)
+            if account.outcome == OK:
+                series.time(account)
+
+
+class MeasuredLatencies:
+    """The latencies of one request."""
+
+    __slots__ = ("_first_token", "_has_first", "_inter_token")
+
+    def __init__(self, first_token: Histogram, inter_token: Series) -> None:
+        self._first_token = first_token
+        self._inter_token = inter_token
+        self._has_first = False
+
+    def saw(self, seconds: float, tokens: int) -> None:
+        """Called for every message with tokens, so that it has to be quick."""
+        if not self._has_first:
+            self._has_first = True
+            self._first_token.observe(seconds)
+        elif tokens:
+            self._inter_token.observe(seconds / tokens, tokens)
+
+
+def request_class(account: Account) -> str:
+    """What to compare a request with: of four kinds, or unknown before it is tokenized."""
+    if account.media_tokens:
+        return "image"
+    if not account.prompt_tokens:
+        return "unknown"
+    if account.prompt_tokens < _SHORT_TOKENS:
+        return "short"
+    return "medium" if account.prompt_tokens < _MEDIUM_TOKENS else "long"
+
+
+class _ClassSeries:
+    """The series of one model and class. To look them up by their labels takes longer than to count."""
+
+    def __init__(self, model: str, measured_as: str) -> None:
+        self.first_token = metrics.TTFT.labels(model, measured_as)
+        self.inter_token = metrics.INTER_TOKEN_LATENCY.labels(model, measured_as)
+        self._seconds = metrics.REQUEST_SECONDS.labels(model, measured_as)
+        self._stages = {
+            number: metrics.STAGE_SECONDS.labels(model, measured_as, stage_name(number))
+            for number in timing_pb2.Stage.values()[1:]
+        }
+        self._tokens = {kind: metrics.TOKENS.labels(model, measured_as, kind) for kind in _TOKEN_KINDS}
+
+    def count_tokens(self, account: Account) -> None:
+        usage = account.usage()
+        self._tokens["prompt"].inc(usage.prompt_tokens)
+        self._tokens["cached"].inc(usage.cached_tokens)
+        self._tokens["media"].inc(usage.media_tokens)
+        self._tokens["completion"].inc(usage.completion_tokens)
+
+    def time(self, account: Account) -> None:
+        """Once for each stage: one that was gone through several times is the sum."""
+        self._seconds.observe(account.ledger.total_seconds)
+        stages: defaultdict[timing_pb2.Stage.ValueType, float] = defaultdict(float)
+        for timing in account.timings:
+            stages[timing.stage] += timing.duration.seconds + timing.duration.nanos / 1e9
+        for stage, seconds in stages.items():
+            self._stages[stage].observe(seconds)
+
+
+@cache  # as many as there are models and classes
+def _series(model: str, measured_as: str) -> _ClassSeries:
+    return _ClassSeries(model, measured_as)
+
+
+def stage_name(stage: timing_pb2.Stage.ValueType) -> str:
+    """As ledgers print it, such as prefill_compute."""
+    return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower()
+
+
+def _reason(account: Account) -> str:
+    """Why a request ended: the error's reason, or the answer's finish reason."""
+    if account.outcome != OK:
+        return account.outcome
+    return sampling_pb2.FinishReason.Name(account.finish_reason).removeprefix("FINISH_REASON_")

@@ -1,0 +1,41 @@
+"""The metrics of this process, and those that another one serves, as numbers."""
+
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from rpc.metrics import REGISTRY
+
+
+def sample(name: str, **labels: str) -> float:
+    """A metric of this process; 0 if it was never counted."""
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What a process served, by name; of each name by its labels."""
+
+    samples: Mapping[str, Mapping[frozenset[tuple[str, str]], float]]
+
+    def has(self, name: str, **labels: str) -> bool:
+        """Whether it was served, with at least these labels."""
+        return any(labels.items() <= dict(found).items() for found in self.samples.get(name, {}))
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of all series with at least these labels."""
+        found = self.samples.get(name, {})
+        return sum(value for each, value in found.items() if labels.items() <= dict(each).items())
+
+
+def scrape(address: str) -> Scrape:
+    """Reads the metrics at `host:port`. Raises OSError."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for each in family.samples:
+            samples.setdefault(each.name, {})[frozenset(each.labels.items())] = each.value
+    return Scrape(samples)
