@@ -47,7 +47,7 @@ class FrequentHistogram(Collector):
     ) -> None:
         self._name = name
         self._help = help
-        self._labels = tuple(labels)
+        self._labelnames = tuple(labels)
         self._bounds = tuple(buckets)
         self._shown = [*(str(float(bound)) for bound in buckets), "+Inf"]
         self._series: dict[tuple[str, ...], Series] = {}
@@ -55,16 +55,16 @@ class FrequentHistogram(Collector):
 
     def labels(self, *values: str) -> Series:
         """The series of these labels' values, which starts at zero."""
-        assert len(values) == len(self._labels)
+        assert len(values) == len(self._labelnames)
         return self._series.setdefault(values, Series(self._bounds))
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
         """The family without its values, for the registry."""
-        yield HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        yield HistogramMetricFamily(self._name, self._help, labels=self._labelnames)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The values, for a scrape, which may run in another thread."""
-        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labelnames)
         for values, series in tuple(self._series.items()):
             buckets = list(zip(self._shown, series.cumulative(), strict=True))
             family.add_metric(values, buckets, series.sum)

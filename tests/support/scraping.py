@@ -15,6 +15,24 @@ def sample(name: str, **labels: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Since:
+    """How much a metric of this process has grown since some moment."""
+
+    name: str
+    labels: Mapping[str, str]
+    before: float
+
+    @property
+    def grown(self) -> float:
+        return sample(self.name, **self.labels) - self.before
+
+
+def since(name: str, **labels: str) -> Since:
+    """From now on."""
+    return Since(name, labels, sample(name, **labels))
+
+
+@dataclass(frozen=True, slots=True)
 class Scrape:
     """What a process served, by name; of each name by its labels."""
 

@@ -1,0 +1,86 @@
+"""docs/metrics.md has a row for every metric, and none for another."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+import router.metrics
+import rpc.metrics
+import services.metrics
+from rpc.frequent_histogram import FrequentHistogram
+from rpc.metrics import REGISTRY
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def rows() -> list[Row]:
+    found = re.findall(r"^\| `(baton_\w+)` \| (\w+) \| (.*?) ?\| (.*?) \|$", PAGE, re.M)
+    return [Row(name, kind, tuple(re.findall(r"`(\w+)`", labels)), meaning) for name, kind, labels, meaning in found]
+
+
+def shown_name(family: Metric) -> str:
+    """As it is served, and as queries have it."""
+    return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+
+
+def families() -> dict[str, Metric]:
+    return {shown_name(each): each for each in REGISTRY.collect() if each.name.startswith("baton_")}
+
+
+ROWS = {row.name: row for row in rows()}
+
+
+def test_every_metric_has_a_row_and_every_row_a_metric() -> None:
+    assert set(ROWS) == set(families())
+
+
+def test_no_metric_comes_twice() -> None:
+    assert len(rows()) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_a_row_has_the_type_of_its_metric(name: str) -> None:
+    assert ROWS[name].type == families()[name].type.replace("info", "gauge")
+
+
+@pytest.mark.parametrize("module", [router.metrics, services.metrics, rpc.metrics], ids=lambda module: module.__name__)
+def test_a_row_has_the_labels_of_its_metric(module: ModuleType) -> None:
+    metrics = [each for each in vars(module).values() if isinstance(each, (MetricWrapperBase, FrequentHistogram))]
+    assert metrics
+    for metric in metrics:
+        (family,) = metric.describe()
+        if family.type != "info":
+            assert ROWS[shown_name(family)].labels == tuple(metric._labelnames), family.name
+
+
+def test_every_label_is_explained() -> None:
+    explained = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, re.M))))
+    used = {label for row in ROWS.values() for label in row.labels}
+    assert used - explained - {"worker_id", "roles", "engine", "version", "sent"} == set()
+
+
+def test_names_say_their_units() -> None:
+    for name, family in families().items():
+        if family.type == "histogram":
+            assert name.endswith("_seconds")
+        assert not re.search(r"_(ms|milliseconds|kb|mb|percent)\b", name)
+
+
+def test_what_has_never_happened_is_zero_and_not_unknown() -> None:
+    for stage in ("encode", "prefill", "decode"):
+        assert REGISTRY.get_sample_value("baton_router_retries_total", {"stage": stage}) is not None
+    for reason in ("OVERLOADED", "QUOTA_EXCEEDED", "DEADLINE_UNREACHABLE"):
+        assert REGISTRY.get_sample_value("baton_router_refusals_total", {"reason": reason}) is not None
