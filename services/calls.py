@@ -54,7 +54,7 @@ class Calls:
         RequestExists. An error that passes through gets the worker's id and the role as its stage, where they are not
         known.
         """
-        reason = OK
+        reason = BatonError.reason
         try:
             self._admit(role, request_id, model)
             call = self._calls[role, request_id] = Call(_FIRST_STAGES[role])
@@ -62,6 +62,7 @@ class Calls:
             try:
                 call.faults = self._faults.read(metadata, role, request_id)
                 yield call
+                reason = OK
             except asyncio.CancelledError:
                 _raise_if_stopped(call)
                 raise
