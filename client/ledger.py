@@ -1,6 +1,7 @@
 """The ledger of an answer, drawn: how long each stage took, and which were the longest."""
 
 from baton.inference.v1 import generate_pb2, timing_pb2
+from google.protobuf.duration_pb2 import Duration
 from rich.table import Table
 
 from client.terminal import table
@@ -10,25 +11,40 @@ BAR_WIDTH = 30
 
 def ledger_table(finished: generate_pb2.Finished) -> Table:
     """A row a stage, in the order of the ledger, with bars in proportion, and the total."""
-    total = sum(_seconds(each) for each in finished.ledger)
-    longest = max((_seconds(each) for each in finished.ledger), default=0.0)
+    longest = max((_seconds(each.duration) for each in finished.ledger), default=0.0)
     rows = [_row(each, longest) for each in finished.ledger]
-    rows.append(["total", _milliseconds(total), "", "", _counts(finished)])
-    return table(["stage", "ms", "", "worker", "moved"], rows, numbers=["ms"])
+    first = sum(_seconds(each.before_first_token) for each in finished.ledger)
+    total = sum(_seconds(each.duration) for each in finished.ledger) - _overlap(finished)
+    rows.append(["total", _milliseconds(total), _milliseconds(first), "", "", _counts(finished)])
+    return table(["stage", "ms", "to first token", "", "worker", "moved"], rows, numbers=["ms", "to first token"])
+
+
+def _overlap(finished: generate_pb2.Finished) -> float:
+    """What was turned into text while the workers went on."""
+    text = (each for each in finished.ledger if each.stage == timing_pb2.STAGE_DETOKENIZE)
+    return sum(_seconds(each.duration) - _seconds(each.before_first_token) for each in text)
 
 
 def _row(timing: timing_pb2.StageTiming, longest: float) -> list[str]:
-    seconds = _seconds(timing)
+    seconds, first = _seconds(timing.duration), _seconds(timing.before_first_token)
     bar = "█" * round(BAR_WIDTH * seconds / longest) if longest else ""
-    return [_name(timing.stage), _milliseconds(seconds), bar, timing.worker_id or "router", _moved(timing, seconds)]
+    shown = _milliseconds(first) if first else ""
+    return [
+        _name(timing.stage),
+        _milliseconds(seconds),
+        shown,
+        bar,
+        timing.worker_id or "router",
+        _moved(timing, seconds),
+    ]
 
 
 def _name(stage: "timing_pb2.Stage.ValueType") -> str:
     return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower().replace("_", " ")
 
 
-def _seconds(timing: timing_pb2.StageTiming) -> float:
-    return timing.duration.seconds + timing.duration.nanos / 1e9
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
+from baton.inference.v1 import generate_pb2, sampling_pb2
 
 from router.embeddings import Use
 from router.ledger import Ledger
@@ -29,7 +29,6 @@ class Account:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     ledger: Ledger = field(default_factory=Ledger)
-    timings: Sequence[timing_pb2.StageTiming] = ()  # the ledger as it stood in the last message
 
     def embedded(self, uses: Sequence[Use]) -> None:
         """Media have become embeddings: for the first time, or again because they were needed again."""
@@ -38,11 +37,8 @@ class Account:
             self.cached_embeddings = sum(use.was_cached for use in uses)
             self.encoding = _encoding(uses)
         for use in uses:
-            worker_id = use.encoded.worker.record.worker_id
-            if not use.was_cached:
-                self.ledger.add(use.encoded.timings, worker_id)
-                if worker_id not in self.encode_worker_ids:
-                    self.encode_worker_ids.append(worker_id)
+            if not use.was_cached and use.worker_id not in self.encode_worker_ids:
+                self.encode_worker_ids.append(use.worker_id)
 
     def prefilled_on(self, worker_id: str, cached_tokens: int) -> None:
         """A prefill worker has run the prompt."""

@@ -131,9 +131,7 @@ def _checked(response: encode_pb2.EncodeResponse, worker: Worker) -> Encoded:
     expected = worker.model.images.tokens_per_image if worker.model and worker.model.images else 0
     if len(embedding.shape) != 2 or not embedding.shape[0] or expected not in (0, embedding.shape[0]):
         raise EngineFailed(f"the encode worker answered an embedding of shape {list(embedding.shape)}")
-    for timing in response.timings:
-        timing.worker_id = timing.worker_id or worker.record.worker_id
-    return Encoded(embedding, worker, response.timings)
+    return Encoded(embedding, worker)
 
 
 def _renamed(error: InvalidRequest, path: str) -> InvalidRequest:

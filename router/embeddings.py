@@ -3,13 +3,12 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
 from baton.engine.v1 import encode_pb2
-from baton.inference.v1 import timing_pb2
 from typing_extensions import Self
 
 from router import metrics
@@ -43,7 +42,6 @@ class Encoded:
 
     embedding: encode_pb2.Embedding
     worker: Worker
-    timings: Sequence[timing_pb2.StageTiming] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +80,11 @@ class Use:
     def num_tokens(self) -> int:
         """How many tokens of the prompt it stands for."""
         return self.encoded.embedding.shape[0]
+
+    @property
+    def worker_id(self) -> str:
+        """Who encoded it."""
+        return self.encoded.worker.record.worker_id
 
     def message(self) -> encode_pb2.Embedding:
         """The embedding to send, with what remains of its lease."""

@@ -40,13 +40,15 @@ class Gate:
         """
         standing = current_standing()
         line = self._line(candidate.model)
-        self._refuse_hopeless(candidate, deadline, line.expected_seconds(standing.priority))
-        self._quotas.charge(standing.tenant, candidate.prompt_tokens)
-        has_waited = await _enter(line, standing.priority, account)
+        with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
+            self._refuse_hopeless(candidate, deadline, line.expected_seconds(standing.priority))
+            self._quotas.charge(standing.tenant, candidate.prompt_tokens)
+            has_waited = await _enter(line, standing.priority)
         entered = time.monotonic()
         try:
             if has_waited:
-                self._refuse_hopeless(candidate, deadline, 0.0)
+                with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
+                    self._refuse_hopeless(candidate, deadline, 0.0)
             yield
             self._forecast.learn(candidate, len(account.token_ids))
         finally:
@@ -85,11 +87,11 @@ class Gate:
         return self._config.max_running_per_worker * len(able)
 
 
-async def _enter(line: Line, priority: int, account: Account) -> bool:
-    """Whether it took any time. That belongs to the admission."""
+async def _enter(line: Line, priority: int) -> bool:
+    """Whether it took any time."""
     if line.enter_now():
         metrics.QUEUE_SECONDS.observe(0.0)
         return False
-    with account.ledger.measure(timing_pb2.STAGE_ADMISSION), metrics.QUEUE_SECONDS.time():
+    with metrics.QUEUE_SECONDS.time():
         await line.enter(priority)
     return True

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
 from baton.inference.v1 import timing_pb2
@@ -15,6 +16,7 @@ from router.fault_plan import plan_metadata
 from router.faults import located
 from router.ledger import Ledger
 from router.requests import RunningRequest
+from router.stages import Attempt, name_of
 from router.standing import standing_metadata
 from router.worker import Worker
 from rpc.calls import stream, unary
@@ -23,6 +25,14 @@ from rpc.tracing.span import stage_span
 
 _RELEASE_SECONDS = 2.0
 _RELEASE_TO_ILL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """A decode that runs: what its worker answers, and the part of the ledger that it accounts for."""
+
+    responses: AsyncGenerator[decode_pb2.DecodeResponse, None]
+    attempt: Attempt
 
 
 class Hops:
@@ -39,7 +49,7 @@ class Hops:
         """Runs the prompt. The blocks that the answer names are held for whoever releases them."""
         tokens = len(request.prompt.token_ids)
         with (
-            self._at(timing_pb2.STAGE_PREFILL_COMPUTE, worker),
+            self._at(timing_pb2.STAGE_PREFILL_COMPUTE, worker) as attempt,
             stage_span("prefill", traces.worker(worker), kind=SpanKind.CLIENT) as span,
             worker.carrying(tokens),
             worker.pace.prompts.computing(tokens),
@@ -55,17 +65,16 @@ class Hops:
                 raise
             span.set(traces.prefilled(response))
             self._prefill_span = span.context
-        self._ledger.add(response.timings, worker.record.worker_id)
+            attempt.report(response.timings)
+            attempt.is_complete = True
         return response
 
     @asynccontextmanager
-    async def decode(
-        self, worker: Worker, request: decode_pb2.DecodeRequest
-    ) -> AsyncGenerator[AsyncGenerator[decode_pb2.DecodeResponse, None], None]:
+    async def decode(self, worker: Worker, request: decode_pb2.DecodeRequest) -> AsyncGenerator[DecodeCall, None]:
         """The worker's responses, for as long as the context is open."""
         tokens = 0 if request.HasField("handoff") else len(request.prompt.token_ids)
         with (
-            self._at(timing_pb2.STAGE_DECODE, worker),
+            self._at(timing_pb2.STAGE_DECODE, worker) as attempt,
             stage_span("decode", traces.worker(worker), kind=SpanKind.CLIENT) as span,
             worker.carrying(tokens),
         ):
@@ -76,7 +85,7 @@ class Hops:
             metadata = (*plan_metadata(self._decodes), *standing_metadata())
             call = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
             async with worker.answering(), aclosing(stream(call)) as responses:
-                yield responses
+                yield DecodeCall(responses, attempt)
 
     async def release(self, owner: Worker, handoff: handoff_pb2.KvHandoff) -> None:
         """Gives a handoff's blocks back, now and in spite of a cancellation. The lease is the backstop."""
@@ -100,12 +109,11 @@ class Hops:
             return
 
     @contextmanager
-    def _at(self, stage: timing_pb2.Stage.ValueType, worker: Worker) -> Iterator[None]:
+    def _at(self, stage: timing_pb2.Stage.ValueType, worker: Worker) -> Iterator[Attempt]:
         """A call of this stage. Errors say where they happened."""
-        self._ledger.stage = stage
         self._running.visit(worker)
         try:
-            with located(self._ledger.stage_name, worker):
-                yield
+            with self._ledger.attempt(stage, worker.record.worker_id) as attempt, located(name_of(stage), worker):
+                yield attempt
         except DeadlineExceeded:
             raise self._deadline.exceeded(worker.record.worker_id) from None

@@ -58,9 +58,11 @@ class IllustratedPrompt:
         """Gets the embeddings that are not here. Notes in the account what that took."""
         if len(self._uses) == len(self._media):
             return
-        account.ledger.stage = timing_pb2.STAGE_ENCODE
         missing = [index for index in range(len(self._media)) if index not in self._uses]
-        await together(self._embed(index) for index in missing)
+        with account.ledger.attempt(timing_pb2.STAGE_ENCODE) as waiting:
+            await together(self._embed(index) for index in missing)
+            # Media are encoded side by side: whoever came last was waited for.
+            waiting.worker_id = next((use.worker_id for use in reversed(self._uses.values()) if not use.was_cached), "")
         account.embedded([self._uses[index] for index in missing])
         self._place([self._uses[index] for index in range(len(self._media))])
 

@@ -5,10 +5,10 @@ from functools import cache
 from typing import Protocol
 
 from baton.inference.v1 import sampling_pb2, timing_pb2
-from prometheus_client import Histogram
 
 from router import metrics
 from router.account import Account
+from router.stages import name_of
 from rpc.frequent_histogram import Series
 from rpc.outcomes import OK, outcome_of
 
@@ -67,7 +67,7 @@ class Measured:
     def latencies(self, account: Account) -> "MeasuredLatencies":
         """For its model and class."""
         series = _series(account.model, request_class(account))
-        return MeasuredLatencies(series.first_token, series.inter_token)
+        return MeasuredLatencies(series.inter_token)
 
     def end(self, account: Account) -> None:
         """Counts it, and its tokens. How long it took counts only if it ended well: failures are fast for nothing."""
@@ -77,6 +77,9 @@ class Measured:
         if account.prompt_tokens:
             series = _series(account.model, measured_as)
             series.count_tokens(account)
+            first_token_seconds = account.ledger.first_token_seconds
+            if first_token_seconds is not None:
+                series.first_token.observe(first_token_seconds)
             if account.outcome == OK:
                 series.time(account)
 
@@ -84,10 +87,9 @@ class Measured:
 class MeasuredLatencies:
     """The latencies of one request."""
 
-    __slots__ = ("_first_token", "_has_first", "_inter_token")
+    __slots__ = ("_has_first", "_inter_token")
 
-    def __init__(self, first_token: Histogram, inter_token: Series) -> None:
-        self._first_token = first_token
+    def __init__(self, inter_token: Series) -> None:
         self._inter_token = inter_token
         self._has_first = False
 
@@ -95,7 +97,6 @@ class MeasuredLatencies:
         """Called for every message with tokens, so that it has to be quick."""
         if not self._has_first:
             self._has_first = True
-            self._first_token.observe(seconds)
         elif tokens:
             self._inter_token.observe(seconds / tokens, tokens)
 
@@ -119,7 +120,7 @@ class _ClassSeries:
         self.inter_token = metrics.INTER_TOKEN_LATENCY.labels(model, measured_as)
         self._seconds = metrics.REQUEST_SECONDS.labels(model, measured_as)
         self._stages = {
-            number: metrics.STAGE_SECONDS.labels(model, measured_as, stage_name(number))
+            number: metrics.STAGE_SECONDS.labels(model, measured_as, name_of(number))
             for number in timing_pb2.Stage.values()[1:]
         }
         self._tokens = {kind: metrics.TOKENS.labels(model, measured_as, kind) for kind in _TOKEN_KINDS}
@@ -135,20 +136,15 @@ class _ClassSeries:
         """Once for each stage: one that was gone through several times is the sum."""
         self._seconds.observe(account.ledger.total_seconds)
         stages: defaultdict[timing_pb2.Stage.ValueType, float] = defaultdict(float)
-        for timing in account.timings:
-            stages[timing.stage] += timing.duration.seconds + timing.duration.nanos / 1e9
-        for stage, seconds in stages.items():
-            self._stages[stage].observe(seconds)
+        for stage in account.ledger.close():
+            stages[stage.stage] += stage.seconds
+        for number, seconds in stages.items():
+            self._stages[number].observe(seconds)
 
 
 @cache  # as many as there are models and classes
 def _series(model: str, measured_as: str) -> _ClassSeries:
     return _ClassSeries(model, measured_as)
-
-
-def stage_name(stage: timing_pb2.Stage.ValueType) -> str:
-    """As ledgers print it, such as prefill_compute."""
-    return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower()
 
 
 def _reason(account: Account) -> str:

@@ -14,6 +14,9 @@ from rpc.errors import SlowReader
 
 Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
 
+# Makes the last message when it is about to be sent, and not before: it says what all before it took.
+Finish = Callable[[], generate_pb2.Finished]
+
 _FLUSH_SECONDS = 1.0
 
 
@@ -22,17 +25,25 @@ class Outbox:
 
     Leaving it well waits until all is written. After a failure what waits is still written, for a second at most;
     after a cancellation it is dropped. What writing raises is raised to the owner, and so is SlowReader once the client
-    is waited for and has read nothing for `patience_seconds`.
+    is waited for and has read nothing for `patience_seconds`. `first_token_sent` is called as the first token goes out.
     """
 
-    def __init__(self, request_id: str, send: Send, max_waiting_tokens: int, patience_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        send: Send,
+        max_waiting_tokens: int,
+        patience_seconds: float = 60.0,
+        first_token_sent: Callable[[], None] = lambda: None,
+    ) -> None:
         self._request_id = request_id
         self._send = send
         self._most = max_waiting_tokens
         self._patience_seconds = patience_seconds
         self._written_at = time.monotonic()
         self._started: generate_pb2.Started | None = None
-        self._finished: generate_pb2.Finished | None = None
+        self._finish: Finish | None = None
+        self._first_token_sent: Callable[[], None] | None = first_token_sent
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[sampling_pb2.TokenLogprob] = []
@@ -78,10 +89,10 @@ class Outbox:
         if len(self._token_ids) >= self._most or self._writer.done():
             await self._wait_for_room()
 
-    def finish(self, text: str, finished: generate_pb2.Finished) -> None:
+    def finish(self, text: str, finish: Finish) -> None:
         """Adds the last text and the last message."""
         self._text += text
-        self._finished = finished
+        self._finish = finish
         self._wake.set()
 
     async def _wait_for_room(self) -> None:
@@ -120,14 +131,18 @@ class Outbox:
                 started, self._started = self._started, None
                 await self._send_next(self._message(started=started))
             if self._token_ids or self._text:
-                await self._send_next(self._message(token=self._take()))
-            if self._finished is not None and not self._token_ids and not self._text:
-                finished, self._finished = self._finished, None
-                await self._send_next(self._message(finished=finished))
+                message = self._message(token=self._take())
+                if self._first_token_sent is not None:
+                    self._first_token_sent()
+                    self._first_token_sent = None
+                await self._send_next(message)
+            if self._finish is not None and not self._token_ids and not self._text:
+                finish, self._finish = self._finish, None
+                await self._send_next(self._message(finished=finish()))
 
     @property
     def _is_empty(self) -> bool:
-        return not (self._started or self._token_ids or self._text or self._finished)
+        return not (self._started or self._token_ids or self._text or self._finish)
 
     def _take(self) -> generate_pb2.TokenDelta:
         delta = generate_pb2.TokenDelta(text=self._text, token_ids=self._token_ids, logprobs=self._logprobs)

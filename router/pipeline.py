@@ -5,6 +5,7 @@ Read this first, and race.py next: there a request is placed, prefilled, handed 
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.engine.v1 import prompt_pb2
@@ -22,10 +23,12 @@ from router.gate import Gate
 from router.hops import Hops
 from router.illustrated_prompt import IllustratedPrompt
 from router.illustrator import Illustrator
+from router.ledger import Ledger
 from router.model import ServedModel
 from router.observation import observe
 from router.outbox import Outbox, Send
 from router.race import Entrant, Race, Track
+from router.reply import Reply
 from router.requests import RequestTable, RunningRequest
 from rpc.errors import Cancelled
 from rpc.tracing.span import stage_span
@@ -46,58 +49,66 @@ class Pipeline:
         self._limits = limits
         self.requests = RequestTable()
 
-    async def generate(self, request: generate_pb2.GenerateRequest, send: Send, client_seconds: float | None) -> None:
-        """Answers a request through `send`: Started, tokens, Finished. Raises a BatonError where it cannot.
+    async def generate(self, request: generate_pb2.GenerateRequest, reply: Reply) -> None:
+        """Answers a request: Started, tokens, Finished. Raises a BatonError where it cannot.
 
-        `client_seconds` is how long the client will wait, if it says so. Cancelling the caller means that it has left.
+        Cancelling the caller means that the client has left.
         """
         with (
             stage_span("baton.generate") as span,
             self.requests.enter(request.request_id) as running,
             observe(running.request_id, self._track.meter) as account,
+            reply.ending_with(account.ledger),
         ):
             traces.ask(request, span)
             # A task of its own, so that CancelGeneration can stop it and the call still answers why.
-            running.task = asyncio.create_task(self._run(request, send, running, account, client_seconds))
+            running.task = asyncio.create_task(self._run(request, reply, running, account))
             try:
                 await running.task
             except (asyncio.CancelledError, Cancelled):
                 if running.cancelled_because:
                     raise Cancelled(running.cancelled_because) from None
-                traces.left(account, client_seconds, span)
+                traces.left(account, reply.client_seconds, span)
                 raise
 
     async def _run(
         self,
         request: generate_pb2.GenerateRequest,
-        send: Send,
+        reply: Reply,
         running: RunningRequest,
         account: Account,
-        client_seconds: float | None,
     ) -> None:
-        ledger = account.ledger
+        ledger, client_seconds = account.ledger, reply.client_seconds
         seconds = self._limits.request_timeout_seconds if client_seconds is None else client_seconds
         deadline = Deadline(seconds, ledger, is_callers=client_seconds is not None)
         async with deadline.enforced():
-            with self._gate.serving(account):
-                admitted = await self._admit(request, running, account, deadline)
+            with ExitStack() as serving:
+                admitted = await self._admit(request, running, account, deadline, serving)
                 async with self._gate.inside(_candidate(request, account), deadline, account):
                     with admitted.prompt as prompt:
                         await prompt.embed(account)
                         entrant = _enter(request, admitted, account)
-                        async with self._outbox(running, send) as outbox:
+                        async with self._outbox(running, reply.send, ledger) as outbox:
                             hops = Hops(running, ledger, deadline)
                             await Race(entrant, self._track, hops, outbox).run()
 
-    def _outbox(self, running: RunningRequest, send: Send) -> Outbox:
+    def _outbox(self, running: RunningRequest, send: Send, ledger: Ledger) -> Outbox:
         limits = self._limits
-        return Outbox(running.request_id, send, limits.max_waiting_tokens, limits.slow_reader_seconds)
+        return Outbox(
+            running.request_id, send, limits.max_waiting_tokens, limits.slow_reader_seconds, ledger.first_token_sent
+        )
 
     async def _admit(
-        self, request: generate_pb2.GenerateRequest, running: RunningRequest, account: Account, deadline: Deadline
+        self,
+        request: generate_pb2.GenerateRequest,
+        running: RunningRequest,
+        account: Account,
+        deadline: Deadline,
+        serving: ExitStack,
     ) -> "_Admitted":
         """Checks, tokenizes, and loads the media; no worker is called before all that."""
         with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
+            serving.enter_context(self._gate.serving(account))
             model = self._cluster.model(request.model)
             account.model = model.name
             admission.check(request, model, self._limits)

@@ -1,8 +1,9 @@
 """A request on its workers: placed, prefilled, handed over, decoded, and moved elsewhere when a worker fails it."""
 
 import time
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
@@ -11,7 +12,7 @@ from router import metrics, traces
 from router.account import Account
 from router.admission import Job
 from router.answer import Answer, End
-from router.hops import Hops
+from router.hops import DecodeCall, Hops
 from router.illustrated_prompt import IllustratedPrompt
 from router.meter import Meter
 from router.outbox import Outbox
@@ -98,7 +99,7 @@ class Race:
         finally:
             await self._drop_baton()
         self._account.finish_reason = end.reason
-        self._outbox.finish(self._answer.close(end), self._finished(end))
+        self._outbox.finish(self._answer.close(end), partial(self._finished, end))
 
     async def _prefill_and_decode(self, placement: Placement) -> End:
         placement = await self._prefill_somewhere(placement)
@@ -198,19 +199,17 @@ class Race:
         )
         self._account.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
         timer = DecodeTimer(worker.pace, 0 if handoff else len(prompt.token_ids), len(request.emitted))
-        async with self._hops.decode(worker, request) as responses:
+        async with self._hops.decode(worker, request) as calling:
             try:
-                return await self._follow(responses, worker, timer)
+                return await self._follow(calling, timer)
             finally:
                 timer.end()
                 current_span().set({"baton.completion_tokens": len(self._answer.token_ids) - len(request.emitted)})
 
-    async def _follow(
-        self, responses: AsyncIterable[decode_pb2.DecodeResponse], worker: Worker, timer: DecodeTimer
-    ) -> End:
+    async def _follow(self, calling: DecodeCall, timer: DecodeTimer) -> End:
         """Reads a decode to its end: the worker's, or a stop string's, which the worker cannot see."""
         end: End | None = None
-        async for response in responses:
+        async for response in calling.responses:
             match response.WhichOneof("event"):
                 case "tokens":
                     timer.got_tokens()
@@ -221,13 +220,14 @@ class Race:
                 case "accepted":
                     timer.accepted()
                     self._held = None
-                    self._ledger.add(response.accepted.timings, worker.record.worker_id)
+                    calling.attempt.report(response.accepted.timings)
                 case "finished":
                     timer.finished(response.finished.timings, len(self._answer.token_ids))
-                    self._ledger.add(response.finished.timings, worker.record.worker_id)
+                    calling.attempt.report(response.finished.timings)
                     self._account.decoded(response.finished.usage.cached_tokens)
                     # Read on, to the status: a call that is left before that is a cancelled one to the worker.
                     end = self._answer.end = self._answer.end or self._answer.ended_by(response.finished.reason)
+                    calling.attempt.is_complete = True
         if end is None:
             raise Unavailable("the decode stream ended before its last message")
         return end
@@ -272,13 +272,12 @@ class Race:
         )
 
     def _finished(self, end: End) -> generate_pb2.Finished:
-        self._account.timings = self._ledger.timings()
         return generate_pb2.Finished(
             reason=end.reason,
             stop_string=end.stop_string,
             stop_token_id=end.stop_token_id,
             usage=self._account.usage(),
-            ledger=self._account.timings,
+            ledger=self._ledger.message().stages,
             migrations=self._account.migrations,
             topology=self._account.topology,
             prefill_worker_id=self._account.prefill_worker_id,

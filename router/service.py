@@ -17,10 +17,10 @@ from router import reports
 from router.cluster import Cluster
 from router.fault_plan import take_plan
 from router.pipeline import Pipeline
+from router.reply import reply_to
 from router.standing import take_standing
 from router.tokenization import Tokenization
 from router.unary import Collected
-from rpc.metadata import remaining_seconds
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -47,7 +47,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         take_plan(context, is_allowed=self._allow_faults)
         take_standing(context.invocation_metadata(), self._proxies)
-        await self._pipeline.generate(request, context.write, remaining_seconds(context))
+        await self._pipeline.generate(request, reply_to(context))
 
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
@@ -55,7 +55,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         take_plan(context, is_allowed=self._allow_faults)
         take_standing(context.invocation_metadata(), self._proxies)
         collected = Collected()
-        await self._pipeline.generate(request.request, collected.send, remaining_seconds(context))
+        await self._pipeline.generate(request.request, reply_to(context, collected.send))
         return collected.response
 
     async def CancelGeneration(

@@ -10,6 +10,7 @@ from rpc.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestE
 from rpc.outcomes import OK, outcome_of
 from rpc.tracing.span import current_span
 from services import metrics
+from services.clock import CallClock
 from services.faults import NO_FAULTS, FaultReader, Metadata
 from services.footprint import begin_footprint
 from services.identity import Identity, Role
@@ -21,6 +22,7 @@ class Call:
 
     def __init__(self, stage: "timing_pb2.Stage.ValueType") -> None:
         self.stage = stage
+        self.clock = CallClock()
         self.footprint = begin_footprint()
         self.ended = asyncio.Event()
         self.stopped_by: BatonError | None = None

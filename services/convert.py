@@ -132,11 +132,8 @@ def prefill_response(owner: Owner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     handed_over.first_token.CopyFrom(_first_token(kv))
     handed_over.usage.prompt_tokens = prefilled.prompt_tokens
     handed_over.usage.cached_tokens = kv.cached_tokens
-    timings = [
-        Timing(timing_pb2.STAGE_PREFILL_QUEUE, kv.queue_seconds),
-        Timing(timing_pb2.STAGE_PREFILL_COMPUTE, kv.compute_seconds),
-    ]
-    return prefill_pb2.PrefillResponse(handoff=handed_over, timings=stage_timings(timings, owner.identity.worker_id))
+    timings = stage_timings(prefilled.timings, owner.identity.worker_id)
+    return prefill_pb2.PrefillResponse(handoff=handed_over, timings=timings)
 
 
 def _handoff(owner: Owner, prefilled: Prefilled) -> handoff_pb2.KvHandoff:

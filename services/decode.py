@@ -9,6 +9,7 @@ from grpc import aio
 from rpc.tracing.span import current_span
 from services import convert, convert_media
 from services.calls import Calls
+from services.clock import CallClock
 from services.decoding import Decoder, Work
 from services.identity import Identity
 from services.resolving import MediaResolver
@@ -29,13 +30,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
         current_span().link(request.handoff.traceparent, "prefill")
         with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
-            async with aclosing(self._decoder.decode(await self._work(request), call)) as events:
+            async with aclosing(self._decoder.decode(await self._work(request, call.clock), call)) as events:
                 async for event in events:
                     await context.write(convert.decode_response(self._identity.worker_id, event))
 
-    async def _work(self, request: decode_pb2.DecodeRequest) -> Work:
+    async def _work(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> Work:
         given, spans = convert.prompt(request.prompt, request.emitted), convert_media.spans(request.prompt)
         sampling = convert.sampling(request.sampling)
         if request.HasField("handoff"):
             return Work(self._media.described(given, spans), sampling, convert.handoff(request.handoff))
-        return Work(await self._media.computable(given, spans), sampling, handoff=None)
+        return Work(await self._media.computable(given, spans, clock), sampling, handoff=None)

@@ -1,5 +1,6 @@
 """A request's second half: its KV is pulled, or its prompt run here, and then it is decoded to its end."""
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -7,8 +8,9 @@ from functools import partial
 
 from services import limits, metrics, traces
 from services.calls import Call
-from services.engine import Engine, Finished, HandedKv, Prompt, PulledKv, Sampling, Tokens
-from services.faults import Faults
+from services.clock import DecodeClock
+from services.engine import Engine, Finished, Prompt, Sampling, Tokens
+from services.faults import NO_FAULTS, Faults
 from services.fetching import Fetcher
 from services.handoffs import Handoff, Timing
 from services.pull import Puller
@@ -16,7 +18,7 @@ from services.pull import Puller
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The cache is here and confirmed, or the prompt is queued. With a handoff: what waiting and pulling took."""
+    """The cache is here and confirmed, or the prompt is queued; and what waiting and pulling took so far."""
 
     timings: tuple[Timing, ...] = ()
 
@@ -32,9 +34,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What the engine is given, and how to have it generate, once."""
+    """How to have the engine generate, once."""
 
-    source: Prompt | PulledKv | HandedKv
     accepted: Accepted
     generate: Callable[[], AsyncGenerator[Tokens | Finished, None]]
 
@@ -56,33 +57,42 @@ class Decoder:
         await call.faults.strike("queue")
         async with self._begun(work, call) as begun:
             yield begun.accepted
-            decoding = traces.Decoding(begun.source)
+            clock = DecodeClock(call.clock, is_pulled=work.handoff is not None)
             async with aclosing(begun.generate()) as events:
                 generated = len(work.prompt.emitted)
                 async for event in events:
-                    decoding.saw(event)
-                    if not isinstance(event, Tokens):
-                        metrics.observe_decode(event, is_pulled=work.handoff is not None)
-                        yield event
+                    timed = clock.saw(event)
+                    if not isinstance(timed, Tokens):
+                        metrics.observe_decode(timed, is_pulled=clock.is_pulled)
+                        traces.decoded(timed, clock, generated - len(work.prompt.emitted))
+                        yield timed
                         continue
-                    metrics.GENERATED_TOKENS.inc(len(event.ids))
-                    for piece in _pieces(event, generated, call.faults):
+                    metrics.GENERATED_TOKENS.inc(len(timed.ids))
+                    for piece in _pieces(timed, generated, call.faults):
                         yield piece
                         generated += len(piece.ids)
-                        await call.faults.strike("decode", generated)
+                        await _strike(call.faults, generated, clock)
 
     @asynccontextmanager
     async def _begun(self, work: Work, call: Call) -> AsyncIterator[_Begun]:
         if work.handoff is None:
-            yield _Begun(work.prompt, Accepted(), partial(self._engine.decode, work.prompt, work.sampling))
+            yield _Begun(Accepted(tuple(call.clock.timings)), partial(self._engine.decode, work.prompt, work.sampling))
         elif self._fetcher is not None:
             async with self._fetcher.take_over(work.handoff, work.prompt, work.sampling, call) as fetched:
-                yield _Begun(fetched.source, Accepted(fetched.timings), lambda: fetched.events)
+                call.clock.add(fetched.timings)
+                yield _Begun(Accepted(fetched.timings), lambda: fetched.events)
         else:
             async with self._puller.pull(work.handoff, work.prompt, call) as pulled:
-                yield _Begun(
-                    pulled.kv, Accepted(pulled.timings), partial(self._engine.decode, pulled.kv, work.sampling)
-                )
+                call.clock.add(pulled.timings)
+                yield _Begun(Accepted(pulled.timings), partial(self._engine.decode, pulled.kv, work.sampling))
+
+
+async def _strike(faults: Faults, generated: int, clock: DecodeClock) -> None:
+    if faults is NO_FAULTS:
+        return
+    started = time.perf_counter()
+    await faults.strike("decode", generated)
+    clock.struck(time.perf_counter() - started)
 
 
 def _pieces(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from media.item import MediaItem
 from media.loader import MediaLoader
+from rpc.arrival import arrived_at
 from services import metrics
 from services.embedding_pool import EmbeddingPool
 from services.engine import Embedding, Encoder, Media
@@ -26,7 +27,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The embeddings of a request's media, in order, and what loading and encoding took."""
+    """The embeddings of a request's media, in order, and what they took from the call's arrival on."""
 
     embeddings: tuple[Embedding | Leased, ...]
     seconds: float
@@ -72,10 +73,10 @@ class MediaEncoder:
 
     async def encode(self, request_id: str, items: Sequence[MediaItem]) -> Encoded:
         """Loads, encodes and holds. Raises what MediaLoader.load, the encoder and the store raise."""
-        started = time.monotonic()
+        started = arrived_at()
         embeddings = await self._encoder.encode(await self._load(items))
         # From the encoder's hands to the table's without an await in between: nothing can be lost here.
-        encoded = Encoded(self._store.offer(request_id, embeddings), time.monotonic() - started)
+        encoded = Encoded(self._store.offer(request_id, embeddings), time.perf_counter() - started)
         metrics.COMPUTE_SECONDS.labels("encode").observe(encoded.seconds)
         return encoded
 

@@ -115,10 +115,11 @@ def observe_embeddings(total: int, used: int) -> None:
     EMBEDDING_BLOCKS.labels("used").set(used)
 
 
-def observe_prefill(kv: HeldKv, prompt_tokens: int) -> None:
-    """A prompt was computed, and its first token."""
-    QUEUE_SECONDS.labels("prefill").observe(kv.queue_seconds)
-    COMPUTE_SECONDS.labels("prefill").observe(kv.compute_seconds)
+def observe_prefill(timings: Iterable[Timing], kv: HeldKv, prompt_tokens: int) -> None:
+    """A prompt was computed, and its first token, with what that took on this worker."""
+    seconds = {timing.stage: timing.seconds for timing in timings}
+    QUEUE_SECONDS.labels("prefill").observe(seconds[timing_pb2.STAGE_PREFILL_QUEUE])
+    COMPUTE_SECONDS.labels("prefill").observe(seconds[timing_pb2.STAGE_PREFILL_COMPUTE])
     PROMPT_TOKENS.inc(prompt_tokens)
     PREFIX_CACHE_HIT_TOKENS.inc(kv.cached_tokens)
     GENERATED_TOKENS.inc()

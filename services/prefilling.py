@@ -8,6 +8,7 @@ from services import limits, metrics, traces
 from services.calls import Call
 from services.engine import Engine, HeldKv, Prompt, Sampling
 from services.faults import NO_FAULTS, corrupt
+from services.handoffs import Timing
 from services.leases import Lease, LeaseTable
 
 
@@ -21,11 +22,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A first token, and the lease on what it was computed from; no lease if it ended the request."""
+    """A first token, what it took, and the lease on what it was computed from; no lease if it ended the request."""
 
     kv: HeldKv
     prompt_tokens: int
     lease: Lease | None
+    timings: tuple[Timing, ...]
 
 
 class Prefiller:
@@ -39,17 +41,18 @@ class Prefiller:
         """Computes and holds. Raises what the engine raises; cancelling it frees everything."""
         limits.check(self._engine.facts, prompt, sampling)
         await call.faults.strike("queue")
-        started = time.perf_counter()
+        asked = time.perf_counter()
         kv = await self._engine.prefill(prompt, sampling)
         if call.faults is not NO_FAULTS:
             await self._spoil(kv, call)
         # From the engine's hands to the table's without an await in between: nothing can be lost here.
         lease = self._leases.hold(claim.request_id, kv, claim.holders) if kv.finish_reason is None else None
-        metrics.observe_prefill(kv, len(prompt.token_ids))
-        traces.prefilled(started, kv, len(prompt.token_ids))
         if lease and call.faults is not NO_FAULTS:
             await self._spoil_held(lease, call)
-        return Prefilled(kv, len(prompt.token_ids), lease)
+        timings = call.clock.prefilled(asked, kv.queue_seconds)
+        metrics.observe_prefill(timings, kv, len(prompt.token_ids))
+        traces.prefilled(timings, kv, len(prompt.token_ids))
+        return Prefilled(kv, len(prompt.token_ids), lease, timings)
 
     async def _spoil(self, kv: HeldKv, call: Call) -> None:
         async with AsyncExitStack() as undo:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rpc.errors import FieldViolation, InvalidRequest
+from services.clock import CallClock
 from services.embedding_pull import EmbeddingPuller
 from services.engine import Embedding, MediaSpan, ModelFacts, Prompt
 from services.handoffs import LeasedBlocks
@@ -17,9 +18,10 @@ class MediaResolver:
         self._facts = facts
         self._puller = puller
 
-    async def computable(self, prompt: Prompt, spans: Sequence[GivenSpan]) -> Prompt:
-        """The prompt with every embedding. Raises InvalidRequest naming what is wrong or missing, Unsupported, and
-        what EmbeddingPuller.pull raises.
+    async def computable(self, prompt: Prompt, spans: Sequence[GivenSpan], clock: CallClock) -> Prompt:
+        """The prompt with every embedding; `clock` is told what pulling took.
+
+        Raises InvalidRequest naming what is wrong or missing, Unsupported, and what EmbeddingPuller.pull raises.
         """
         check_spans(self._facts, prompt, spans)
         missing = [
@@ -29,7 +31,7 @@ class MediaResolver:
         ]
         if missing:
             raise InvalidRequest(missing)
-        media = [await self._with_embedding(index, span) for index, span in enumerate(spans)]
+        media = [await self._with_embedding(index, span, clock) for index, span in enumerate(spans)]
         return dataclasses.replace(prompt, media=tuple(media))
 
     def described(self, prompt: Prompt, spans: Sequence[GivenSpan]) -> Prompt:
@@ -37,12 +39,13 @@ class MediaResolver:
         check_spans(self._facts, prompt, spans)
         return dataclasses.replace(prompt, media=tuple(_span(span, _inline(span.embedding)) for span in spans))
 
-    async def _with_embedding(self, index: int, span: GivenSpan) -> MediaSpan:
+    async def _with_embedding(self, index: int, span: GivenSpan, clock: CallClock) -> MediaSpan:
         given = span.embedding
         assert given is not None
         if isinstance(given.source, LeasedBlocks):
-            data = await self._puller.pull(given, given.source, f"prompt.media[{index}].embedding.lease")
-            return _span(span, _embedding(given, data))
+            pulled = await self._puller.pull(given, given.source, f"prompt.media[{index}].embedding.lease")
+            clock.add([pulled.timing])
+            return _span(span, _embedding(given, pulled.data))
         return _span(span, _inline(given))
 
 

@@ -41,4 +41,6 @@ def _to_answer(method: str, error: Exception) -> BatonError:
 async def _abort(context: Context, error: BatonError) -> None:
     status = to_status(error)
     structlog.contextvars.bind_contextvars(reason=error.reason, error=status.details)
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    # What a servicer wanted to say at the end is said also where it could not end.
+    trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
+    await context.abort(status.code, status.details, trailing)

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
+from rpc.arrival import note_arrival
 from rpc.interceptors.behaviour import Wrapper, as_coroutine
 from rpc.interceptors.parsing import refuse_malformed, tolerant
 
@@ -32,6 +33,8 @@ class WrapMethods(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """The wrapped handler of a call; made at the method's first call, and kept. None for an unknown method."""
+        # In the call's own task, and before its message is read.
+        note_arrival()
         method = handler_call_details.method
         if method in self._handlers:
             return self._handlers[method]

@@ -75,7 +75,7 @@ async def test_started_tokens_and_finished_keep_their_order() -> None:
     async with Outbox("r", client.send, 100) as outbox:
         outbox.start(generate_pb2.Started(model="m"))
         await outbox.put(token(65))
-        outbox.finish("!", generate_pb2.Finished())
+        outbox.finish("!", generate_pb2.Finished)
         client.reading.set()
     assert [message.WhichOneof("event") for message in client.messages] == ["started", "token", "finished"]
     assert [message.sequence for message in client.messages] == [0, 1, 2]
@@ -154,7 +154,7 @@ async def test_a_client_that_does_not_read_the_end_is_not_waited_for_longer() ->
     async with timeout(5):
         with pytest.raises(SlowReader):
             async with Outbox("r", client.send, 100, 0.1) as outbox:
-                outbox.finish("", generate_pb2.Finished())
+                outbox.finish("", generate_pb2.Finished)
 
 
 async def test_a_model_that_is_slow_is_not_the_reader_s_fault() -> None:
