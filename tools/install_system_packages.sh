@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Installs what tests need from the system: Chromium, for the page of `baton traces`. Debian and Ubuntu, as root.
+# Installs what tests need from the system: Chromium, for the page of `baton traces`, and Prometheus with promtool, for
+# dashboards and alerts. Debian and Ubuntu, as root.
 set -euo pipefail
 
 packages=()
 command -v chromium >/dev/null || command -v google-chrome >/dev/null || packages+=(chromium)
+command -v promtool >/dev/null || packages+=(prometheus)
 
 if [ ${#packages[@]} -eq 0 ]; then
     exit 0

@@ -123,6 +123,15 @@ def test_metrics_are_scraped_from_the_port_of_the_service_for_them() -> None:
     ]
 
 
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=named)
+def test_every_process_is_scraped(deployment: Any) -> None:
+    (service,) = [each for each in of_kind("Service") if each["metadata"]["name"] == "baton-metrics"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == ["metrics"]
+    assert "metrics" in [port["name"] for port in container(deployment)["ports"]]
+
+
 def test_only_baton_itself_reaches_workers() -> None:
     (policy,) = [each for each in of_kind("NetworkPolicy") if each["metadata"]["name"] == "baton-workers"]
     sources = [source for rule in policy["spec"]["ingress"] for source in rule["from"]]

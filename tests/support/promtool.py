@@ -1,0 +1,25 @@
+"""Prometheus and its promtool, of the Debian package `prometheus`."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+
+def require(program: str) -> str:
+    """The program's path. Skips the test without it, or fails where it must be there."""
+    found = shutil.which(program)
+    if found is None:
+        reason = f"{program} was not found: tools/install_system_packages.sh installs it"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+def promtool(*arguments: str) -> str:
+    """What promtool says. Raises AssertionError if it finds fault."""
+    done = subprocess.run([require("promtool"), *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
