@@ -18,7 +18,11 @@ from services.engine import (
     FinishReason,
     HeldKv,
     ImageRules,
+    KvChange,
     KvLayout,
+    KvRemoved,
+    KvSnapshot,
+    KvStored,
     ModelFacts,
     MovingKv,
     Prompt,
@@ -288,6 +292,21 @@ def worker_load(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
         blocks_used=load.blocks_used,
         blocks_held=load.blocks_held,
     )
+
+
+def kv_change(epoch: int, sequence: int, change: KvChange) -> worker_pb2.SubscribeKvEventsResponse:
+    """One message of a subscription to KV events."""
+    message = worker_pb2.SubscribeKvEventsResponse(epoch=epoch, sequence=sequence, data_parallel_rank=change.rank)
+    match change:
+        case KvStored():
+            message.stored.block_hashes.extend(change.block_hashes)
+        case KvRemoved():
+            message.removed.block_hashes.extend(change.block_hashes)
+        case KvSnapshot():
+            message.snapshot.block_hashes.extend(change.block_hashes)
+            # Also where it is empty: it says that nothing is known.
+            message.snapshot.SetInParent()
+    return message
 
 
 def interval_seconds(request: worker_pb2.WatchLoadRequest) -> float:

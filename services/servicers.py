@@ -128,7 +128,7 @@ def _services(parts: Parts, reach: Reach) -> list[Service]:
     prefill = PrefillServicer(owner, parts.calls, reach.media, Prefiller(engine, parts.leases), parts.leases)
     decode = DecodeServicer(parts.identity, parts.calls, reach.media, Decoder(engine, reach.kv, reach.fetcher))
     handoff = HandoffServicer(parts.identity, reach.pools, parts.leases)
-    worker = WorkerServicer(parts.engines.facts, parts.engines.load, aborter, parts.drainer)
+    worker = WorkerServicer(parts.identity.epoch, parts.engines, aborter, parts.drainer)
     return [
         Service(_PREFILL, prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill),
         Service(_DECODE, decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode),

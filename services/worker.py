@@ -1,6 +1,6 @@
 """WorkerService: what every worker answers, whatever its roles."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,16 +10,19 @@ from rpc.errors import Unsupported
 from services import convert
 from services.aborting import Aborter
 from services.draining import Drainer
-from services.engine import EngineLoad, ModelFacts
+from services.engine import Engine, TellsKv
 from services.watching import watch
+from services.worker_engines import WorkerEngines
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The model, the load, and the ends of requests and of the worker itself."""
 
-    def __init__(self, facts: ModelFacts, load: Callable[[], EngineLoad], aborter: Aborter, drainer: Drainer) -> None:
-        self._facts = facts
-        self._load = load
+    def __init__(self, epoch: int, engines: WorkerEngines, aborter: Aborter, drainer: Drainer) -> None:
+        self._epoch = epoch
+        self._engine: Engine = engines.engine
+        self._facts = engines.facts
+        self._load = engines.load
         self._aborter = aborter
         self._drainer = drainer
 
@@ -48,7 +51,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         # When the last message is on its way, and not before.
         context.add_done_callback(self._drainer.finish)
 
-    async def SubscribeKvEvents(  # type: ignore[override]
+    async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
-    ) -> None:
-        raise Unsupported(f"the {self._facts.engine} engine does not tell what its prefix cache holds")
+    ) -> AsyncGenerator[worker_pb2.SubscribeKvEventsResponse, None]:
+        if not isinstance(self._engine, TellsKv):
+            raise Unsupported(f"the {self._facts.engine} engine does not tell what its prefix cache holds")
+        async with aclosing(self._engine.kv_changes()) as changes:
+            sequence = 0
+            async for change in changes:
+                yield convert.kv_change(self._epoch, sequence, change)
+                sequence += 1

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from fake_tensorrt_llm import llm, mm_encoder, shared_tensor
+from fake_tensorrt_llm.collector import collector_of
 from fake_tensorrt_llm.tables import AUTODEPLOY, LLM, SECTIONS, TABLES, VersionTable
 from fake_tensorrt_llm.values import Logprob, RequestError, SamplingParams, disaggregated_params, strict
 
@@ -45,6 +46,7 @@ def _modules(table: VersionTable) -> dict[str, ModuleType]:
         "tensorrt_llm.llmapi.mm_encoder": _module(
             "tensorrt_llm.llmapi.mm_encoder", MultimodalEncoder=mm_encoder.encoder_of(table, params)
         ),
+        "tensorrt_llm.metrics": _module("tensorrt_llm.metrics", MetricsCollector=collector_of(table)),
         "tensorrt_llm._torch.shared_tensor": _module(
             "tensorrt_llm._torch.shared_tensor", SharedTensorContainer=shared_tensor.SharedTensorContainer
         ),

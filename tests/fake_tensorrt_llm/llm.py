@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fake_tensorrt_llm.cache import PrefixCache
 from fake_tensorrt_llm.prompts import PromptReader
 from fake_tensorrt_llm.request import RequestOutput
 from fake_tensorrt_llm.tables import VersionTable
@@ -55,6 +56,10 @@ class LLM:
         self._block_tokens = (kv and kv.tokens_per_block) or 32
         self.blocks = ((kv and kv.max_tokens) or 2**20) // self._block_tokens
         self.blocks_free = self.blocks
+        self.cache = PrefixCache(kv)
+        self._stats: list[dict[str, Any]] = []
+        self._iteration = 0
+        self.telling_fails: Exception | None = None
         self._waiting: list[RequestOutput] = []
         self._batch: list[RequestOutput] = []
         self._loop: asyncio.Task[None] | None = None
@@ -63,6 +68,7 @@ class LLM:
         self.down = False
         self.has_run = False
         self.frozen = False
+        self.step_seconds = _STEP_SECONDS
         self.tokens_added: tuple[int, ...] = ()
         RUNNING.append(self)
 
@@ -80,6 +86,26 @@ class LLM:
     def _check_health(self) -> bool:
         return not (self.down or self.sick or self.crash)
 
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """What nobody has read yet, waiting a little for something. Whoever reads it has taken it away."""
+        return self._taken(self._stats, timeout)
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """The same, of the prefix cache."""
+        if not self.cache.is_told:
+            raise RuntimeError("KV cache events are not enabled")
+        return self._taken(self.cache.events, timeout)
+
+    def _taken(self, waiting: list[dict[str, Any]], seconds: float | None) -> list[dict[str, Any]]:
+        if self.telling_fails is not None:
+            raise self.telling_fails
+        deadline = time.monotonic() + (seconds or 0)
+        while not waiting and not self.down and time.monotonic() < deadline:
+            time.sleep(0.005)
+        taken = waiting[:]
+        del waiting[: len(taken)]
+        return taken
+
     def generate_async(self, inputs: Any, **arguments: Any) -> RequestOutput:
         """Queues it."""
         unknown = sorted(set(arguments) - set(self.table.generate))
@@ -87,14 +113,19 @@ class LLM:
             raise TypeError(f"generate_async() got an unexpected keyword argument '{unknown[0]}'")
         if self.down:
             raise RuntimeError("LLM is shutting down")
-        request = self._request(inputs, arguments["sampling_params"], arguments.get("disaggregated_params"))
+        request = self._request(
+            inputs,
+            arguments["sampling_params"],
+            arguments.get("disaggregated_params"),
+            arguments.get("cache_salt"),
+        )
         request.submitted = time.monotonic()
         self._waiting.append(request)
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         return request
 
-    def _request(self, inputs: Any, params: Any, handoff: Any) -> RequestOutput:
+    def _request(self, inputs: Any, params: Any, handoff: Any, salt: str | None) -> RequestOutput:
         if self.given.get("skip_tokenizer_init") and params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id")
         if handoff is not None and handoff.request_type == "generation_only":
@@ -103,6 +134,7 @@ class LLM:
         context = (*read.token_ids, *self.tokens_added)
         request = RequestOutput(context, params, handoff, 0)
         request.meaning = read.meaning
+        request.salt = salt
         kind = request.kind
         if kind == "context_only":
             self._check_context_only()
@@ -132,13 +164,13 @@ class LLM:
 
     async def _run(self) -> None:
         while not self.down:
-            await asyncio.sleep(_STEP_SECONDS)
+            await asyncio.sleep(self.step_seconds)
             self._expire()
             if self.crash:
                 self._fail(self.crash)
             if not self.frozen:
                 self._admit()
-                self._step()
+                self._note(self._step())
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -161,6 +193,9 @@ class LLM:
             if request.blocks > self.blocks_free or not self._ready(request):
                 return
             self.blocks_free -= request.blocks
+            if request.kind != "generation_only":
+                request.reused_blocks = self.cache.reused(request.meaning, request.salt)
+                self.cache.store(request.meaning, request.salt)
             self._batch.append(self._waiting.pop(0))
 
     def _ready(self, request: RequestOutput) -> bool:
@@ -187,7 +222,26 @@ class LLM:
             output.logprobs.extend(handoff.first_gen_log_probs or [])
         request.put()
 
-    def _step(self) -> None:
+    def _note(self, stepped: int) -> None:
+        """One iteration's statistics; without work there is none."""
+        if not (stepped and self.given.get("enable_iter_perf_stats")):
+            return
+        self._iteration += 1
+        self._stats.append(
+            {
+                "gpuMemUsage": 76665782272,
+                "iter": self._iteration,
+                "numActiveRequests": len(self._batch),
+                "numQueuedRequests": len(self._waiting),
+                "kvCacheStats": {"maxNumBlocks": self.blocks, "usedNumBlocks": self.blocks - self.blocks_free},
+                "inflightBatchingStats": {
+                    "numQueuedCtxTokens": sum(len(request.prompt_token_ids) for request in self._waiting)
+                },
+            }
+        )
+
+    def _step(self) -> int:
+        stepped = len(self._batch)
         for request in list(self._batch):
             if request.aborted:
                 self._leave(request)
@@ -199,7 +253,10 @@ class LLM:
                 self._commit(request)
             elif request.finished:
                 self._leave(request)
+            if request.finished and self.given.get("return_perf_metrics"):
+                request.report()
             request.put()
+        return stepped
 
     def _leave(self, request: RequestOutput) -> None:
         self._batch.remove(request)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 from fake_tensorrt_llm.values import CompletionOutput, Logprob
@@ -16,6 +17,9 @@ class RequestOutput:
         self.outputs = [CompletionOutput()]
         self.finished = False
         self.meaning = tuple(context)
+        self.salt: str | None = None
+        self.reused_blocks = 0
+        self.metrics_dict: dict[str, Any] = {}
         self.params = params
         self.handoff = handoff
         self.blocks = blocks
@@ -38,6 +42,13 @@ class RequestOutput:
         self.outputs[0].finish_reason = "cancelled"
         self.finished = True
         self.put()
+
+    def report(self) -> None:
+        """What it took."""
+        output = self.outputs[0]
+        cache = SimpleNamespace(num_reused_blocks=self.reused_blocks)
+        output.request_perf_metrics = SimpleNamespace(kv_cache_metrics=cache)
+        self.metrics_dict = {"finished_reason": output.finish_reason}
 
     def put(self, error: BaseException | None = None) -> None:
         """There is something new."""

@@ -131,12 +131,21 @@ class VersionTable:
     transceiver: tuple[str, ...]
     id_arguments: tuple[str, ...]  # of get_global_disagg_request_id; empty where there is none
     overlaps_on_prefill: bool
+    log_request: str = "log_request_metrics_dict"
 
 
 TABLES = {
     table.version: table
     for table in (
-        VersionTable("1.2.1", _HANDOFF, _GENERATE, _TRANSCEIVER, (), overlaps_on_prefill=False),
+        VersionTable(
+            "1.2.1",
+            _HANDOFF,
+            _GENERATE,
+            _TRANSCEIVER,
+            (),
+            overlaps_on_prefill=False,
+            log_request="log_metrics_dict",
+        ),
         VersionTable(
             "1.3.0rc22",
             _HANDOFF_1_3,

@@ -34,9 +34,13 @@ class Effective:
         """Every value, as lines of `key = value  # source`."""
         return [f"{key} = {json.dumps(value)}  # {self.source(key)}" for key, value in _leaves(self.value)]
 
-    def guarded(self, key: str, value: bool) -> "Effective":
-        """The same, with a top-level value that a guard has chosen."""
-        return Effective(self.value.model_copy(update={key: value}), {**self.sources, key: _GUARD})
+    def guarded(self, key: str, value: bool | int) -> "Effective":
+        """The same, with a value that a guard has chosen."""
+        section, _, name = key.rpartition(".")
+        changed: Any = {name: value}
+        if section:
+            changed = {section: getattr(self.value, section).model_copy(update=changed)}
+        return Effective(self.value.model_copy(update=changed), {**self.sources, key: _GUARD})
 
 
 def resolve(config: TrtllmConfig) -> Effective:

@@ -18,6 +18,7 @@ from services.engine import (
     Finished,
     FinishReason,
     HandedKv,
+    KvChange,
     ModelFacts,
     Prompt,
     PulledKv,
@@ -25,19 +26,21 @@ from services.engine import (
     Sampling,
     Tokens,
 )
-from services.engines.trtllm import answers, state
+from services.engines.trtllm import answers, metrics, state
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.facts import model_facts
 from services.engines.trtllm.generation import Generation
 from services.engines.trtllm.illustration import check_ids
 from services.engines.trtllm.loading import load
+from services.engines.trtllm.native import NativeMetrics
 from services.engines.trtllm.nothing import NoMemory
 from services.engines.trtllm.orders import Orders
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.pinned import Pinned, TrtllmKv
 from services.engines.trtllm.running import Order, Running
 from services.engines.trtllm.stream import TrtllmStream
+from services.engines.trtllm.telling import Listeners, Telling
 from services.footprint import current_footprint
 
 _PLAIN_TIMEOUT_SECONDS = 60.0
@@ -65,16 +68,23 @@ class TrtllmEngine:
         self._pinned = Pinned(self._transfer_seconds, size)
         self._orders = Orders(self._config, self._args, self._package, self._facts)
         limit = self._args.max_batch_size + self._config.max_waiting
-        self._running = Running(self._llm, self._package, limit, size)
-        await self._warm_up()
+        native = NativeMetrics(self._package, self._facts.name)
+        self._running = Running(self._llm, self._package, limit, size, native.note_request)
+        listeners = Listeners(self._running.progressed, self._observe)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._llm.shutdown)
+            stack.push_async_callback(self._running.close)
+            stack.callback(self._pinned.close)
+            telling = Telling(self._llm, self._args.kv_cache_config, native, listeners)
+            self._telling = await stack.enter_async_context(telling)
+            await self._warm_up()
+            self._open = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._running.close()
-        self._pinned.close()
-        await asyncio.to_thread(self._llm.shutdown)
+        await self._open.aclose()
 
     @property
     def facts(self) -> ModelFacts:
@@ -93,10 +103,17 @@ class TrtllmEngine:
         return bool(check()) if check is not None else True
 
     def load(self) -> EngineLoad:
-        """By our own book. What waits is not known of single requests, and counts as running."""
+        """What runs and what is held by our own book; what of it waits, and how many blocks there are, as it says."""
+        told = self._telling.statistics
         held = self._pinned.blocks
-        total = (self._args.kv_cache_config.max_tokens or 0) // self._facts.layout.block_tokens
-        return EngineLoad(len(self._running), 0, 0, total, self._running.blocks + held, held)
+        total = told.blocks_total or (self._args.kv_cache_config.max_tokens or 0) // self._facts.layout.block_tokens
+        waiting = min(told.waiting, len(self._running))
+        tokens = told.waiting_tokens if waiting else 0
+        return EngineLoad(len(self._running) - waiting, waiting, tokens, total, self._running.blocks + held, held)
+
+    def kv_changes(self) -> AsyncGenerator[KvChange, None]:
+        """What its prefix cache holds. See TellsKv."""
+        return self._telling.kv_changes()
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> TrtllmKv:
         """Computes the prompt and one id; the KV waits inside the engine. See PrefillEngine."""
@@ -218,6 +235,11 @@ class TrtllmEngine:
         with contextlib.suppress(TimeoutError):
             async with timeout(_ABORT_SECONDS):
                 await generation.ended.wait()
+
+    def _observe(self) -> None:
+        metrics.OUTSTANDING.set(len(self._pinned))
+        metrics.OUTSTANDING_TOKENS.set(self._pinned.tokens)
+        metrics.OLDEST_SECONDS.set(self._pinned.oldest_seconds)
 
     async def _warm_up(self) -> None:
         """One token, before anybody is told that the engine is ready."""

@@ -47,9 +47,13 @@ def check(config: TrtllmConfig, surroundings: Surroundings) -> Checked:
     if _must_not_overlap(surroundings):
         faults += _of_overlap(effective)
         effective = effective.guarded("disable_overlap_scheduler", True)
+    warnings = [*_warnings(config, effective, surroundings)]
+    if config.backend == "autodeploy" and effective.value.kv_cache_config.event_buffer_max_size:
+        warnings.append("AutoDeploy tells no KV events; kv_cache_config.event_buffer_max_size is 0")
+        effective = effective.guarded("kv_cache_config.event_buffer_max_size", 0)
     if faults:
         raise ConfigError(f"trtllm {surroundings.version}: {'; '.join(faults)}")
-    return Checked(effective, (*_warnings(config, effective, surroundings),))
+    return Checked(effective, tuple(warnings))
 
 
 def _of_engine(args: EngineArguments, surroundings: Surroundings) -> Iterator[str]:

@@ -20,6 +20,16 @@ _SECTIONS = {
 }
 
 
+_ALWAYS = {
+    "max_batch_size",
+    "max_num_tokens",
+    "enable_chunked_prefill",
+    "kv_cache_config",
+    "return_perf_metrics",
+    "enable_iter_perf_stats",
+}
+
+
 def load(config: TrtllmConfig, effective: Effective, package: Package) -> Any:
     """The LLM, loaded. Blocking, for minutes. Raises ConfigError that names the version for what it does not accept."""
 
@@ -57,9 +67,8 @@ def _arguments(config: TrtllmConfig, effective: Effective, package: Package) -> 
 
 
 def _named(effective: Effective) -> list[str]:
-    always = {"max_batch_size", "max_num_tokens", "enable_chunked_prefill", "return_perf_metrics"}
     given = {key.partition(".")[0] for key in effective.sources}
-    return [name for name in type(effective.value).model_fields if name in always | given | {"kv_cache_config"}]
+    return [name for name in type(effective.value).model_fields if name in _ALWAYS | given]
 
 
 def _made(name: str, value: Any, package: Package) -> Any:

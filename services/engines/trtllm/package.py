@@ -44,6 +44,14 @@ class Package:
         """`MultimodalEncoder`."""
         return _import(f"{NAME}.llmapi.mm_encoder").MultimodalEncoder
 
+    @property
+    def metrics_collector(self) -> Any:
+        """`MetricsCollector`, or None where it is not installed: it needs more packages than the engine."""
+        try:
+            return importlib.import_module(f"{NAME}.metrics").MetricsCollector
+        except ImportError:
+            return None
+
     def shared_tensor(self) -> Any:
         """`SharedTensorContainer`, by which embeddings come and go."""
         return _import(f"{NAME}._torch.shared_tensor").SharedTensorContainer

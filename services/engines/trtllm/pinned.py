@@ -4,9 +4,18 @@ Either the other side fetches it, or the transfer times out. An abort after the 
 """
 
 import asyncio
+import math
+import time
 from dataclasses import dataclass
 
 from services.engine import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    tokens: int
+    since: float
+    timer: asyncio.TimerHandle
 
 
 class Pinned:
@@ -15,27 +24,41 @@ class Pinned:
     def __init__(self, timeout_seconds: float, block_tokens: int) -> None:
         self._timeout_seconds = timeout_seconds
         self._block_tokens = block_tokens
-        self._held: dict[object, tuple[int, asyncio.TimerHandle]] = {}
+        self._held: dict[object, _Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     @property
     def tokens(self) -> int:
-        return sum(tokens for tokens, _ in self._held.values())
+        return sum(pin.tokens for pin in self._held.values())
 
     @property
     def blocks(self) -> int:
-        return sum(-(-tokens // self._block_tokens) for tokens, _ in self._held.values())
+        return sum(-(-pin.tokens // self._block_tokens) for pin in self._held.values())
+
+    @property
+    def oldest_seconds(self) -> float:
+        """For how long the oldest has been held; 0 if nothing is."""
+        return max((time.monotonic() - pin.since for pin in self._held.values()), default=0.0)
+
+    @property
+    def youngest_seconds(self) -> float:
+        """For how long nothing has been added; without end if nothing is held."""
+        return min((time.monotonic() - pin.since for pin in self._held.values()), default=math.inf)
 
     def pin(self, key: object, tokens: int) -> None:
         """Counts it until `unpin`, or until the engine's own timeout has freed it."""
         timer = asyncio.get_running_loop().call_later(self._timeout_seconds, self.unpin, key)
-        self._held[key] = tokens, timer
+        self._held[key] = _Pin(tokens, time.monotonic(), timer)
 
     def unpin(self, key: object) -> int:
         """It was fetched; returns how many blocks that gives back, 0 if they were back already."""
-        tokens, timer = self._held.pop(key, (0, None))
-        if timer is not None:
-            timer.cancel()
-        return -(-tokens // self._block_tokens)
+        pin = self._held.pop(key, None)
+        if pin is None:
+            return 0
+        pin.timer.cancel()
+        return -(-pin.tokens // self._block_tokens)
 
     def close(self) -> None:
         """Stops the clocks."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,12 +34,15 @@ class Order:
 class Running:
     """Every request that the engine has. A fatal error fails all of them, and whatever comes later."""
 
-    def __init__(self, llm: Any, package: Package, limit: int, block_tokens: int) -> None:
+    def __init__(
+        self, llm: Any, package: Package, limit: int, block_tokens: int, on_end: Callable[[Any], None]
+    ) -> None:
         self.failure: EngineFailed | None = None
         self._llm = llm
         self._package = package
         self._limit = limit
         self._block_tokens = block_tokens
+        self._on_end = on_end
         self._tasks: dict[Generation, asyncio.Task[None]] = {}
         self._progressed_at = time.monotonic()
 
@@ -66,7 +69,7 @@ class Running:
             self._progressed_at = time.monotonic()
         generation = Generation(self._ask(order), order.tokens, order.replayed, order.logprobs)
         generation.keeps = order.keeps
-        task = asyncio.create_task(generation.follow(self._progress))
+        task = asyncio.create_task(generation.follow(self.progressed))
         self._tasks[generation] = task
         task.add_done_callback(partial(self._ended, generation))
         return generation
@@ -94,13 +97,16 @@ class Running:
             self._fail(error)
             raise EngineFailed(f"TensorRT-LLM has ended: {error}") from error
 
-    def _progress(self) -> None:
+    def progressed(self) -> None:
+        """The engine has gone on, in whatever it does."""
         self._progressed_at = time.monotonic()
 
     def _ended(self, generation: Generation, task: "asyncio.Task[None]") -> None:
         del self._tasks[generation]
-        self._progress()
+        self.progressed()
         generation.end(self._why(task))
+        if generation.error is None:
+            self._on_end(generation.result)
 
     def _why(self, task: "asyncio.Task[None]") -> BatonError | None:
         if task.cancelled():
