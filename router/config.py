@@ -98,6 +98,9 @@ class RouterConfig(Section):
     connections: ConnectionLimits = ConnectionLimits()
     metrics_listen: str = ""  # host:port; without a host 127.0.0.1; empty serves no metrics
     metrics_tls: TlsConfig | None = None
+    announce_seconds: float = Field(
+        default=0.0, ge=0, description="After SIGTERM, NOT_SERVING but taking requests, until balancers have heard."
+    )
     drain_seconds: float = Field(default=30.0, ge=0)
     allow_faults: bool = False  # whether x-baton-fault is passed on to workers: in tests only
     registry: RegistryConfig = RegistryConfig()

@@ -68,14 +68,15 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         loader = await stack.enter_async_context(MediaLoader(config.media))
         # Inside the cluster: what is leased is given back before the channels close.
         embeddings = await stack.enter_async_context(EmbeddingCache(config.embeddings))
-        services, drain_seconds = _services(config, cluster, loader, embeddings), config.drain_seconds
+        services = _services(config, cluster, loader, embeddings)
         server = await stack.enter_async_context(
             serve(
                 config.listen,
                 services,
                 health=health,
                 tls=config.tls.listen,
-                drain_seconds=drain_seconds,
+                announce_seconds=config.announce_seconds,
+                drain_seconds=config.drain_seconds,
                 tracer=tracer,
                 access=access,
                 connections=config.connections,

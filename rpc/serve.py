@@ -86,6 +86,7 @@ async def serve(
     *,
     health: Health,
     tls: TlsConfig | None = None,
+    announce_seconds: float = 0.0,
     drain_seconds: float = 30.0,
     tracer: Tracer = NO_TRACER,
     access: Access | None = None,
@@ -93,8 +94,9 @@ async def serve(
 ) -> AsyncGenerator[Server, None]:
     """Serves at `listen`, a `host:port` where port 0 is any free one, until the context is left.
 
-    Its owner tells `health` when it is ready. At the end everything is NOT_SERVING, new calls are refused, and running
-    ones may go on for `drain_seconds`; then they are cancelled. When the context is left no servicer's code runs any
+    Its owner tells `health` when it is ready. At the end everything is NOT_SERVING; new calls are still taken for
+    `announce_seconds`, so that balancers can hear of it first, and are refused from then on; running ones may go on for
+    `drain_seconds` more, and then they are cancelled. When the context is left no servicer's code runs any
     more. `tracer` records a span for each call of a request. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
@@ -108,7 +110,7 @@ async def serve(
         yield Server(f"{listen.rpartition(':')[0]}:{port}", port)
     finally:
         health.close()
-        await _stop(server, running, drain_seconds)
+        await _stop(server, running, announce_seconds, drain_seconds)
 
 
 def _add(server: aio.Server, services: Sequence[Service], health: Health) -> None:
@@ -137,8 +139,10 @@ def _bind(server: aio.Server, listen: str, tls: TlsConfig | None) -> int:
         raise ConfigError(f"listen: cannot listen on {listen!r}; is the port taken?") from error
 
 
-async def _stop(server: aio.Server, running: RunningCalls, drain_seconds: float) -> None:
+async def _stop(server: aio.Server, running: RunningCalls, announce_seconds: float, drain_seconds: float) -> None:
     try:
+        if announce_seconds:
+            await asyncio.sleep(announce_seconds)
         await server.stop(drain_seconds)
     except asyncio.CancelledError:
         # The second signal: no more waiting.

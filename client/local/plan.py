@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 NAMESPACE = "local"
 DRAIN_SECONDS = 3
+# Envoy asks for a router's health each second; then a router that is ended may finish what runs.
+PATIENCE_BEFORE_ENVOY = ("announce_seconds=2", "drain_seconds=60")
 SIMULATED_IMAGE_TOKENS = 16
 
 # Where OpenTelemetry's exporters send by default, and where Jaeger's page is looked for.
@@ -90,7 +92,8 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     workers = [(role, number) for role in WORKERS for number in range(counts[role])]
     engine = _engine(options, len(workers))
     servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
-    routers = [_router(number, shared) for number in range(options.routers)]
+    patience = PATIENCE_BEFORE_ENVOY if options.envoy else ()
+    routers = [_router(number, [*shared, *patience]) for number in range(options.routers)]
     envoys = [_envoy([each.address for each in routers], otlp)] if options.envoy else []
     return ClusterPlan(registry=registry, traces=_traces(otlp), servers=(*servers, *routers, *envoys))
 

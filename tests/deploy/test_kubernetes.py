@@ -61,6 +61,7 @@ def test_a_process_is_killed_only_after_its_drain(deployment: Any) -> None:
     config, only = command(deployment).load(), container(deployment)
     before = only.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     lease = config.handoff.lease_seconds if command(deployment).module == "services" else 0
+    before += getattr(config, "announce_seconds", 0)
     grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > before + config.drain_seconds + lease
 

@@ -73,11 +73,11 @@ class Left:
 
 
 @asynccontextmanager
-async def left(drain_seconds: float, generate: Callable[..., Any]) -> AsyncGenerator[Left, None]:
+async def left(drain_seconds: float, generate: Callable[..., Any], **more: float) -> AsyncGenerator[Left, None]:
     """Starts to leave a server once `generate` has written one message, and goes on once watchers know of it."""
     health = Health()
     methods = {"Generate": generate, "GetModel": get_model}
-    serving = serve("127.0.0.1:0", [service(methods)], health=health, drain_seconds=drain_seconds)
+    serving = serve("127.0.0.1:0", [service(methods)], health=health, drain_seconds=drain_seconds, **more)
     server = await serving.__aenter__()
     health.set("", True)
     async with open_channel(server.address) as channel:
@@ -121,6 +121,15 @@ async def test_a_drain_refuses_new_calls() -> None:
     async with left(30, waits_for(finish, [])) as server:
         with pytest.raises(Unavailable):
             await unary(InferenceServiceStub(server.channel).GetModel(model_pb2.GetModelRequest()))
+        assert not server.leaving.done()
+        finish.set()
+        await server.leaving
+
+
+async def test_a_server_that_announces_its_end_takes_new_calls_while_it_says_not_serving() -> None:
+    finish = asyncio.Event()
+    async with left(30, waits_for(finish, []), announce_seconds=0.5) as server:
+        await unary(InferenceServiceStub(server.channel).GetModel(model_pb2.GetModelRequest()))
         assert not server.leaving.done()
         finish.set()
         await server.leaving

@@ -48,27 +48,38 @@ async def load(fleet: Fleet, *, at_once: int, max_tokens: int) -> AsyncIterator[
             if node.role == "router":
                 channel = await stack.enter_async_context(open_channel(node.proxy.address))
                 stubs.append(InferenceServiceStub(channel))
-        first = Outcome("first")
-        await follow(stubs[0].Generate(_request(max_tokens), timeout=60), first)
-        assert first.is_right, first
-        loading = Load(first.ids)
-        ending = asyncio.Event()
-        turns = itertools.cycle(stubs)
-
-        async def send() -> None:
-            while not ending.is_set():
-                loading.count(await _run(turns, max_tokens, loading))
-
-        clients = [asyncio.create_task(send()) for _ in range(at_once)]
-        try:
+        async with requests_of(stubs, at_once=at_once, max_tokens=max_tokens) as loading:
             yield loading
-        finally:
-            ending.set()
-            await asyncio.gather(*clients)
 
 
-async def _run(stubs: "itertools.cycle[InferenceServiceStub]", max_tokens: int, loading: Load) -> Outcome:
-    for _ in range(_ATTEMPTS):
+@asynccontextmanager
+async def requests_of(
+    stubs: Sequence[InferenceServiceStub], *, at_once: int, max_tokens: int, attempts: int = _ATTEMPTS
+) -> AsyncIterator[Load]:
+    """The same, over these stubs in turn; a request in which nothing has begun is tried so often in all."""
+    first = Outcome("first")
+    await follow(stubs[0].Generate(_request(max_tokens), timeout=60), first)
+    assert first.is_right, first
+    loading = Load(first.ids)
+    ending = asyncio.Event()
+    turns = itertools.cycle(stubs)
+
+    async def send() -> None:
+        while not ending.is_set():
+            loading.count(await _run(turns, max_tokens, loading, attempts))
+
+    clients = [asyncio.create_task(send()) for _ in range(at_once)]
+    try:
+        yield loading
+    finally:
+        ending.set()
+        await asyncio.gather(*clients)
+
+
+async def _run(
+    stubs: "itertools.cycle[InferenceServiceStub]", max_tokens: int, loading: Load, attempts: int
+) -> Outcome:
+    for _ in range(attempts):
         outcome = Outcome(uuid.uuid4().hex)
         await follow(next(stubs).Generate(_request(max_tokens), timeout=_DEADLINE_SECONDS), outcome)
         if outcome.code != "UNAVAILABLE" or outcome.sequences:

@@ -1,0 +1,54 @@
+"""200 streams at a time through Envoy, without a pause and without a retry, while its routers are restarted in turn."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from support.envoy import Envoy, running_envoy
+from support.etcd_server import EtcdServer
+from support.faults.load import requests_of
+from support.fleet import Fleet, FleetPlan, fleet
+
+from rpc.channels import open_channel
+
+STREAMS = 200
+CONNECTIONS = 4
+# 200 streams of five tokens a second: what a small machine routes with room to spare.
+ENGINE = (
+    "engine={kind: simulated, name: demo, num_blocks: 8192, block_bytes: 64, decode_step_seconds: 0.2, max_batch: 256}"
+)
+ROUTER = ("announce_seconds=2", "drain_seconds=30", "probe={interval_seconds: 0.5, timeout_seconds: 5}")
+
+
+async def restart(running: Fleet, envoy: Envoy, name: str) -> int:
+    """Its exit code. Returns when Envoy sends requests to the new process."""
+    node = running.nodes[name]
+    exit_code = await node.terminate()
+    node.start()
+    await node.serving()
+    while await envoy.healthy_routers() < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return exit_code
+
+
+@pytest.mark.timeout(150)
+async def test_routers_restart_behind_envoy_and_no_stream_fails(shared_etcd: EtcdServer, tmp_path: Path) -> None:
+    plan = FleetPlan(
+        "behind-envoy", shared_etcd.endpoint, (ENGINE, "drain_seconds=1"), ROUTER, prefill=1, decode=1, routers=2
+    )
+    async with fleet(plan, tmp_path) as running, AsyncExitStack() as stack:
+        addresses = [node.direct for node in running.nodes.values() if node.role == "router"]
+        envoy = await stack.enter_async_context(running_envoy(tmp_path, addresses))
+        channels = [await stack.enter_async_context(open_channel(envoy.address)) for _ in range(CONNECTIONS)]
+        stubs = [InferenceServiceStub(channel) for channel in channels]
+        async with requests_of(stubs, at_once=STREAMS, max_tokens=20, attempts=1) as loading:
+            await asyncio.sleep(2)
+            exit_codes = [await restart(running, envoy, name) for name in ("router-0", "router-1")]
+            await asyncio.sleep(2)
+        print(f"\n{loading.right} streams right, {len(loading.wrong)} wrong, over two restarts of routers")
+        assert loading.wrong == []
+        assert loading.right > STREAMS
+        assert exit_codes == [0, 0]
+        assert await running.blocks_used() == 0
