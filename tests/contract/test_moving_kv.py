@@ -119,7 +119,7 @@ async def test_cancelling_a_prefill_at_any_point_leaves_nothing_in_the_end(engin
 async def test_one_request_too_many_is_refused(engine: Engine) -> None:
     streams = [engine.decode(Prompt((5 + index,)), greedy(200)) for index in range(MAX_SEQUENCES + MAX_WAITING)]
     first = [asyncio.ensure_future(anext(stream)) for stream in streams]
-    await until(lambda: engine.load().running == len(streams))
+    await until(lambda: engine.load().running + engine.load().waiting == len(streams))
     with pytest.raises(Overloaded):
         await engine.prefill(PROMPT, greedy(2))
     await asyncio.gather(*first)

@@ -18,8 +18,8 @@ _PREFIX = "trtllm_"
 class NativeMetrics(Collector):
     """`MetricsCollector`, fed by us. A Collector of those of its families that have its prefix.
 
-    It registers with the global registry, where a second one of a process is an error. So what it has registered is moved
-    into a registry of this object's own as soon as it is made.
+    It registers with the global registry, where a second one of a process is an error. So what it has registered is
+    moved into a registry of this object's own as soon as it is made.
     """
 
     def __init__(self, package: Package, model: str) -> None:
