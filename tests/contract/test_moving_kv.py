@@ -1,7 +1,7 @@
 """What is asked of engines that move KV themselves, in the place of what test_blocks.py asks of a pool."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 from support.engine_calls import MAX_SEQUENCES, MAX_WAITING, blocks_used, collect, fetch, greedy, until
@@ -111,8 +111,9 @@ async def test_cancelling_a_prefill_at_any_point_leaves_nothing_in_the_end(engin
         for _ in range(pauses):
             await asyncio.sleep(0)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        # On a busy machine it may have ended before that.
+        with suppress(asyncio.CancelledError):
+            await (await task).release()
     await until(lambda: blocks_used(engine) == 0)
 
 
