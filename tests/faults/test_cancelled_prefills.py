@@ -13,6 +13,8 @@ from support.etcd_server import EtcdServer
 from support.faults.outcomes import Outcome, follow
 from support.fleet import Fleet, FleetPlan, fleet
 
+from rpc.aio import timeout
+
 FULL = os.environ.get("BATON_FAULTS") == "full"
 CANCELLED = 10
 ENGINES = {
@@ -67,4 +69,6 @@ async def test_cancelled_prefills_do_not_hold_up_the_next_request(
             f"\n{engine}: first token after {alone * 1000:.0f} ms alone, {after * 1000:.0f} ms after the cancelled ones"
         )
         assert after < alone + 1.0
-        assert await running.blocks_used() == 0
+        async with timeout(1.0):
+            while await running.blocks_used():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)

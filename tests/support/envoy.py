@@ -5,10 +5,11 @@ import contextlib
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from support.etcd_server import free_port
@@ -19,6 +20,8 @@ from rpc.aio import timeout
 
 CONFIG = ROOT / "deploy" / "envoy" / "envoy.yaml"
 START_SECONDS = 20.0
+
+Change = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,20 @@ def write_descriptors(path: Path) -> None:
 
 
 @asynccontextmanager
-async def running_envoy(folder: Path, routers: Sequence[str], traces: str = "127.0.0.1:1") -> AsyncIterator[Envoy]:
-    """An Envoy that has found every one of `routers` healthy."""
+async def running_envoy(
+    folder: Path, routers: Sequence[str], traces: str = "127.0.0.1:1", change: Change = lambda config: None
+) -> AsyncIterator[Envoy]:
+    """An Envoy that has found every one of `routers` healthy. `change` is given the configuration, to change it."""
     addresses = EnvoyAddresses(*(f"127.0.0.1:{free_port()}" for _ in range(3)))
     envoy = Envoy(addresses.clients, addresses.admin, addresses.metrics, folder / "envoy.log")
     await asyncio.to_thread(write_descriptors, folder / "descriptors.binpb")
-    config = envoy_config(addresses, routers, traces, folder / "descriptors.binpb")
+    config = yaml.safe_load(envoy_config(addresses, routers, traces, folder / "descriptors.binpb"))
+    change(config)
     command = [envoy_binary(), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
     with envoy.log.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, "--config-yaml", config, stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(
+            *command, "--config-yaml", yaml.safe_dump(config), stdout=log, stderr=log
+        )
     try:
         async with timeout(START_SECONDS):
             await _until_healthy(envoy, len(routers), process)
