@@ -19,6 +19,9 @@ MODEL ?= models/demo
 TESTS ?= tests
 JOBS ?= 2
 
+# Which programs of examples/ `make clients` builds and tests.
+CLIENTS ?= python node go java cpp
+
 # How much `make fuzz` sends.
 INPUTS ?= 10000
 # CI runs a failed test once more, and says so; docs/decisions.md says why.
@@ -31,7 +34,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults fuzz lint check format clean
+.PHONY: help install protos docs envoy up down status logs doctor test faults clients fuzz lint check format clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -85,6 +88,9 @@ test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
 faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
 	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 $(RERUNS) tests/faults
 
+clients: $(STUBS) ## Build and test the clients in other languages (CLIENTS="python node" selects)
+	@BATON_CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest -n 0 tests/examples
+
 fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
@@ -105,4 +111,5 @@ clean: down ## Remove what was generated, except .venv
 	@rm -rf .baton dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis tools/buf/node_modules
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 	@find protos -name '*_pb2*.py*' -delete
+	@for each in $(CLIENTS); do $(MAKE) --silent -C examples/$$each clean; done
 	@rm -f $(STUBS) $(TRANSCODING)

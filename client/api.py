@@ -18,7 +18,8 @@ from typing_extensions import Self
 from client.images import Image, user_message
 from rpc.calls import stream, unary
 from rpc.channels import open_channel
-from rpc.errors import ConfigError
+from rpc.errors import ConfigError, InvalidRequest
+from rpc.metadata import PRIORITY_KEY, TENANT_KEY
 from rpc.tls import TlsConfig, is_loopback
 
 # For every call but Generate, whose time is the model's.
@@ -32,12 +33,16 @@ class Client:
     once, of one event loop.
     """
 
-    def __init__(self, address: str, tls: TlsConfig | None = None, *, token: str = "") -> None:
-        """Raises ConfigError for files that cannot be read, and a token that would leave this host in plain text."""
+    def __init__(self, address: str, tls: TlsConfig | None = None, *, token: str = "", tenant: str = "") -> None:
+        """`tenant` is whose quota the calls count for, if no token or certificate says so (docs/admission.md).
+
+        Raises ConfigError for files that cannot be read, and a token that would leave this host in plain text;
+        InvalidRequest for a tenant that no gRPC header can carry.
+        """
         if token and tls is None and not is_loopback(address.rpartition(":")[0]):
             raise ConfigError("a token is sent over TLS only: name the authority to trust")
         self.address = address
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = (*_header("authorization", token and f"Bearer {token}"), *_header(TENANT_KEY, tenant))
         self._options: dict[str, Any] = {"timeout": CALL_SECONDS, "metadata": self._metadata}
         self._channel = open_channel(address, tls)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
@@ -57,10 +62,12 @@ class Client:
         *,
         images: Sequence[Image] = (),
         timeout_seconds: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Streams an answer: Started, tokens, Finished. A string is a prompt with the model's defaults.
 
-        With `images` the string is a user's message about them: contents, paths of files here, or URIs.
+        With `images` the string is a user's message about them: contents, paths of files here, or URIs. In a router's
+        line the higher `priority` goes first, from -10 to 10.
 
             async with aclosing(client.generate("Sort: pear apple mango")) as events:
                 async for event in events:
@@ -69,7 +76,8 @@ class Client:
         Closing the generator, or cancelling the task that reads it, stops the request on the workers.
         """
         message = _message(request, images)
-        call = self._inference.Generate(message, timeout=timeout_seconds, metadata=self._metadata)
+        metadata = (*self._metadata, *_header(PRIORITY_KEY, str(priority) if priority else ""))
+        call = self._inference.Generate(message, timeout=timeout_seconds, metadata=metadata)
         async with aclosing(stream(call)) as responses:
             async for response in responses:
                 yield response
@@ -93,6 +101,12 @@ class Client:
         """The workers as the router sees them: state, load, layout."""
         request = cluster_service_pb2.ListWorkersRequest()
         return (await unary(self._cluster.ListWorkers(request, **self._options))).workers
+
+
+def _header(key: str, value: str) -> tuple[tuple[str, str], ...]:
+    if not value.isascii() or not value.isprintable():
+        raise InvalidRequest.of(key, "must be printable ASCII, as all gRPC metadata")
+    return ((key, value),) if value else ()
 
 
 def _message(request: generate_pb2.GenerateRequest | str, images: Sequence[Image]) -> generate_pb2.GenerateRequest:

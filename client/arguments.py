@@ -44,6 +44,10 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print each event of the stream as one line of JSON")
     parser.add_argument("--timing", action="store_true", help="show at the end where the time went, stage by stage")
     parser.add_argument("--timeout", type=_positive, metavar="SECONDS", help="give up after this long")
+    parser.add_argument("--tenant", default="", metavar="NAME", help="whose quota to use, if no credentials say so")
+    parser.add_argument(
+        "--priority", type=int, default=0, metavar="N", help="-10 to 10: the higher goes first where requests wait"
+    )
     _address(parser)
 
 

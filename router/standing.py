@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from rpc.caller import Caller, current_caller
 from rpc.errors import InvalidRequest
-
-TENANT_KEY = "x-baton-tenant"
-PRIORITY_KEY = "x-baton-priority"
+from rpc.metadata import PRIORITY_KEY, TENANT_KEY
 
 _MOST_URGENT = 10
 _LONGEST_TENANT = 128

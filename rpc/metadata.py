@@ -4,6 +4,10 @@ from typing import Any
 
 from grpc import aio
 
+# Whose quota a request counts for, and how urgent it is; docs/admission.md.
+TENANT_KEY = "x-baton-tenant"
+PRIORITY_KEY = "x-baton-priority"
+
 
 def remaining_seconds(context: "aio.ServicerContext[Any, Any]") -> float | None:
     """How long the caller will still wait; None if it set no deadline."""

@@ -19,8 +19,8 @@ async def run(arguments: argparse.Namespace) -> int:
     show = _print_json if arguments.json else _print_text
     finished = generate_pb2.Finished()
     async with (
-        connect(arguments) as client,
-        aclosing(client.generate(request, timeout_seconds=arguments.timeout)) as events,
+        connect(arguments, arguments.tenant) as client,
+        aclosing(client.generate(request, timeout_seconds=arguments.timeout, priority=arguments.priority)) as events,
     ):
         async for event in events:
             show(event)

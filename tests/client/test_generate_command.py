@@ -145,3 +145,21 @@ async def test_the_address_of_the_local_cluster_is_used(baton: Baton, cluster: S
     (tmp_path / ".baton").mkdir()
     (tmp_path / ".baton" / "address").write_text(f"{cluster.address}\n")
     assert (await baton("generate", "hello", "--max-tokens", "1")).code == 0
+
+
+async def test_the_priority_is_sent(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("generate", "hello", "--priority", "11", "--address", cluster.address)
+    assert outcome.code == 2
+    assert outcome.err == "error: INVALID_REQUEST: x-baton-priority: must be a whole number from -10 to 10\n"
+
+
+async def test_the_tenant_is_sent(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("generate", "hello", "--tenant", "x" * 129, "--address", cluster.address)
+    assert outcome.code == 2
+    assert outcome.err == "error: INVALID_REQUEST: x-baton-tenant: must be at most 128 printable characters\n"
+
+
+async def test_a_tenant_that_no_header_can_carry_is_refused_before_it_is_sent(baton: Baton) -> None:
+    outcome = await baton("generate", "hello", "--tenant", "Zoë", "--address", "127.0.0.1:1")
+    assert outcome.code == 2
+    assert outcome.err == "error: INVALID_REQUEST: x-baton-tenant: must be printable ASCII, as all gRPC metadata\n"

@@ -1,0 +1,116 @@
+// A client of Baton with Connect's gRPC transport and generated stubs: node main.js stream "Sort: pear apple mango".
+
+import { randomUUID } from "node:crypto";
+import { setTimeout as sleep } from "node:timers/promises";
+import { Code, ConnectError, createClient } from "@connectrpc/connect";
+import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
+import { durationMs } from "@bufbuild/protobuf/wkt";
+import { InferenceService } from "./gen/baton/inference/v1/inference_service_pb.js";
+import { Stage } from "./gen/baton/inference/v1/timing_pb.js";
+import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
+
+const ENOUGH = 3; // messages of tokens, before a cancel
+const ATTEMPTS = 10;
+const CALL_MS = 10_000;
+const MAY_PASS = [Code.ResourceExhausted, Code.Unavailable];
+
+/** Prints an answer as it comes. */
+async function stream(client, prompt) {
+  for await (const text of texts(client.generate(greedy(prompt)))) process.stdout.write(text);
+  process.stdout.write("\n");
+}
+
+/** Ends the call in the middle, which stops the request on the workers. */
+async function cancel(client, prompt) {
+  const controller = new AbortController();
+  let count = 0;
+  for await (const text of texts(client.generate(greedy(prompt), { signal: controller.signal }))) {
+    process.stdout.write(text);
+    if (++count === ENOUGH) controller.abort();
+  }
+}
+
+/** Cancels a request by its id, as anybody may who knows it, and prints what each worker confirmed. */
+async function stop(client, prompt) {
+  const requestId = randomUUID();
+  let count = 0;
+  for await (const _ of texts(client.generate({ ...greedy(prompt), requestId }))) {
+    if (++count !== ENOUGH) continue;
+    const { receipts } = await client.cancelGeneration({ requestId }, { timeoutMs: CALL_MS });
+    for (const { stage, workerId, blocksFreed } of receipts) {
+      console.log(`stopped STAGE_${Stage[stage]} on ${workerId}: ${blocksFreed} blocks freed`);
+    }
+  }
+}
+
+/** Gives the answer so long and no longer; every hop is told how much of it is left. */
+async function deadline(client, seconds, prompt) {
+  const options = { timeoutMs: Number(seconds) * 1000 };
+  for await (const text of texts(client.generate(greedy(prompt), options))) process.stdout.write(text);
+  process.stdout.write("\n");
+}
+
+/** Tries again what may pass, after the time that the server asks for. Not once text has been printed. */
+async function retry(client, prompt) {
+  for (let attempt = 1; ; attempt++) {
+    let printed = false;
+    try {
+      for await (const text of texts(client.generate(greedy(prompt)))) {
+        printed = true;
+        process.stdout.write(text);
+      }
+      process.stdout.write("\n");
+      return;
+    } catch (error) {
+      if (printed || attempt === ATTEMPTS || !MAY_PASS.includes(ConnectError.from(error).code)) throw error;
+      await sleep(pauseMs(ConnectError.from(error), attempt));
+    }
+  }
+}
+
+/** Asks for what cannot be, to show what an error says. */
+async function errors(client) {
+  await client.generateUnary({ request: { ...greedy("x"), sampling: { temperature: -1, topP: 2 } } });
+}
+
+function greedy(prompt) {
+  return { input: { case: "prompt", value: prompt }, sampling: { temperature: 0 } };
+}
+
+async function* texts(responses) {
+  for await (const { event } of responses) if (event.case === "token") yield event.value.text;
+}
+
+/** How long to wait: as the server says, else twice as long each time; with jitter in both cases. */
+function pauseMs(error, attempt) {
+  const delay = error.findDetails(RetryInfoSchema)[0]?.retryDelay;
+  const asked = delay ? durationMs(delay) : Math.min(100 * 2 ** attempt, 5000);
+  const milliseconds = asked * (1 + Math.random() / 4);
+  console.error(`again in ${(milliseconds / 1000).toFixed(2)} s: ${error.findDetails(ErrorInfoSchema)[0]?.reason}`);
+  return milliseconds;
+}
+
+/** Prints all that a failed call says. */
+function explain(error) {
+  console.error(`status ${error.code}: ${error.rawMessage}`);
+  for (const { reason, metadata } of error.findDetails(ErrorInfoSchema)) {
+    console.error(`reason ${reason}`);
+    if (metadata.stage) console.error(`stage ${metadata.stage}`);
+  }
+  for (const { fieldViolations } of error.findDetails(BadRequestSchema)) {
+    for (const { field, description } of fieldViolations) console.error(`field ${field}: ${description}`);
+  }
+}
+
+const [name, ...words] = process.argv.slice(2);
+const command = { stream, cancel, stop, deadline, retry, errors }[name];
+const baseUrl = `http://${process.env.BATON_ADDRESS ?? "127.0.0.1:7070"}`;
+const sessionManager = new Http2SessionManager(baseUrl);
+try {
+  await command(createClient(InferenceService, createGrpcTransport({ baseUrl, sessionManager })), ...words);
+} catch (error) {
+  explain(ConnectError.from(error));
+  process.exitCode = 1;
+} finally {
+  sessionManager.abort(); // else its open connection keeps the process
+}

@@ -1,0 +1,118 @@
+"""The client programs of examples/, one in each language, against real clusters: they all keep to one contract."""
+
+import os
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from baton.inference.v1 import generate_pb2
+from support.bench import FAST_ROUTER, Bench, bench, eventually, simulated
+from support.checkpoints import DEMO
+from support.clients import PROGRAMS, Program
+from support.cluster import Cluster, ClusterPlan, cluster
+from support.etcd_server import EtcdServer, free_port
+
+from router.config import AdmissionConfig
+
+# The first test of a language builds its program, on two cores that others use too.
+pytestmark = pytest.mark.timeout(400)
+
+SELECTED = os.environ.get("BATON_CLIENTS", "").split() or list(PROGRAMS)
+CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 1, 3, 4
+
+
+@pytest.fixture(scope="module", params=SELECTED)
+def program(request: pytest.FixtureRequest) -> Program:
+    built = PROGRAMS[request.param]
+    built.build()
+    return built
+
+
+@pytest.fixture(scope="module")
+def demo(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Processes that serve the demonstration model."""
+    engine = {"kind": "pytorch", "model": DEMO, "name": "demo", "threads": 1}
+    plan = ClusterPlan(namespace="clients", etcd=shared_etcd.endpoint, engine=engine)
+    with cluster(plan, tmp_path_factory.mktemp("clients")) as running:
+        yield running
+
+
+@asynccontextmanager
+async def slow(max_running: int = 0, listen: str = "127.0.0.1:0") -> AsyncIterator[Bench]:
+    """Workers that take 20 ms a token, and do not stop soon. Beyond `max_running` they refuse."""
+    admission = AdmissionConfig(max_running_per_worker=max_running, max_waiting=0)
+    router = FAST_ROUTER.model_copy(update={"admission": admission, "listen": listen})
+    workers = simulated("p", "prefill"), simulated("d", "decode", decode_step_seconds=0.02)
+    async with bench(*workers, router=router) as running:
+        yield running
+
+
+async def test_the_answer_is_printed(program: Program, demo: Cluster) -> None:
+    done = await program.run(demo.router.address, "stream", "Sort: pear apple mango")
+    assert (done.code, done.out) == (0, "apple mango pear\n"), done.err
+
+
+async def test_text_is_printed_while_more_is_to_come(program: Program) -> None:
+    async with slow() as running, program.started(running.address, "stream", "x") as process:
+        assert process.stdout is not None
+        assert len(await process.stdout.readexactly(2)) == 2
+        assert process.returncode is None
+        assert running.used_blocks() > 0
+
+
+async def test_ending_the_call_stops_the_request_on_the_workers(program: Program) -> None:
+    async with slow() as running:
+        done = await program.run(running.address, "cancel", "x")
+        assert (done.code, done.status) == (1, CANCELLED)
+        assert len(done.out) >= 3
+        await eventually(lambda: running.used_blocks() == 0)
+
+
+async def test_a_cancel_by_id_prints_what_the_worker_confirmed(program: Program) -> None:
+    async with slow() as running:
+        done = await program.run(running.address, "stop", "x")
+        assert "stopped STAGE_DECODE on d: 1 blocks freed" in done.out.splitlines()
+        assert (done.code, done.status) == (1, CANCELLED)
+        assert "reason CANCELLED" in done.err.splitlines()
+        assert running.used_blocks() == 0
+
+
+async def test_an_answer_that_takes_longer_than_its_deadline_is_ended(program: Program) -> None:
+    async with slow() as running:
+        done = await program.run(running.address, "deadline", "1", "x")
+        assert (done.code, done.status) == (1, DEADLINE_EXCEEDED), done.err
+        await eventually(lambda: running.used_blocks() == 0)
+
+
+async def test_what_was_refused_for_lack_of_room_is_tried_again_when_the_server_says(program: Program) -> None:
+    async with slow(max_running=1) as running, AsyncExitStack() as stack:
+        call = running.stub.Generate(generate_pb2.GenerateRequest(prompt="x"))
+        await call.read()
+        process = await stack.enter_async_context(program.started(running.address, "retry", "x"))
+        assert process.stderr is not None
+        assert process.stdout is not None
+        first = (await process.stderr.readline()).decode()
+        assert re.fullmatch(r"again in 1\.[0-9]+ s: OVERLOADED\n", first)  # with RetryInfo of 1 s, and jitter
+        call.cancel()
+        assert await process.stdout.readexactly(1)
+
+
+async def test_a_router_that_is_not_there_yet_is_tried_again(program: Program) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with program.started(listen, "retry", "x") as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert (await process.stderr.readline()).decode().startswith("again in ")
+        async with slow(listen=listen):
+            assert await process.stdout.readexactly(1)
+
+
+async def test_an_error_is_printed_with_its_reason_and_its_fields(program: Program) -> None:
+    async with slow() as running:
+        done = await program.run(running.address, "errors")
+        assert (done.code, done.status) == (1, INVALID_ARGUMENT)
+        lines = done.err.splitlines()
+        assert "reason INVALID_REQUEST" in lines
+        assert "field sampling.temperature: must be at least 0, is -1" in lines
+        assert any(line.startswith("field sampling.top_p: ") for line in lines)
