@@ -1,0 +1,242 @@
+"""Whether ledgers are right: `python -m benchmarks.ledger [--requests 1000] [--engine simulated]`.
+
+A thousand requests of all kinds (new and cached prompts, new and cached pictures, whole on one worker) to the
+demonstration model on an encode, a prefill and a decode worker behind a router, each a process; half of them one after
+the other, half 16 at a time. Held against each other are the stages of each ledger up to the first token, and the time
+to it that the client has measured. Printed is how many are exact, which is that they differ by 2 % or 2 ms at most, by
+how many milliseconds they differ, and what of the ledgers is unattributed. The client is a process too; what it and
+the network take is in no ledger, and on a machine with fewer cores than processes that is waiting for a core.
+"""
+
+import argparse
+import asyncio
+import itertools
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from io import BytesIO
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, media_pb2, timing_pb2
+from PIL import Image
+
+from benchmarks.router_overhead import run_process, until_told
+from benchmarks.trace_overhead import child
+from discovery.memory import MemoryRegistry
+from router.config import RouterConfig
+from router.host import host_router
+from rpc.channels import open_channel
+from services.config import EncodeConfig, EngineConfig, WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.simulated_config import SimulatedConfig
+from services.host import host_worker
+from services.identity import Role
+
+MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
+ROLES: tuple[Role, ...] = ("encode", "prefill", "decode")
+ABREAST = (1, 16)
+MAX_TOKENS = 8
+WITHIN_SHARE, WITHIN_SECONDS = 0.02, 0.002
+STORY = "Once upon a time Mia and the fox went to the lake. " * 8
+PICTURE_SIDE = 64
+
+# About what the demonstration model takes on one core, without taking it.
+SIMULATED = SimulatedConfig(
+    name="demo",
+    model=str(MODEL),
+    image_tokens=16,
+    num_blocks=16384,
+    encode_seconds=0.008,
+    prefill_base_seconds=0.003,
+    prefill_tokens_per_second=10_000,
+    decode_step_seconds=0.005,
+)
+
+context = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request: what the client measured until its first token, and what the ledger says of that. In seconds."""
+
+    kind: str
+    abreast: int
+    client: float
+    ledger: float
+    unattributed: float
+
+    @property
+    def residual(self) -> float:
+        """What the ledger does not know of."""
+        return self.client - self.ledger
+
+    @property
+    def is_exact(self) -> bool:
+        return abs(self.residual) <= max(WITHIN_SECONDS, WITHIN_SHARE * self.client)
+
+
+def run_worker(pipe: Connection) -> None:
+    """Serves the role and engine that come first through the pipe, until it ends."""
+
+    async def serve() -> None:
+        role, engine = pipe.recv()
+        registry = MemoryRegistry("benchmark")
+        encode = EncodeConfig(inline_bytes=0)  # so that embeddings are pulled
+        config = WorkerConfig(worker_id=role, roles=(role,), engine=engine, encode=encode, drain_seconds=0)
+        async with host_worker(config, registry):
+            pipe.send(registry.workers()[0])
+            await until_told(pipe)
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    run_process(serve)
+
+
+def run_router(pipe: Connection) -> None:
+    """Routes to the workers whose records come first through the pipe, until it ends."""
+
+    async def serve() -> None:
+        records = pipe.recv()
+        registry = MemoryRegistry("benchmark")
+        async with AsyncExitStack() as stack:
+            for record in records:
+                await stack.enter_async_context(registry.register(record))
+            config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0)
+            router = await stack.enter_async_context(host_router(config, registry))
+            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            pipe.send(router.address)
+            await until_told(pipe)
+
+    run_process(serve)
+
+
+def text(
+    prompt: str, topology: generate_pb2.Topology.ValueType = generate_pb2.TOPOLOGY_ANY
+) -> generate_pb2.GenerateRequest:
+    request = generate_pb2.GenerateRequest(prompt=prompt, routing={"topology": topology})
+    request.stopping.max_tokens = MAX_TOKENS
+    return request
+
+
+def about(picture: bytes) -> generate_pb2.GenerateRequest:
+    request = generate_pb2.GenerateRequest()
+    message = request.chat.messages.add(role="user")
+    message.parts.add(media=media_pb2.MediaItem(data=picture, modality=media_pb2.MODALITY_IMAGE))
+    message.parts.add(text="What is in the picture?")
+    request.stopping.max_tokens = MAX_TOKENS
+    return request
+
+
+def picture(number: int) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (PICTURE_SIDE, PICTURE_SIDE), (number % 256, number // 256 % 256, 90)).save(file, "PNG")
+    return file.getvalue()
+
+
+def requests() -> Iterator[tuple[str, generate_pb2.GenerateRequest]]:
+    """All kinds in turn, without end."""
+    for number in itertools.count():
+        yield "new prompt", text(f"{number} children {STORY}")
+        yield "cached prompt", text(STORY)
+        yield "whole", text(f"{number} foxes {STORY}", generate_pb2.TOPOLOGY_AGGREGATED)
+        yield "short prompt", text(f"{number} is")
+        yield "new picture", about(picture(number))
+        yield "cached picture", about(picture(0))
+
+
+async def ask(
+    stub: inference_service_pb2_grpc.InferenceServiceStub,
+    kind: str,
+    request: generate_pb2.GenerateRequest,
+    abreast: int,
+) -> Seen:
+    started = time.perf_counter()
+    first = 0.0
+    async for message in stub.Generate(request, timeout=60):
+        if not first and message.token.token_ids:
+            first = time.perf_counter() - started
+    ledger = message.finished.ledger
+    before = {timing.stage: timing.before_first_token.ToNanoseconds() / 1e9 for timing in ledger}
+    stages = sum(timing.before_first_token.ToNanoseconds() for timing in ledger) / 1e9
+    return Seen(kind, abreast, first, stages, before[timing_pb2.STAGE_UNATTRIBUTED])
+
+
+async def load(address: str, count: int, abreast: int) -> list[Seen]:
+    """So many requests, so many at a time."""
+    seen: list[Seen] = []
+    source = itertools.islice(requests(), count)
+    async with open_channel(address) as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+
+        async def work() -> None:
+            for kind, request in source:
+                seen.append(await ask(stub, kind, request, abreast))
+
+        await asyncio.gather(*(work() for _ in range(abreast)))
+    return seen
+
+
+def quantiles(values: Sequence[float]) -> str:
+    """The median, and the ends, in milliseconds."""
+    cuts = statistics.quantiles(values, n=100)
+    return " / ".join(f"{1e3 * value:6.2f}" for value in (cuts[0], cuts[49], cuts[94], cuts[98], max(values)))
+
+
+def report(name: str, seen: Sequence[Seen]) -> str:
+    share = sum(each.is_exact for each in seen) / len(seen)
+    client = statistics.median(each.client for each in seen)
+    residual, unattributed = ([getattr(each, field) for each in seen] for field in ("residual", "unattributed"))
+    cells = [name, str(len(seen)), f"{share:.1%}", f"{client * 1e3:.1f}", quantiles(residual), quantiles(unattributed)]
+    return f"| {' | '.join(cells)} |"
+
+
+async def run(count: int, engine: EngineConfig) -> bool:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(child(run_worker)) for _ in ROLES]
+        for (pipe, _), role in zip(workers, ROLES, strict=True):
+            pipe.send((role, engine))
+        records = [await asyncio.to_thread(pipe.recv) for pipe, _ in workers]
+        router, _ = await stack.enter_async_context(child(run_router))
+        router.send(records)
+        address = await asyncio.to_thread(router.recv)
+        await load(address, 24, 4)  # whatever is done once is done now
+        seen = [one for abreast in ABREAST for one in await load(address, count // len(ABREAST), abreast)]
+    print(
+        "| requests | number | exact | client's TTFT | residual p1 / p50 / p95 / p99 / max | unattributed, the same |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, belongs in groups():
+        if chosen := [one for one in seen if belongs(one)]:
+            print(report(name, chosen))
+    return sum(one.is_exact for one in seen) >= 0.99 * len(seen)
+
+
+def groups() -> Iterator[tuple[str, Callable[[Seen], bool]]]:
+    yield "all", lambda one: True
+    for abreast in ABREAST:
+        yield f"{abreast} at a time", lambda one, abreast=abreast: one.abreast == abreast  # type: ignore[misc]
+    for kind, _ in itertools.islice(requests(), 6):
+        yield kind, lambda one, kind=kind: one.kind == kind  # type: ignore[misc]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--engine", choices=("pytorch", "simulated"), default="pytorch")
+    arguments = parser.parse_args()
+    random.seed(1)
+    engines: dict[str, EngineConfig] = {
+        "pytorch": PyTorchConfig(model=MODEL, name="demo", threads=1),
+        "simulated": SIMULATED,
+    }
+    raise SystemExit(0 if asyncio.run(run(arguments.requests, engines[arguments.engine])) else 1)
+
+
+if __name__ == "__main__":
+    main()
