@@ -14,6 +14,7 @@ from rpc.run import run
 from rpc.telemetry import configure_logging, serve_metrics
 from services.config import WorkerConfig
 from services.engines.factory import describe
+from services.gpu import watched_gpus
 from services.host import host_worker
 from services.settle import do_while, settle
 
@@ -51,7 +52,8 @@ def _described(config: WorkerConfig) -> list[str]:
 
 
 async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
-    with serve_metrics(config.metrics_listen, config.metrics_tls), _abandoned_on(stopping) as ready:
+    metrics = serve_metrics(config.metrics_listen, config.metrics_tls)
+    with watched_gpus(), metrics, _abandoned_on(stopping) as ready:
         async with host_worker(config) as worker:
             ready.set()
             await do_while(worker.supervise(), _first(stopping.wait(), worker.drainer.finished()))

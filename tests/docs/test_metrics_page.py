@@ -14,6 +14,7 @@ import rpc.metrics
 import services.metrics
 from rpc.frequent_histogram import FrequentHistogram
 from rpc.metrics import REGISTRY
+from services.gpu import GpuCollector
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 
@@ -37,7 +38,9 @@ def shown_name(family: Metric) -> str:
 
 
 def families() -> dict[str, Metric]:
-    return {shown_name(each): each for each in REGISTRY.collect() if each.name.startswith("baton_")}
+    # There need not be a GPU.
+    found = [*REGISTRY.collect(), *GpuCollector({}).collect()]
+    return {shown_name(each): each for each in found if each.name.startswith("baton_")}
 
 
 ROWS = {row.name: row for row in rows()}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc
+from support.etcd_server import free_port
 from support.processes import Process, process
 
 from rpc.aio import timeout
@@ -31,6 +32,7 @@ class ClusterPlan:
     transports: Sequence[str] = ("shm", "tcp")
     worker: Mapping[str, object] = field(default_factory=dict)
     router: Mapping[str, object] = field(default_factory=dict)
+    metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Cluster:
     prefill: Sequence[Process]
     decode: Sequence[Process]
     encode: Sequence[Process] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)  # by a process's name, if the plan asks for them
 
     @property
     def workers(self) -> list[Process]:
@@ -50,14 +53,17 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(plan: ClusterPlan, folder: Path) -> Iterator[Cluster]:
     """Starts all processes at once, waits until each one serves, and ends them all."""
+    counts = {"encode": plan.encode, "prefill": plan.prefill, "decode": plan.decode}
+    names = ["router-0", *(f"{role}-{index}" for role, count in counts.items() for index in range(count))]
+    metrics = {name: f"127.0.0.1:{free_port()}" for name in names if plan.metrics}
     with contextlib.ExitStack() as stack:
         started = {
-            role: [_worker(stack, plan, role, i, folder) for i in range(count)]
-            for role, count in (("encode", plan.encode), ("prefill", plan.prefill), ("decode", plan.decode))
+            role: [_worker(stack, plan, f"{role}-{index}", metrics, folder) for index in range(count)]
+            for role, count in counts.items()
         }
-        options = [*_common(plan), *_PATIENT_ROUTER, *_overrides("", plan.router)]
+        options = [*_common(plan, metrics.get("router-0", "")), *_PATIENT_ROUTER, *_overrides("", plan.router)]
         router = stack.enter_context(process("router", "router.yaml", options, folder / "router.log"))
-        whole = Cluster(router, started["prefill"], started["decode"], started["encode"])
+        whole = Cluster(router, started["prefill"], started["decode"], started["encode"], metrics)
         for each in [*whole.workers, router]:
             each.wait_until_serving()
         yield whole
@@ -74,10 +80,12 @@ async def until_ready(channel: grpc.aio.Channel, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def _worker(stack: contextlib.ExitStack, plan: ClusterPlan, role: str, index: int, folder: Path) -> Process:
-    name = f"{role}-{index}"
+def _worker(
+    stack: contextlib.ExitStack, plan: ClusterPlan, name: str, metrics: Mapping[str, str], folder: Path
+) -> Process:
+    role = name.partition("-")[0]
     options = [
-        *_common(plan),
+        *_common(plan, metrics.get(name, "")),
         f"worker_id={name}",
         f"roles=[{role}]",
         f"transports=[{','.join(plan.transports)}]",
@@ -87,8 +95,8 @@ def _worker(stack: contextlib.ExitStack, plan: ClusterPlan, role: str, index: in
     return stack.enter_context(process("services", f"{role}.yaml", options, folder / f"{name}.log"))
 
 
-def _common(plan: ClusterPlan) -> list[str]:
-    return [f"namespace={plan.namespace}", f"registry.endpoints=[{plan.etcd}]", "metrics_listen=''"]
+def _common(plan: ClusterPlan, metrics: str) -> list[str]:
+    return [f"namespace={plan.namespace}", f"registry.endpoints=[{plan.etcd}]", f"metrics_listen='{metrics}'"]
 
 
 def _overrides(prefix: str, values: Mapping[str, object]) -> list[str]:
