@@ -45,6 +45,7 @@ class Cluster:
         self._models: dict[str, ServedModel] = {}
         self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
         self._ready: Latest[bool] = Latest()
+        self._changed = asyncio.Event()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -78,6 +79,10 @@ class Cluster:
         self._settle()
         async for ready in self._ready.values():
             yield ready
+
+    async def change(self) -> None:
+        """Waits for the next change, of the records or of a worker's health."""
+        await self._changed.wait()
 
     async def follow(self, registry: Registry) -> None:
         """Keeps the members equal to what the registry shows, for ever."""
@@ -122,6 +127,9 @@ class Cluster:
                 self._models[worker.record.model] = worker.model
         metrics.observe_workers(_roles_and_states(self.workers))
         self._ready.set(any("decode" in worker.record.roles and not worker.problem for worker in self.workers))
+        # All who wait for this change are woken by it, and none by it who waits for the next.
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _load_card(self, card: worker_pb2.ModelCard) -> "asyncio.Future[ServedModel]":
         """The model of a card; workers with equal cards share one."""

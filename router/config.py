@@ -63,6 +63,7 @@ class RetryConfig(Section):
     max_attempts: int = Field(default=3, ge=1)  # of each of prefill and decode, the first one included
     budget_ratio: float = Field(default=0.1, ge=0)  # retries that each request earns for all
     budget_floor: int = Field(default=32, ge=1)  # retries to start with, and the least that come back with time
+    wait_seconds: float = Field(default=5.0, ge=0)  # for a worker that a begun answer can go on at, where there is none
 
 
 class RoutingConfig(Section):

@@ -68,10 +68,14 @@ class Placer:
             raise NoWorker(f"no other prefill worker: {self._reasons(need)}")
         return worker
 
-    def decode_instead(self, demand: Demand, context_tokens: int, tried: frozenset[str]) -> Worker:
-        """A worker to continue on, from the ids alone. Raises NoWorker."""
+    async def await_decode(self, demand: Demand, context_tokens: int, tried: frozenset[str]) -> Worker:
+        """A worker to continue on, from the ids alone, as soon as there is one."""
         need = replace(_need("decode", demand), context_tokens=context_tokens, tried=tried)
-        return self._choose(need, demand)
+        while True:
+            try:
+                return self._choose(need, demand)
+            except NoWorker:
+                await self._cluster.change()
 
     def explain(self, demand: Demand) -> list[str]:
         """What each worker is worth to a request now (the least is the best), or why it is left out."""

@@ -20,6 +20,7 @@ from router.pace import DecodeTimer
 from router.placement import Demand, Placement, Placer
 from router.retry import Retries
 from router.worker import Worker
+from rpc.aio import timeout
 from rpc.errors import (
     BatonError,
     Draining,
@@ -183,9 +184,9 @@ class Race:
                     self._prompt.lose()
                 if isinstance(error, _ELSEWHERE):
                     tried |= {worker.record.process}
-                worker = self._decode_instead(error, tried)
-                self._migrated("decode")
                 await self._drop_baton()
+                worker = await self._decode_instead(error, tried)
+                self._migrated("decode")
 
     async def _decode(self, worker: Worker, prompt: prompt_pb2.Prompt) -> End:
         handoff = self._held.handoff if self._held else None
@@ -232,14 +233,16 @@ class Race:
             raise Unavailable("the decode stream ended before its last message")
         return end
 
-    def _decode_instead(self, error: BatonError, tried: frozenset[str]) -> Worker:
+    async def _decode_instead(self, error: BatonError, tried: frozenset[str]) -> Worker:
         if self._demand.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED:
             # To go on, a decode worker would have to run the prompt.
             raise NoWorker(f"the request was to run disaggregated, and cannot be continued: {error.message}") from error
         context_tokens = self._demand.prompt_tokens + len(self._answer.token_ids) + 1
         try:
-            return self._placer.decode_instead(self._demand, context_tokens, tried)
-        except NoWorker:
+            # A worker that comes back is worth waiting for: the client has tokens already.
+            async with timeout(self._retries.wait_seconds):
+                return await self._placer.await_decode(self._demand, context_tokens, tried)
+        except TimeoutError:
             raise error from None
 
     # On the way.

@@ -44,6 +44,7 @@ class Retries:
 
     def __init__(self, config: RetryConfig) -> None:
         self._max_attempts = config.max_attempts
+        self.wait_seconds = config.wait_seconds
         self._budget = RetryBudget(config.budget_ratio, config.budget_floor)
 
     def earn(self) -> None:

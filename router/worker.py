@@ -172,6 +172,9 @@ class Worker:
         while True:
             started = time.monotonic()
             problem = await self._check(probe.timeout_seconds)
+            if problem and time.monotonic() - started > 2 * probe.timeout_seconds:
+                # It was this process that stood still, and not the worker.
+                continue
             failures = failures + 1 if problem else 0
             self._note_check(problem)
             # One failure may be ours: after a pause of this process every call has timed out, and nobody else hangs.

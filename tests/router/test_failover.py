@@ -99,6 +99,20 @@ async def test_a_stop_string_over_a_migration_is_found() -> None:
         assert stream.finished.stop_string == stop
 
 
+async def test_an_answer_waits_for_a_worker_that_comes_back() -> None:
+    slow = simulated("d1", "decode", decode_step_seconds=STEP)
+    patient = FAST_ROUTER.model_copy(update={"retry": RetryConfig(wait_seconds=10)})
+    async with bench(PREFILL, slow, router=patient) as running:
+        async with running_stream(running, 10, **LONG) as task:
+            await running.stop("d1")
+            await asyncio.sleep(0.3)
+            assert not task.done()
+            await running.start(slow)
+            stream = await task
+        assert stream.finished.migrations == 1
+        assert stream.token_ids == (await undisturbed()).token_ids
+
+
 async def test_without_another_decode_worker_the_error_is_the_lost_workers() -> None:
     async with bench(PREFILL, simulated("d1", "decode", decode_step_seconds=STEP)) as running:
         async with running_stream(running, 5, **LONG) as task:
@@ -121,7 +135,7 @@ async def test_without_another_prefill_worker_the_decode_worker_runs_it_all() ->
 
 
 async def test_attempts_are_bounded() -> None:
-    once = FAST_ROUTER.model_copy(update={"retry": RetryConfig(max_attempts=1)})
+    once = FAST_ROUTER.model_copy(update={"retry": RetryConfig(max_attempts=1, wait_seconds=0)})
     slow = [simulated(name, "prefill", prefill_base_seconds=0.5) for name in ("p1", "p2")]
     async with bench(*slow, DECODE, router=once) as running:
         async with running_stream(running, 0, **LONG) as task:

@@ -10,7 +10,7 @@ from support.tcp_proxy import TcpProxy
 
 from discovery.memory import MemoryRegistry
 from router.cluster import Cluster
-from router.config import ProbeConfig, RouterConfig
+from router.config import ProbeConfig, RetryConfig, RouterConfig
 from router.host import host_router
 from rpc.aio import timeout
 from rpc.channels import open_channel
@@ -21,7 +21,9 @@ from services.host import Worker, host_worker
 PATIENCE_SECONDS = 20.0
 PROBE = ProbeConfig(interval_seconds=0.1, timeout_seconds=0.5)
 # Requests are measured only where somebody could read it.
-FAST_ROUTER = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", probe=PROBE, drain_seconds=0)
+FAST_ROUTER = RouterConfig(
+    listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", probe=PROBE, drain_seconds=0, retry=RetryConfig(wait_seconds=0)
+)
 
 
 @dataclass
