@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from discovery.keys import WorkerKeys
 from discovery.latest import Latest
 from discovery.record import WorkerRecord
+from rpc.errors import Unavailable
 
 
 class MemoryRegistry:
@@ -14,6 +16,7 @@ class MemoryRegistry:
     def __init__(self, namespace: str) -> None:
         self._keys = WorkerKeys(namespace)
         self._registrations: list[MemoryRegistration] = []
+        self._numbers: dict[bytes, set[int]] = {}
         self._watchers: list[Latest[tuple[WorkerRecord, ...]]] = []
 
     @asynccontextmanager
@@ -28,6 +31,19 @@ class MemoryRegistry:
         finally:
             self._registrations.remove(registration)
             self.publish()
+
+    @asynccontextmanager
+    async def number(self, kind: str, limit: int) -> "AsyncIterator[MemoryNumber]":
+        """See `Registry.number`."""
+        taken = self._numbers.setdefault(self._keys.numbers(kind), set())
+        free = next((number for number in range(limit) if number not in taken), None)
+        if free is None:
+            raise Unavailable(f"all {limit} numbers of {kind} are taken")
+        taken.add(free)
+        try:
+            yield MemoryNumber(free)
+        finally:
+            taken.discard(free)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
         """See `Registry.watch`."""
@@ -52,6 +68,13 @@ class MemoryRegistry:
         workers = self.workers()
         for latest in self._watchers:
             latest.set(workers)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNumber:
+    """A Number that never changes."""
+
+    value: int
 
 
 class MemoryRegistration:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from discovery.record import WorkerRecord
 
-__all__ = ["Registration", "Registry", "WorkerRecord"]
+__all__ = ["Number", "Registration", "Registry", "WorkerRecord"]
 
 
 class Registration(Protocol):
@@ -24,6 +24,14 @@ class Registration(Protocol):
         """
 
 
+class Number(Protocol):
+    """A number that is ours for as long as its context is open."""
+
+    @property
+    def value(self) -> int:
+        """The number now. It can change: after an outage of the registry another process may have the old one."""
+
+
 class Registry(Protocol):
     """A namespace of workers. Two namespaces never see each other's."""
 
@@ -34,6 +42,13 @@ class Registry(Protocol):
         Unauthenticated or PermissionDenied at once if the registry refuses us. Once entered nothing is raised any more:
         `Registration.registered` says how it stands. Of two processes under one worker id the higher epoch stays.
         Raises ConfigError if the worker id cannot be a part of a key.
+        """
+
+    def number(self, kind: str, limit: int) -> AbstractAsyncContextManager["Number"]:
+        """A number from 0 up to, not including, `limit` that no other process of this namespace has of this kind.
+
+        Entering raises Unavailable if the registry cannot be reached, or if all numbers are taken. Raises ConfigError
+        if the kind cannot be a part of a key.
         """
 
     def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:

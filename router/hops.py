@@ -38,7 +38,8 @@ class DecodeCall:
 class Hops:
     """One request's way to workers. Leaving or cancelling a call stops it on the worker."""
 
-    def __init__(self, running: RunningRequest, ledger: Ledger, deadline: Deadline) -> None:
+    def __init__(self, running: RunningRequest, ledger: Ledger, deadline: Deadline, session_key: str = "") -> None:
+        self._session_key = session_key
         self._running = running
         self._ledger = ledger
         self._deadline = deadline
@@ -53,7 +54,10 @@ class Hops:
             stage_span("prefill", traces.worker(worker), kind=SpanKind.CLIENT) as span,
             worker.carrying(tokens),
             worker.pace.prompts.computing(tokens),
+            worker.ranks.taking(self._session_key) as rank,
         ):
+            if rank is not None:
+                request.data_parallel_rank = rank
             seconds = self._deadline.remaining_seconds
             self._prefills += 1
             metadata = (*plan_metadata(self._prefills), *standing_metadata())
@@ -77,7 +81,10 @@ class Hops:
             self._at(timing_pb2.STAGE_DECODE, worker) as attempt,
             stage_span("decode", traces.worker(worker), kind=SpanKind.CLIENT) as span,
             worker.carrying(tokens),
+            worker.ranks.taking(self._session_key) as rank,
         ):
+            if rank is not None:
+                request.data_parallel_rank = rank
             if request.HasField("handoff"):
                 span.link(self._prefill_span, "prefill")
             seconds = self._deadline.remaining_seconds

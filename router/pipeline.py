@@ -89,7 +89,7 @@ class Pipeline:
                         await prompt.embed(account)
                         entrant = _enter(request, admitted, account)
                         async with self._outbox(running, reply.send, ledger) as outbox:
-                            hops = Hops(running, ledger, deadline)
+                            hops = Hops(running, ledger, deadline, request.routing.session_key)
                             await Race(entrant, self._track, hops, outbox).run()
 
     def _outbox(self, running: RunningRequest, send: Send, ledger: Ledger) -> Outbox:

@@ -110,6 +110,18 @@ def pick(workers: Sequence[Candidate], wish: Wish) -> int:
     return equals[wish.turn % len(equals)]
 
 
+def pick_rank(worker_id: str, requests: Sequence[int], wish: Wish) -> int:
+    """The data-parallel rank of a worker to take, as `pick` does among workers. `requests` is how busy each one is."""
+    least = min(requests)
+    if wish.session_key:
+        ranks = range(len(requests))
+        own = max(ranks, key=lambda rank: _affinity(wish.session_key, f"{worker_id}/{rank}"))
+        if requests[own] <= least + wish.slack:
+            return own
+    equals = [rank for rank, value in enumerate(requests) if value == least]
+    return equals[wish.turn % len(equals)]
+
+
 def _reason_against(worker: Candidate, need: Need) -> str:
     record = worker.record
     if record.model != need.model:

@@ -23,6 +23,7 @@ from discovery.registry import WorkerRecord
 from router.config import ProbeConfig
 from router.model import ServedModel
 from router.pace import Pace
+from router.ranks import Ranks
 from rpc.aio import TaskGroup, Timeout, timeout
 from rpc.calls import stream, unary
 from rpc.channels import Dial
@@ -52,6 +53,7 @@ class Worker:
         self.model: ServedModel | None = None
         self.load = cluster_service_pb2.WorkerLoad()
         self.pace = Pace()
+        self.ranks = Ranks(record.worker_id, record.data_parallel_ranks)
         self._health = health_pb2_grpc.HealthStub(channel)
         self._changed = changed
         self._watch_problem = self._check_problem = _NOT_CHECKED

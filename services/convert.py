@@ -56,11 +56,17 @@ _NEEDED = ("handoff_id", "address")
 _PASSED_ON: tuple[_Ranged | Literal["top_k", "seed"], ...] = (*_RANGES, "top_k", "seed")
 
 
-def prompt(message: prompt_pb2.Prompt, emitted: Iterable[int] = ()) -> Prompt:
+def prompt(request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> Prompt:
     """The ids to continue. Raises InvalidRequest if there are none."""
+    message = request.prompt
     if not message.token_ids:
         raise InvalidRequest.of("prompt.token_ids", "is empty")
-    return Prompt(tuple(message.token_ids), tuple(emitted), message.cache_salt)
+    return Prompt(
+        token_ids=tuple(message.token_ids),
+        emitted=tuple(request.emitted) if isinstance(request, decode_pb2.DecodeRequest) else (),
+        cache_salt=message.cache_salt,
+        data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
+    )
 
 
 def sampling(message: prompt_pb2.Sampling) -> Sampling:

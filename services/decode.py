@@ -35,7 +35,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     await context.write(convert.decode_response(self._identity.worker_id, event))
 
     async def _work(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> Work:
-        given, spans = convert.prompt(request.prompt, request.emitted), convert_media.spans(request.prompt)
+        given, spans = convert.prompt(request), convert_media.spans(request.prompt)
         sampling = convert.sampling(request.sampling)
         if request.HasField("handoff"):
             return Work(self._media.described(given, spans), sampling, convert.handoff(request.handoff))

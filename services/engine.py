@@ -69,6 +69,7 @@ class Prompt:
     emitted: tuple[int, ...] = ()
     cache_salt: str = ""
     media: tuple[MediaSpan, ...] = ()
+    data_parallel_rank: int | None = None  # where it is to run; None leaves it to the engine
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -416,6 +417,7 @@ class ModelFacts:
     files: ModelFiles
     load_seconds: float
     images: ImageRules | None = None  # of a model without media
+    data_parallel_ranks: int = 1  # copies of the model inside the engine, each with a cache of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ async def host_worker(config: WorkerConfig, registry: Registry | None = None) ->
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         certificate = config.tls.listen.identity if config.tls.listen else ""
-        engines = await stack.enter_async_context(open_engines(config))
+        engines = await stack.enter_async_context(open_engines(config, registry))
         identity = Identity(config.worker_id, config.roles, engines.engine.facts.name, certificate=certificate)
         metrics.introduce(config.worker_id, config.roles, engines.engine.facts)
         metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
@@ -185,6 +185,7 @@ def _record(worker: Worker) -> WorkerRecord:
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
         capabilities=worker.engines.capabilities,
+        data_parallel_ranks=facts.data_parallel_ranks,
         certificate=worker.identity.certificate,
     )
 

@@ -15,6 +15,9 @@ def check(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
     if len(prompt.context) >= facts.max_context_tokens:
         text = f"{len(prompt.context)} tokens leave no room in a context of {facts.max_context_tokens}"
         violations.append(FieldViolation("prompt.token_ids", text))
+    rank = prompt.data_parallel_rank
+    if rank is not None and rank >= facts.data_parallel_ranks:
+        violations.append(FieldViolation("data_parallel_rank", f"{rank} is not below {facts.data_parallel_ranks}"))
     if sampling.logprobs is not None and sampling.logprobs > facts.max_logprobs:
         violations.append(FieldViolation("sampling.logprobs", f"{sampling.logprobs} is over {facts.max_logprobs}"))
     if violations:

@@ -29,7 +29,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
         with self._calls.run("prefill", request.request_id, request.model, context.invocation_metadata()) as call:
-            given, sampling = convert.prompt(request.prompt), convert.sampling(request.sampling)
+            given, sampling = convert.prompt(request), convert.sampling(request.sampling)
             prompt = await self._media.computable(given, convert_media.spans(request.prompt), call.clock)
             prefilled = await self._prefiller.prefill(_claim(request), prompt, sampling, call)
         if prefilled.lease:

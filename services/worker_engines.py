@@ -4,11 +4,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from discovery.registry import Registry
 from services.config import WorkerConfig
 from services.embedding_pool import EmbeddingPool
 from services.encode_only import EncodeOnly
 from services.engine import Encoder, Engine, EngineLoad, ModelFacts
-from services.engines.factory import Purpose, open_encoder, open_engine
+from services.engines.factory import open_encoder, open_engine
+from services.engines.purpose import Purpose
+from services.engines.trtllm.config import MAX_NODES, TrtllmConfig
+
+_KIND_OF_NUMBER = "trtllm-node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +77,30 @@ class WorkerEngines:
 
 
 @asynccontextmanager
-async def open_engines(config: WorkerConfig) -> AsyncIterator[WorkerEngines]:
+async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterator[WorkerEngines]:
     """Loads what the roles need, and nothing else. Raises ConfigError, and EngineFailed if it cannot be loaded."""
     async with AsyncExitStack() as stack:
-        encoding = await stack.enter_async_context(_open_encoding(config)) if "encode" in config.roles else None
+        purpose = Purpose(config.roles, config.handoff.lease_seconds, log_level=config.log.level)
+        encoding = None
+        if "encode" in config.roles:
+            encoding = await stack.enter_async_context(_open_encoding(config, purpose))
         if set(config.roles) == {"encode"}:
             assert encoding is not None
             yield WorkerEngines(EncodeOnly(encoding.encoder, encoding.pool), encoding)
             return
-        purpose = Purpose(config.roles, config.handoff.lease_seconds)
+        if _needs_a_number(config):
+            number = await stack.enter_async_context(registry.number(_KIND_OF_NUMBER, MAX_NODES))
+            purpose = replace(purpose, node=lambda: number.value)
         yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine, purpose)), encoding)
 
 
+def _needs_a_number(config: WorkerConfig) -> bool:
+    """Handoffs of TensorRT-LLM have ids of which a number of the worker is a part."""
+    return isinstance(config.engine, TrtllmConfig) and config.engine.node_id is None and "prefill" in config.roles
+
+
 @asynccontextmanager
-async def _open_encoding(config: WorkerConfig) -> AsyncIterator[Encoding]:
-    async with open_encoder(config.engine) as encoder:
+async def _open_encoding(config: WorkerConfig, purpose: Purpose) -> AsyncIterator[Encoding]:
+    async with open_encoder(config.engine, purpose) as encoder:
         with EmbeddingPool(encoder.facts.layout, config.encode.pool_bytes) as pool:
             yield Encoding(encoder, pool)

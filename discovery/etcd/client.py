@@ -12,12 +12,14 @@ from typing_extensions import Self
 
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.endpoints import Endpoint, Endpoints
-from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, WATCH, Metadata
+from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH, Metadata
 from discovery.etcd.token import Token
 from discovery.etcd.watch_stream import WatchStream
 from rpc.errors import BatonError, PermissionDenied, Unavailable
 
 Response = TypeVar("Response")
+
+_CREATE = 1  # etcd's Compare.CompareTarget
 
 
 class LeaseLost(BatonError):
@@ -82,6 +84,17 @@ class EtcdClient:
         """Writes a key for as long as the lease holds. Raises LeaseLost if it does not."""
         request = kv_pb2.PutRequest(key=key, value=value, lease=lease.lease_id)
         await self._anywhere(lambda at, metadata: PUT.call(at.channel, request, metadata, self._limit))
+
+    async def create(self, key: bytes, value: bytes, lease: Lease) -> bool:
+        """Writes a key that does not exist, for as long as the lease holds; says whether it did not.
+
+        False also if an answer was lost: then look whose it is. Raises LeaseLost if the lease does not hold.
+        """
+        absent = kv_pb2.Compare(target=_CREATE, key=key, create_revision=0)
+        put = kv_pb2.PutRequest(key=key, value=value, lease=lease.lease_id)
+        request = kv_pb2.TxnRequest(compare=[absent], success=[kv_pb2.RequestOp(request_put=put)])
+        response = await self._anywhere(lambda at, metadata: TXN.call(at.channel, request, metadata, self._limit))
+        return response.succeeded
 
     async def grant(self, ttl_seconds: int) -> Lease:
         """A new lease. etcd may choose a longer time than was asked for."""

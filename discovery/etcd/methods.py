@@ -62,6 +62,7 @@ class StreamMethod(Generic[Request, Response]):
 
 
 RANGE = UnaryMethod("/etcdserverpb.KV/Range", kv_pb2.RangeRequest, kv_pb2.RangeResponse)
+TXN = UnaryMethod("/etcdserverpb.KV/Txn", kv_pb2.TxnRequest, kv_pb2.TxnResponse)
 PUT = UnaryMethod("/etcdserverpb.KV/Put", kv_pb2.PutRequest, kv_pb2.PutResponse)
 GRANT = UnaryMethod("/etcdserverpb.Lease/LeaseGrant", lease_pb2.LeaseGrantRequest, lease_pb2.LeaseGrantResponse)
 REVOKE = UnaryMethod("/etcdserverpb.Lease/LeaseRevoke", lease_pb2.LeaseRevokeRequest, lease_pb2.LeaseRevokeResponse)

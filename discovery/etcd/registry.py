@@ -8,6 +8,7 @@ from typing_extensions import Self
 
 from discovery.etcd.client import EtcdClient
 from discovery.etcd.config import EtcdConfig
+from discovery.etcd.number import EtcdNumber
 from discovery.etcd.registration import EtcdRegistration
 from discovery.etcd.watch import WorkerWatch
 from discovery.keys import WorkerKeys
@@ -55,6 +56,21 @@ class EtcdRegistry:
                 await asyncio.wait({keeping})
         finally:
             await registration.end()
+
+    @asynccontextmanager
+    async def number(self, kind: str, limit: int) -> AsyncIterator[EtcdNumber]:
+        """See `Registry.number`."""
+        number = EtcdNumber(self._client, self._keys.numbers(kind), limit, self._lease_ttl_seconds)
+        try:
+            await number.begin(self._start_timeout_seconds)
+            keeping = asyncio.create_task(number.keep())
+            try:
+                yield number
+            finally:
+                keeping.cancel()
+                await asyncio.wait({keeping})
+        finally:
+            await number.end()
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
         """See `Registry.watch`."""

@@ -1,23 +1,14 @@
 """Which engine a configuration asks for. Imports no more than that engine needs."""
 
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 
 from services.engine import Encoder, Engine
+from services.engines.purpose import Purpose
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
 from services.engines.trtllm.config import TrtllmConfig
 
 AnyConfig = PyTorchConfig | SimulatedConfig | TrtllmConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Purpose:
-    """What of a worker's settings an engine may have to know."""
-
-    roles: Sequence[str] = ("prefill", "decode")
-    lease_seconds: float = 0.0
 
 
 def open_engine(config: AnyConfig, purpose: Purpose) -> AbstractAsyncContextManager[Engine]:
@@ -34,10 +25,10 @@ def open_engine(config: AnyConfig, purpose: Purpose) -> AbstractAsyncContextMana
         case TrtllmConfig():
             from services.engines.trtllm.opening import open_trtllm
 
-            return open_trtllm(config, purpose.roles, purpose.lease_seconds)
+            return open_trtllm(config, purpose)
 
 
-def open_encoder(config: AnyConfig) -> AbstractAsyncContextManager[Encoder]:
+def open_encoder(config: AnyConfig, purpose: Purpose) -> AbstractAsyncContextManager[Encoder]:
     """The engine's encode role, to be entered: entering loads it. Raises ConfigError where it has none."""
     match config:
         case PyTorchConfig():
@@ -51,7 +42,7 @@ def open_encoder(config: AnyConfig) -> AbstractAsyncContextManager[Encoder]:
         case TrtllmConfig():
             from services.engines.trtllm.opening import open_trtllm_encoder
 
-            return open_trtllm_encoder(config)
+            return open_trtllm_encoder(config, purpose)
 
 
 def describe(config: AnyConfig) -> list[str]:

@@ -195,3 +195,34 @@ async def test_a_namespace_that_could_reach_into_another_is_refused(
     with pytest.raises(ConfigError, match="namespace"):
         async with open_registry(namespace):
             pass
+
+
+async def test_numbers_of_two_processes_differ(pair: tuple[Registry, Registry]) -> None:
+    here, there = pair
+    async with here.number("node", 3) as one, there.number("node", 3) as two, there.number("node", 3) as three:
+        assert {one.value, two.value, three.value} == {0, 1, 2}
+
+
+async def test_a_number_that_was_given_back_is_given_again(pair: tuple[Registry, Registry]) -> None:
+    here, there = pair
+    async with here.number("node", 1):
+        pass
+    async with there.number("node", 1) as again:
+        assert again.value == 0
+
+
+async def test_numbers_of_another_kind_or_namespace_are_others(
+    registry: Registry, open_registry: OpenRegistry, namespace: str
+) -> None:
+    async with (
+        registry.number("node", 1),
+        registry.number("other", 1) as other,
+        open_registry(f"{namespace}-2") as elsewhere,
+        elsewhere.number("node", 1) as number,
+    ):
+        assert (other.value, number.value) == (0, 0)
+
+
+async def test_numbers_are_not_workers(registry: Registry) -> None:
+    async with registry.number("node", 4):
+        assert await _first_view(registry) == ()

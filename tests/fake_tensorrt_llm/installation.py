@@ -9,7 +9,14 @@ from typing import Any
 from fake_tensorrt_llm import llm, mm_encoder, shared_tensor
 from fake_tensorrt_llm.collector import collector_of
 from fake_tensorrt_llm.tables import AUTODEPLOY, LLM, SECTIONS, TABLES, VersionTable
-from fake_tensorrt_llm.values import Logprob, RequestError, SamplingParams, disaggregated_params, strict
+from fake_tensorrt_llm.values import (
+    Logprob,
+    RequestError,
+    SamplingParams,
+    SchedulingParams,
+    disaggregated_params,
+    strict,
+)
 
 
 @contextmanager
@@ -46,6 +53,7 @@ def _modules(table: VersionTable) -> dict[str, ModuleType]:
         "tensorrt_llm.llmapi.mm_encoder": _module(
             "tensorrt_llm.llmapi.mm_encoder", MultimodalEncoder=mm_encoder.encoder_of(table, params)
         ),
+        "tensorrt_llm.scheduling_params": _module("tensorrt_llm.scheduling_params", SchedulingParams=SchedulingParams),
         "tensorrt_llm.metrics": _module("tensorrt_llm.metrics", MetricsCollector=collector_of(table)),
         "tensorrt_llm._torch.shared_tensor": _module(
             "tensorrt_llm._torch.shared_tensor", SharedTensorContainer=shared_tensor.SharedTensorContainer
@@ -58,7 +66,7 @@ def _ids(table: VersionTable) -> dict[str, Any]:
     def by_node(node_id: int, process_id: int) -> int:
         assert 0 <= node_id < 256
         assert 0 <= process_id < 64
-        return llm.next_context_id()
+        return llm.next_context_id(node_id, process_id)
 
     return {"get_global_disagg_request_id": by_node} if table.id_arguments else {}
 

@@ -31,12 +31,18 @@ class Committed:
 # By the id of the context request: what every LLM of this process can fetch.
 FABRIC: dict[int, Committed] = {}
 RUNNING: list["LLM"] = []
-_ids = itertools.count(_FIRST_ID)
+_ids = itertools.count()
 
 
-def next_context_id() -> int:
-    """Never the same twice."""
-    return next(_ids)
+def next_context_id(node_id: int = 0, process_id: int = 0) -> int:
+    """Never the same twice on one node: what tells nodes apart is their number alone."""
+    return _FIRST_ID + (node_id << 40) + (process_id << 32) + next(_ids)
+
+
+def node_of(number: int) -> tuple[int, int]:
+    """Node and process of an id."""
+    rest = number - _FIRST_ID
+    return rest >> 40, rest >> 32 & 63
 
 
 class LLM:
@@ -56,7 +62,10 @@ class LLM:
         self._block_tokens = (kv and kv.tokens_per_block) or 32
         self.blocks = ((kv and kv.max_tokens) or 2**20) // self._block_tokens
         self.blocks_free = self.blocks
-        self.cache = PrefixCache(kv)
+        is_split = arguments.get("enable_attention_dp")
+        ranks = range(arguments["tensor_parallel_size"]) if is_split else (None,)
+        self.caches = [PrefixCache(kv, rank) for rank in ranks]
+        self._turns = itertools.count()
         self._stats: list[dict[str, Any]] = []
         self._iteration = 0
         self.telling_fails: Exception | None = None
@@ -71,6 +80,11 @@ class LLM:
         self.step_seconds = _STEP_SECONDS
         self.tokens_added: tuple[int, ...] = ()
         RUNNING.append(self)
+
+    @property
+    def cache(self) -> PrefixCache:
+        """Of the first rank."""
+        return self.caches[0]
 
     @property
     def is_busy(self) -> bool:
@@ -94,7 +108,8 @@ class LLM:
         """The same, of the prefix cache."""
         if not self.cache.is_told:
             raise RuntimeError("KV cache events are not enabled")
-        return self._taken(self.cache.events, timeout)
+        taken = [event for cache in self.caches[1:] for event in self._taken(cache.events, 0)]
+        return [*self._taken(self.cache.events, timeout), *taken]
 
     def _taken(self, waiting: list[dict[str, Any]], seconds: float | None) -> list[dict[str, Any]]:
         if self.telling_fails is not None:
@@ -119,11 +134,19 @@ class LLM:
             arguments.get("disaggregated_params"),
             arguments.get("cache_salt"),
         )
+        request.rank = self._rank(arguments.get("scheduling_params"))
         request.submitted = time.monotonic()
         self._waiting.append(request)
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         return request
+
+    def _rank(self, scheduling: Any) -> int:
+        if scheduling is None or scheduling.attention_dp_rank is None or scheduling.attention_dp_relax:
+            return next(self._turns) % len(self.caches)
+        if scheduling.attention_dp_rank >= len(self.caches):
+            raise ValueError(f"attention_dp_rank {scheduling.attention_dp_rank} is out of range")
+        return int(scheduling.attention_dp_rank)
 
     def _request(self, inputs: Any, params: Any, handoff: Any, salt: str | None) -> RequestOutput:
         if self.given.get("skip_tokenizer_init") and params.end_id is None:
@@ -194,8 +217,9 @@ class LLM:
                 return
             self.blocks_free -= request.blocks
             if request.kind != "generation_only":
-                request.reused_blocks = self.cache.reused(request.meaning, request.salt)
-                self.cache.store(request.meaning, request.salt)
+                cache = self.caches[request.rank]
+                request.reused_blocks = cache.reused(request.meaning, request.salt)
+                cache.store(request.meaning, request.salt)
             self._batch.append(self._waiting.pop(0))
 
     def _ready(self, request: RequestOutput) -> bool:

@@ -19,6 +19,7 @@ class RequestOutput:
         self.meaning = tuple(context)
         self.salt: str | None = None
         self.reused_blocks = 0
+        self.rank = 0
         self.metrics_dict: dict[str, Any] = {}
         self.params = params
         self.handoff = handoff

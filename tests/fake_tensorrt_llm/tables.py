@@ -86,6 +86,7 @@ LLM = (
     "cuda_graph_config",
     "speculative_config",
     "enable_lora",
+    "otlp_traces_endpoint",
     "lora_config",
     "return_perf_metrics",
     "enable_iter_perf_stats",

@@ -28,6 +28,14 @@ class CompletionOutput:
     request_perf_metrics: Any = None
 
 
+@dataclass(slots=True, kw_only=True)
+class SchedulingParams:
+    """Where a request is to run."""
+
+    attention_dp_rank: int | None = None
+    attention_dp_relax: bool | None = None
+
+
 class RequestError(Exception):
     """One request has failed, and the engine has not."""
 

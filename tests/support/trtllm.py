@@ -10,6 +10,7 @@ from fake_tensorrt_llm.tables import TABLES
 from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
 
 from services.engine import Engine
+from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.opening import open_trtllm
 
@@ -60,4 +61,4 @@ def open_engine(
 ) -> AbstractAsyncContextManager[Engine]:
     """An engine for prefill and decode."""
     config = TrtllmConfig.model_validate(settings(checkpoint, args, **options))
-    return open_trtllm(config, ("prefill", "decode"), lease_seconds=0.0)
+    return open_trtllm(config, Purpose())

@@ -115,6 +115,7 @@ class EngineArguments(Section):
     speculative_config: SpeculativeArguments | None = None
     enable_lora: bool = False
     lora_config: LoraArguments | None = None
+    otlp_traces_endpoint: str | None = None
     return_perf_metrics: bool = True
     enable_iter_perf_stats: bool = True
 
@@ -122,6 +123,11 @@ class EngineArguments(Section):
     def gpus(self) -> int:
         """How many this engine takes."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def attention_dp_size(self) -> int:
+        """Ranks that requests can be sent to: each has the attention, and a cache, of its own."""
+        return self.tensor_parallel_size if self.enable_attention_dp else 1
 
     @property
     def can_hand_over(self) -> bool:

@@ -8,6 +8,9 @@ from pydantic import Field
 from rpc.config import Section
 from services.engines.trtllm.arguments import EngineArguments
 
+# What the ids of handoffs have room for in every version.
+MAX_NODES = 1024
+
 
 class TrtllmConfig(Section):
     """Options of the TensorRT-LLM engine.
@@ -27,7 +30,10 @@ class TrtllmConfig(Section):
         default=30.0, gt=0, description="The longest from the end of a prefill until its KV has been fetched."
     )
     node_id: int | None = Field(
-        default=None, ge=0, lt=256, description="Of no other worker of the cluster; part of the ids of handoffs."
+        default=None,
+        ge=0,
+        lt=MAX_NODES,
+        description="Of no other worker; part of the ids of handoffs. Unset, the registry gives one.",
     )
     max_waiting: int = Field(default=256, ge=1, description="Requests beyond a full batch; one more is Overloaded.")
     max_handoff_tokens: int | None = Field(

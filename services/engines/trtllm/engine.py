@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -50,8 +50,9 @@ _ABORT_SECONDS = 5.0
 class TrtllmEngine:
     """An Engine that MovesKv. See services/engine.py for the contract, docs/tensorrt-llm.md for what it cannot do."""
 
-    def __init__(self, config: TrtllmConfig, effective: Effective, package: Package) -> None:
+    def __init__(self, config: TrtllmConfig, effective: Effective, package: Package, node: Callable[[], int]) -> None:
         self._config = config
+        self._node = node
         self._effective = effective
         self._args = effective.value
         self._package = package
@@ -66,7 +67,7 @@ class TrtllmEngine:
         self._facts = replace(facts, load_seconds=time.monotonic() - started)
         size = facts.layout.block_tokens
         self._pinned = Pinned(self._transfer_seconds, size)
-        self._orders = Orders(self._config, self._args, self._package, self._facts)
+        self._orders = Orders(self._config, self._args, self._package, self._facts, self._node)
         limit = self._args.max_batch_size + self._config.max_waiting
         native = NativeMetrics(self._package, self._facts.name)
         self._running = Running(self._llm, self._package, limit, size, native.note_request)

@@ -33,6 +33,7 @@ def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -
         load_seconds=0.0,
         # AutoDeploy encodes by itself, and reads no embeddings.
         images=image_rules(config.model, whole) if config.backend == "pytorch" else None,
+        data_parallel_ranks=args.attention_dp_size if config.backend == "pytorch" else 1,
     )
 
 
@@ -42,7 +43,7 @@ def encoder_facts(config: TrtllmConfig, args: EngineArguments, package: Package)
     rules = require_images(config.model, _read(config.model / "config.json"))
     text = f"trtllm {package.version} {args.dtype} {fingerprint(config.model)}"
     images = replace(rules, encoder_fingerprint=hashlib.sha256(text.encode()).hexdigest())
-    return replace(facts, layout=images.embedding_layout, images=images)
+    return replace(facts, layout=images.embedding_layout, images=images, data_parallel_ranks=1)
 
 
 def _layout(folder: Path, model: dict[str, Any], args: EngineArguments, package: Package) -> KvLayout:

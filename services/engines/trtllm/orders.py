@@ -1,6 +1,7 @@
 """From prompts to what TensorRT-LLM is asked: checked against the limits, and refused where it would suffer."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,15 @@ class Asked:
 class Orders:
     """Writes the orders of one engine."""
 
-    def __init__(self, config: TrtllmConfig, args: EngineArguments, package: Package, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        config: TrtllmConfig,
+        args: EngineArguments,
+        package: Package,
+        facts: ModelFacts,
+        node: Callable[[], int],
+    ) -> None:
+        self._node = node
         self._config = config
         self._args = args
         self._package = package
@@ -107,8 +116,7 @@ class Orders:
         fields = illustration.fields if illustration else {}
         params = self._package.disaggregated_params(request_type="context_only", **fields)
         if "disagg_request_id" in self._package.handoff_fields:
-            assert self._config.node_id is not None
-            params.disagg_request_id = self._package.new_handoff_id(self._config.node_id)
+            params.disagg_request_id = self._package.new_handoff_id(self._node())
         return params
 
     def _order(self, prompt: Prompt, asked: Asked) -> Order:
@@ -125,10 +133,15 @@ class Orders:
                 "streaming": asked.params is None or asked.params.request_type != "context_only",
                 "disaggregated_params": asked.params,
                 "cache_salt": prompt.cache_salt or None,
+                "scheduling_params": self._scheduling(prompt.data_parallel_rank),
                 "trace_headers": self._trace_headers(),
             },
             keeps=illustration,
         )
+
+    def _scheduling(self, rank: int | None) -> Any:
+        """Of an engine of one rank there is nothing to say."""
+        return None if rank is None or self._facts.data_parallel_ranks == 1 else self._package.on_rank(rank)
 
     def _trace_headers(self) -> dict[str, str] | None:
         """So that the engine's own span is in the request's trace. A version without them merely has none."""

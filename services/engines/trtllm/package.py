@@ -18,6 +18,9 @@ NAME = "tensorrt_llm"
 _OLDEST = Version("1.2.0")
 _GAP = (Version("1.3.0.dev0"), Version("1.3.0rc22"))
 _END = Version("1.5.0.dev0")
+_PROCESSES = 64
+# Ours by TensorRT-LLM's; one that is set in the environment is stronger.
+_LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
 _HOW = (
     "it runs on Linux with NVIDIA GPUs, CUDA 13 and MPI; install it from NVIDIA's package index "
     "(docs/tensorrt-llm.md), or choose engine.kind pytorch"
@@ -52,27 +55,33 @@ class Package:
         except ImportError:
             return None
 
+    def on_rank(self, rank: int) -> Any:
+        """SchedulingParams for one attention-DP rank, and no other one."""
+        params = _import(f"{NAME}.scheduling_params").SchedulingParams
+        return params(attention_dp_rank=rank, attention_dp_relax=False)
+
     def shared_tensor(self) -> Any:
         """`SharedTensorContainer`, by which embeddings come and go."""
         return _import(f"{NAME}._torch.shared_tensor").SharedTensorContainer
 
-    def new_handoff_id(self, node_id: int) -> int:
+    def new_handoff_id(self, node: int) -> int:
         """An id that no other node gives out. Its generator takes other arguments in every line of versions."""
         make = _import(f"{NAME}.llmapi.disagg_utils").get_global_disagg_request_id
         names = set(inspect.signature(make).parameters)
         if {"node_id", "process_id"} <= names:
-            return int(make(node_id=node_id, process_id=0))
+            return int(make(**dict(zip(("node_id", "process_id"), divmod(node, _PROCESSES), strict=True))))
         if "machine_id" in names:
-            return int(make(machine_id=node_id))
+            return int(make(machine_id=node))
         raise ConfigError(
             f"trtllm {self.version}: get_global_disagg_request_id takes {sorted(names)}, which is not known"
         )
 
 
-def open_package(backend: str = "pytorch") -> Package:
+def open_package(backend: str = "pytorch", log_level: str = "info") -> Package:
     """Imports it. Raises ConfigError, in one line, if it is not installed, cannot run here, or is not supported."""
-    # Read when it is imported, and on by default.
+    # Read when it is imported; usage statistics are on by default.
     os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TLLM_LOG_LEVEL", _LOG_LEVELS[log_level])
     with contextlib.redirect_stdout(sys.stderr):
         package = _import(NAME)
         version = _supported(package)

@@ -6,18 +6,22 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from baton.inference.v1 import generate_pb2
-from fake_tensorrt_llm.llm import FABRIC, RUNNING
+from fake_tensorrt_llm.llm import FABRIC, RUNNING, node_of
 from support import trtllm
 from support.bench import PATIENCE_SECONDS, Bench, bench, eventually
+from support.engine_calls import greedy
 
+from discovery.memory import MemoryRegistry
 from rpc.errors import EngineFailed
 from services.config import WorkerConfig
+from services.engine import Prompt
+from services.host import host_worker
 
 TOKENS = {"ids": list(range(10, 60))}
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
-def worker(worker_id: str, role: str, checkpoint: Path, node_id: int) -> WorkerConfig:
+def worker(worker_id: str, role: str, checkpoint: Path, node_id: int | None) -> WorkerConfig:
     engine = trtllm.settings(checkpoint, node_id=node_id, name="demo")
     return WorkerConfig.model_validate(
         {
@@ -96,3 +100,12 @@ async def test_a_worker_whose_engine_failed_ends(pair: Bench) -> None:
     RUNNING[0].sick = True
     with pytest.raises(EngineFailed):
         await pair.workers["p1"].supervise()
+
+
+async def test_workers_without_a_number_get_different_ones_from_the_registry(newest: None, checkpoint: Path) -> None:
+    registry = MemoryRegistry("test")
+    first, second = (worker(f"p{n}", "prefill", checkpoint, None) for n in (1, 2))
+    async with host_worker(first, registry) as one, host_worker(second, registry) as two:
+        for running in (one, two):
+            await running.engine.prefill(Prompt((5, 6, 7)), greedy(9))
+        assert {node_of(number) for number in FABRIC} == {(0, 0), (0, 1)}

@@ -9,6 +9,7 @@ from support import trtllm
 from support.checkpoints import DEMO
 
 from rpc.errors import ConfigError
+from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.guards import Surroundings, check
 from services.engines.trtllm.images import problem
@@ -24,7 +25,7 @@ def config(**options: object) -> TrtllmConfig:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
 async def test_the_shipped_file_is_what_the_encoder_is_given(version: str, family: str) -> None:
-    async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / family / "encode.yaml")):
+    async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / family / "encode.yaml"), Purpose()):
         assert ENCODERS[0].given == {
             "dtype": "auto",
             "tensor_parallel_size": 1,
@@ -34,7 +35,7 @@ async def test_the_shipped_file_is_what_the_encoder_is_given(version: str, famil
 
 
 async def test_of_a_file_for_prefill_the_encoder_is_given_what_it_takes(newest: None) -> None:
-    async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / "llama" / "prefill.yaml")):
+    async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / "llama" / "prefill.yaml"), Purpose()):
         assert set(ENCODERS[0].given) == {"dtype", "tensor_parallel_size", "max_batch_size", "max_num_tokens"}
 
 
@@ -46,7 +47,7 @@ def test_what_the_encoder_does_not_take_is_warned_of(newest: None) -> None:
 
 async def test_a_model_without_images_has_no_encode_role(newest: None, checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="has no encode role"):
-        async with open_trtllm_encoder(config(model=checkpoint)):
+        async with open_trtllm_encoder(config(model=checkpoint), Purpose()):
             pass
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from fake_tensorrt_llm import llm
 from fake_tensorrt_llm.llm import FABRIC, RUNNING
 from fake_tensorrt_llm.values import RequestError
 from support import trtllm
@@ -17,6 +18,7 @@ from support.engine_calls import collect, greedy, until
 
 from rpc.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded, Unsupported
 from services.engine import Engine, FinishReason, MovingKv, Prompt, Sampling
+from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.opening import open_trtllm
 
@@ -31,7 +33,7 @@ async def engine(newest: None, checkpoint: Path) -> AsyncIterator[Engine]:
 
 def opened(checkpoint: Path, *roles: str, **changes: object) -> object:
     config = TrtllmConfig.model_validate({**trtllm.settings(checkpoint), **changes})
-    return open_trtllm(config, roles or ("prefill", "decode"), lease_seconds=0.0)
+    return open_trtllm(config, Purpose(roles or ("prefill", "decode")))
 
 
 async def test_usage_telemetry_is_off(version: str, checkpoint: Path) -> None:
@@ -66,14 +68,14 @@ async def test_prefill_without_a_node_id_is_refused_where_ids_are_made_of_it(new
 async def test_autodeploy_is_given_only_what_it_takes(newest: None, checkpoint: Path) -> None:
     args = {"tensor_parallel_size": 2, "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}
     config = trtllm.settings(checkpoint, {**args, "cache_transceiver_config": None}, backend="autodeploy")
-    async with open_trtllm(TrtllmConfig.model_validate(config), ("decode",), 0.0) as engine:
+    async with open_trtllm(TrtllmConfig.model_validate(config), Purpose(("decode",))) as engine:
         assert not {"tensor_parallel_size", "scheduler_config"} & set(RUNNING[0].given)
         assert len((await collect(engine.decode(PROMPT, greedy(3)))).ids) == 3
 
 
 async def test_a_worker_of_whole_requests_hands_nothing_over(newest: None, checkpoint: Path) -> None:
     config = TrtllmConfig.model_validate(trtllm.settings(checkpoint, {"cache_transceiver_config": None}))
-    async with open_trtllm(config, ("decode",), 0.0) as engine:
+    async with open_trtllm(config, Purpose(("decode",))) as engine:
         with pytest.raises(Unsupported, match="whole requests only"):
             await engine.prefill(PROMPT, greedy(3))
 
@@ -192,3 +194,32 @@ async def test_without_abort_a_request_runs_to_its_end_and_is_counted_until_then
         await stream.aclose()
         assert engine.load().running == 1
         await until(lambda: engine.load().running == 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("debug", "DEBUG"), ("info", "INFO"), ("warning", "WARNING"), ("error", "ERROR")]
+)
+async def test_its_log_level_is_ours(
+    newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str
+) -> None:
+    monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
+    config = TrtllmConfig.model_validate(trtllm.settings(checkpoint))
+    async with open_trtllm(config, Purpose(log_level=ours)):
+        assert os.environ["TLLM_LOG_LEVEL"] == theirs
+
+
+async def test_a_log_level_in_the_environment_is_stronger(
+    newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLLM_LOG_LEVEL", "TRACE")
+    async with trtllm.open_engine(checkpoint):
+        assert os.environ["TLLM_LOG_LEVEL"] == "TRACE"
+
+
+async def test_ids_of_handoffs_are_made_of_the_workers_number(newest: None, checkpoint: Path) -> None:
+    config = TrtllmConfig.model_validate(trtllm.settings(checkpoint, node_id=None))
+    numbers = iter((3, 700))
+    async with open_trtllm(config, Purpose(node=lambda: next(numbers))) as engine:
+        await engine.prefill(PROMPT, greedy(9))
+        await engine.prefill(PROMPT, greedy(9))
+        assert [llm.node_of(number) for number in FABRIC] == [(0, 3), (10, 60)]

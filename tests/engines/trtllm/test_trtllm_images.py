@@ -18,6 +18,7 @@ from support.pictures import picture
 from rpc.errors import EngineFailed, InvalidRequest, Unsupported
 from services.config import WorkerConfig
 from services.engine import Embedding, Engine, Media, MediaSpan, Prompt
+from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.encoder import TrtllmEncoder
 from services.engines.trtllm.illustration import collapsed, hash_of
@@ -50,7 +51,7 @@ async def trio(version: str) -> AsyncIterator[Bench]:
 
 @pytest_asyncio.fixture
 async def encoder(newest: None) -> AsyncIterator[TrtllmEncoder]:
-    async with open_trtllm_encoder(TrtllmConfig.model_validate(trtllm.settings(DEMO))) as opened:
+    async with open_trtllm_encoder(TrtllmConfig.model_validate(trtllm.settings(DEMO)), Purpose()) as opened:
         assert isinstance(opened, TrtllmEncoder)
         yield opened
 

@@ -80,7 +80,7 @@ async def test_its_own_metrics_are_at_the_same_endpoint_and_nothing_else_of_it(e
     assert sample("trtllm_request_success_total", **labels, finished_reason="length") == before + 1
     await until(lambda: (sample("trtllm_gpu_memory_usage_bytes", **labels) or 0) > 0)
     text = scraped()
-    assert "baton_kv_blocks" in text
+    assert "baton_trtllm_polling" in text
     assert "python_other" not in text
     assert text.count("# TYPE trtllm_kv_cache_utilization gauge") == 1
 
