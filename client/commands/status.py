@@ -13,7 +13,7 @@ async def run(_: argparse.Namespace) -> int:
     if state is None:
         print("nothing is running: `baton up` (make up) starts a cluster")
         return 1
-    columns = ["process", "pid", "state", "uptime", "restarts", "address"]
+    columns = ["process", "pid", "state", "uptime", "restarts", "address", "metrics"]
     numbers = ["pid", "uptime", "restarts"]
     output().print(table(columns, [_row(each) for each in state.processes], numbers=numbers))
     return 0 if all(each.pid for each in state.processes) else 1
@@ -23,7 +23,7 @@ def _row(process: ProcessState) -> list[str]:
     pid = str(process.pid) if process.pid else "-"
     uptime = _duration(time.time() - process.started_at) if process.pid else "-"
     address = f"http://{process.address}" if process.role == "traces" else process.address
-    return [process.name, pid, process.condition, uptime, str(process.restarts), address]
+    return [process.name, pid, process.condition, uptime, str(process.restarts), address, process.metrics or "-"]
 
 
 def _duration(seconds: float) -> str:

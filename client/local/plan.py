@@ -48,7 +48,7 @@ class ClusterOptions(BaseModel):
 
 
 class ProcessPlan(BaseModel):
-    """One process: how it is started, and where it will listen."""
+    """One process: how it is started, and where it will listen. `metrics` is empty if it serves none."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,6 +56,7 @@ class ProcessPlan(BaseModel):
     role: Role
     address: str
     command: tuple[str, ...]
+    metrics: str = ""
 
 
 class ClusterPlan(BaseModel):
@@ -100,16 +101,18 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
 
 def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
     name = f"{role}-{number}"
-    address = f"{HOST}:{free_port()}"
-    command = _python("services", f"{role}.yaml", [f"worker_id={name}", f"listen={address}", *overrides])
-    return ProcessPlan(name=name, role=role, address=address, command=command)
+    address, metrics = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
+    addresses = [f"listen={address}", f"metrics_listen={metrics}"]
+    command = _python("services", f"{role}.yaml", [f"worker_id={name}", *addresses, *overrides])
+    return ProcessPlan(name=name, role=role, address=address, command=command, metrics=metrics)
 
 
 def _router(number: int, overrides: Sequence[str]) -> ProcessPlan:
     address = f"{HOST}:{free_port() if number else router_port()}"
-    command = _python("router", "router.yaml", [f"listen={address}", *overrides])
+    metrics = f"{HOST}:{free_port()}"
+    command = _python("router", "router.yaml", [f"listen={address}", f"metrics_listen={metrics}", *overrides])
     name = f"router-{number}" if number else "router"
-    return ProcessPlan(name=name, role="router", address=address, command=command)
+    return ProcessPlan(name=name, role="router", address=address, command=command, metrics=metrics)
 
 
 def _envoy(routers: Sequence[str], otlp: str) -> ProcessPlan:
@@ -130,8 +133,7 @@ def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, .
     path = ROOT / "deploy" / "config" / config
     if not path.is_file():
         raise ConfigError(f"{path} is missing: a local cluster runs from a checkout of Baton, not from a wheel")
-    # Ports are fixed here, so metrics are served on none rather than on one that another worker has.
-    return (sys.executable, "-m", package, str(path), *overrides, "metrics_listen=''")
+    return (sys.executable, "-m", package, str(path), *overrides)
 
 
 def _engine(options: ClusterOptions, workers: int) -> list[str]:

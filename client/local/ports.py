@@ -6,15 +6,19 @@ import socket
 PREFERRED_ROUTER_PORT = 7070
 ATTEMPTS = 200
 
+# What a plan has given to one process is still free when it looks for the next.
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """A port that nothing listens on now.
+    """A port that nothing listens on now, and that this process has not been given before.
 
     Below the range from which systems give out ports of their own accord, so that no connection takes it meanwhile.
     """
     for _ in range(ATTEMPTS):
         port = random.randrange(20_000, 32_000)
-        if is_free(port):
+        if port not in _given and is_free(port):
+            _given.add(port)
             return port
     raise OSError(f"no free port between 20000 and 32000 in {ATTEMPTS} attempts")
 

@@ -51,7 +51,7 @@ class Keeper:
                     task.cancel()
 
     async def _keep(self, plan: ProcessPlan) -> None:
-        state = ProcessState(name=plan.name, role=plan.role, address=plan.address)
+        state = ProcessState(name=plan.name, role=plan.role, address=plan.address, metrics=plan.metrics)
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             started = time.monotonic()

@@ -25,6 +25,7 @@ class ProcessState(BaseModel):
     name: str
     role: Role
     address: str
+    metrics: str = ""
     pid: int = 0
     started_at: float = 0.0
     restarts: int = 0

@@ -31,7 +31,8 @@ class Board:
         self._options = options
         self._address = cluster.router_address
         self._processes = {
-            each.name: ProcessState(name=each.name, role=each.role, address=each.address) for each in cluster.processes
+            each.name: ProcessState(name=each.name, role=each.role, address=each.address, metrics=each.metrics)
+            for each in cluster.processes
         }
 
     def report(self, state: ProcessState) -> None:

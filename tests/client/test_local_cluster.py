@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.baton_command import Baton
+from support.scraping import scrape
 from support.worker_views import eventually
 
 from client.local.state import ClusterState, StateFolder
@@ -59,8 +60,11 @@ async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> N
     other = await baton("up", "--engine", "simulated", "--decode", "2")
     assert (other.code, "baton down" in other.out) == (1, True)
 
+    router = next(each for each in state_of(folder).processes if each.role == "router")
+    assert scrape(router.metrics).sum("baton_router_requests_total", outcome="ok") >= 2
     status = await baton("status")
     assert status.code == 0
+    assert router.metrics in status.out
     assert [line.split()[:3:2] for line in status.lines[2:]] == [
         [name, "running"] for name in ("etcd", "prefill-0", "decode-0", "router", "traces")
     ]

@@ -24,6 +24,13 @@ def test_workers_and_the_router_send_their_spans_to_the_viewer(tmp_path: Path) -
     assert all(f"tracing.endpoint={otlp}" in each.command for each in cluster.servers)
 
 
+def test_every_process_of_ours_serves_its_metrics_at_an_address_of_its_own(tmp_path: Path) -> None:
+    cluster = plan(ClusterOptions(prefill=2, decode=2, routers=2, engine="simulated"), tmp_path)
+    assert all(f"metrics_listen={each.metrics}" in each.command for each in cluster.servers)
+    addresses = [*(each.address for each in cluster.processes), *(each.metrics for each in cluster.servers)]
+    assert len(set(addresses)) == len(cluster.processes) + len(cluster.servers)
+
+
 def test_encode_workers_have_their_own_configuration(tmp_path: Path) -> None:
     cluster = plan(ClusterOptions(encode=2, engine="simulated"), tmp_path)
     encoders = [each for each in cluster.servers if each.role == "encode"]

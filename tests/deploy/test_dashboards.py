@@ -6,6 +6,7 @@ It scrapes a cluster of real processes, each a simulated worker with a stand-in 
 import asyncio
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from support.cluster import Cluster, ClusterPlan, cluster, until_ready
 from support.etcd_server import EtcdServer
 from support.manifests import DEPLOY, ROOT
 from support.prometheus_server import PrometheusServer, prometheus
-from support.promtool import require
+from support.promtool import promtool, require
 from support.scraping import scrape
 from support.seeing import about, different
 
@@ -176,6 +177,12 @@ def test_what_the_panels_show_is_what_happened(scraped: PrometheusServer) -> Non
 
 def test_a_cluster_that_is_well_sets_off_no_alert(scraped: PrometheusServer) -> None:
     assert [each.labels["alertname"] for each in scraped.query("ALERTS")] == []
+
+
+def test_promtool_finds_no_fault_with_what_any_process_serves(running: Cluster, scraped: PrometheusServer) -> None:
+    for address in running.metrics.values():
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            promtool("check", "metrics", stdin=answer.read().decode())
 
 
 # Without it.

@@ -1,6 +1,8 @@
 """docs/metrics.md has a row for every metric, and none for another."""
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -82,8 +84,28 @@ def test_names_say_their_units() -> None:
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)\b", name)
 
 
-def test_what_has_never_happened_is_zero_and_not_unknown() -> None:
-    for stage in ("encode", "prefill", "decode"):
-        assert REGISTRY.get_sample_value("baton_router_retries_total", {"stage": stage}) is not None
-    for reason in ("OVERLOADED", "QUOTA_EXCEEDED", "DEADLINE_UNREACHABLE"):
-        assert REGISTRY.get_sample_value("baton_router_refusals_total", {"reason": reason}) is not None
+@pytest.mark.parametrize(
+    ("package", "zeros"),
+    [
+        (
+            "router",
+            [
+                *(f'baton_router_retries_total{{stage="{stage}"}}' for stage in ("encode", "prefill", "decode")),
+                *(f'baton_router_migrations_total{{stage="{stage}"}}' for stage in ("prefill", "decode")),
+                *(
+                    f'baton_router_refusals_total{{reason="{reason}"}}'
+                    for reason in ("OVERLOADED", "QUOTA_EXCEEDED", "DEADLINE_UNREACHABLE")
+                ),
+                'baton_embedding_cache_evictions_total{reason="full"}',
+                'baton_router_workers{state="ready",worker_role="decode"}',
+            ],
+        ),
+        ("services", ["baton_handoff_lease_expiries_total", "baton_handoff_confirmations_refused_total"]),
+    ],
+)
+def test_what_has_never_happened_is_zero_and_not_unknown(package: str, zeros: list[str]) -> None:
+    script = f"import {package}.metrics, prometheus_client as p; from rpc.metrics import REGISTRY as r; " + (
+        "print(p.generate_latest(r).decode())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert [zero for zero in zeros if f"{zero} 0.0" not in done.stdout.splitlines()] == []

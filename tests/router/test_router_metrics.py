@@ -234,7 +234,20 @@ async def test_workers_are_counted_by_role_and_state() -> None:
         assert workers("decode", "ready") == 1
 
 
-async def test_a_request_that_goes_on_elsewhere_is_a_retry_and_a_migration() -> None:
+async def test_a_prompt_that_is_run_again_elsewhere_is_a_retry_and_a_migration() -> None:
+    slow = [simulated(name, "prefill", prefill_base_seconds=0.3) for name in ("p1", "p2")]
+    async with bench(*slow, DECODE) as running:
+        retries = since("baton_router_retries_total", stage="prefill")
+        migrations = since("baton_router_migrations_total", stage="prefill")
+        answer = asyncio.create_task(run(running))
+        await eventually(lambda: any(worker.engine.load().running for worker in running.workers.values()))
+        lost = next(name for name, worker in running.workers.items() if worker.engine.load().running)
+        await running.proxies[lost].cut()
+        assert (await answer).finished.migrations == 1
+    assert (retries.grown, migrations.grown) == (1, 1)
+
+
+async def test_a_decode_that_goes_on_elsewhere_is_a_retry_and_a_migration() -> None:
     slow = [simulated(name, "decode", decode_step_seconds=STEP) for name in ("d1", "d2")]
     async with bench(PREFILL, *slow) as running:
         retries = since("baton_router_retries_total", stage="decode")

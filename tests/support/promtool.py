@@ -18,8 +18,9 @@ def require(program: str) -> str:
     return found
 
 
-def promtool(*arguments: str) -> str:
+def promtool(*arguments: str, stdin: str = "") -> str:
     """What promtool says. Raises AssertionError if it finds fault."""
-    done = subprocess.run([require("promtool"), *arguments], capture_output=True, text=True, timeout=60)
+    command = [require("promtool"), *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
