@@ -34,7 +34,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults clients fuzz lint check format clean
+.PHONY: help install protos docs envoy up down status logs doctor test faults clients web fuzz lint check format clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,10 @@ faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SA
 clients: $(STUBS) ## Build and test the clients in other languages (CLIENTS="python node" selects)
 	@BATON_CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest -n 0 tests/examples
 
+web: ## Serve the chat page of examples/web at http://127.0.0.1:8090, for `make up ENVOY=1`
+	@echo "http://127.0.0.1:8090 (Ctrl-C ends it)"
+	@$(MAKE) --silent -C examples/web serve
+
 fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
@@ -111,5 +115,5 @@ clean: down ## Remove what was generated, except .venv
 	@rm -rf .baton dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis tools/buf/node_modules
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 	@find protos -name '*_pb2*.py*' -delete
-	@for each in $(CLIENTS); do $(MAKE) --silent -C examples/$$each clean; done
+	@for each in $(CLIENTS) web; do $(MAKE) --silent -C examples/$$each clean; done
 	@rm -f $(STUBS) $(TRANSCODING)

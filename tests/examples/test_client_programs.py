@@ -2,16 +2,15 @@
 
 import os
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from baton.inference.v1 import generate_pb2
-from support.bench import FAST_ROUTER, Bench, bench, eventually, simulated
-from support.checkpoints import DEMO
+from support.bench import FAST_ROUTER, PATIENT, Bench, bench, eventually, simulated
 from support.clients import PROGRAMS, Program
-from support.cluster import Cluster, ClusterPlan, cluster
-from support.etcd_server import EtcdServer, free_port
+from support.demo import demo_worker
+from support.etcd_server import free_port
 
 from router.config import AdmissionConfig
 
@@ -29,15 +28,6 @@ def program(request: pytest.FixtureRequest) -> Program:
     return built
 
 
-@pytest.fixture(scope="module")
-def demo(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Processes that serve the demonstration model."""
-    engine = {"kind": "pytorch", "model": DEMO, "name": "demo", "threads": 1}
-    plan = ClusterPlan(namespace="clients", etcd=shared_etcd.endpoint, engine=engine)
-    with cluster(plan, tmp_path_factory.mktemp("clients")) as running:
-        yield running
-
-
 @asynccontextmanager
 async def slow(max_running: int = 0, listen: str = "127.0.0.1:0") -> AsyncIterator[Bench]:
     """Workers that take 20 ms a token, and do not stop soon. Beyond `max_running` they refuse."""
@@ -48,9 +38,10 @@ async def slow(max_running: int = 0, listen: str = "127.0.0.1:0") -> AsyncIterat
         yield running
 
 
-async def test_the_answer_is_printed(program: Program, demo: Cluster) -> None:
-    done = await program.run(demo.router.address, "stream", "Sort: pear apple mango")
-    assert (done.code, done.out) == (0, "apple mango pear\n"), done.err
+async def test_the_demonstrations_answer_is_printed(program: Program) -> None:
+    async with bench(demo_worker("prefill"), demo_worker("decode"), router=PATIENT) as running:
+        done = await program.run(running.address, "stream", "Sort: pear apple mango")
+        assert (done.code, done.out) == (0, "apple mango pear\n"), done.err
 
 
 async def test_text_is_printed_while_more_is_to_come(program: Program) -> None:

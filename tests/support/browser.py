@@ -34,8 +34,9 @@ async def screenshot(url: str, profile: Path, path: Path) -> None:
     await _run(url, profile, f"--screenshot={path}", "--window-size=1360,760", "--hide-scrollbars")
 
 
-async def _run(url: str, profile: Path, *options: str) -> bytes:
-    process = await asyncio.create_subprocess_exec(
+def command(profile: Path) -> list[str]:
+    """The browser without a screen, and without any wish to speak to whoever made it."""
+    return [
         chromium(),
         "--headless",
         "--no-sandbox",
@@ -47,6 +48,12 @@ async def _run(url: str, profile: Path, *options: str) -> bytes:
         "--disable-sync",
         "--disable-dev-shm-usage",
         f"--user-data-dir={profile}",
+    ]
+
+
+async def _run(url: str, profile: Path, *options: str) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        *command(profile),
         f"--virtual-time-budget={_SCRIPT_MILLISECONDS}",
         *options,
         url,
