@@ -1,6 +1,7 @@
 """A router's metrics are what happened: after real requests, over real gRPC, to simulated workers."""
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 from baton.inference.v1 import generate_pb2, timing_pb2
@@ -15,8 +16,19 @@ from router.config import AdmissionConfig, RouterConfig
 
 SHORT = {"model": "demo", "request_class": "short"}
 REQUESTS = "baton_router_requests_total"
+STAGES = [name.removeprefix("STAGE_").lower() for name, number in timing_pb2.Stage.items() if number]
 STEP = 0.02
 SLOW_DECODE = simulated("d1", "decode", decode_step_seconds=STEP)
+
+
+def seconds_of(ledger: Iterable[timing_pb2.StageTiming]) -> dict[str, float]:
+    """Of each stage, those that are not there included."""
+    seconds = dict.fromkeys(STAGES, 0.0)
+    for timing in ledger:
+        seconds[timing_pb2.Stage.Name(timing.stage).removeprefix("STAGE_").lower()] += (
+            timing.duration.ToNanoseconds() / 1e9
+        )
+    return seconds
 
 
 def one_at_a_time(max_waiting: int = 10) -> RouterConfig:
@@ -139,6 +151,16 @@ async def test_every_token_after_the_first_has_its_latency() -> None:
     assert quick.grown == 0
 
 
+async def test_tokens_that_come_together_all_have_their_latency(pair: Bench) -> None:
+    count = since("baton_router_inter_token_latency_seconds_count", **SHORT)
+    seconds = since("baton_router_inter_token_latency_seconds_sum", **SHORT)
+    whole = since("baton_router_request_seconds_sum", **SHORT)
+    stream = await run(pair, max_tokens=300)
+    assert len(stream.messages) < 200
+    assert count.grown == 299
+    assert seconds.grown < whole.grown
+
+
 async def test_a_requests_whole_time_is_the_one_of_the_log(pair: Bench) -> None:
     seconds = since("baton_router_request_seconds_sum", **SHORT)
     with capture_logs(processors=[merge_contextvars]) as lines:
@@ -147,23 +169,24 @@ async def test_a_requests_whole_time_is_the_one_of_the_log(pair: Bench) -> None:
     assert seconds.grown == pytest.approx(line["total_seconds"], abs=2e-3)
 
 
-async def test_a_failed_request_has_no_time(pair: Bench) -> None:
-    count = since("baton_router_request_seconds_count", **SHORT)
-    await refuse(pair)
-    assert count.grown == 0
+async def test_a_request_that_did_not_end_well_has_no_time() -> None:
+    async with bench(PREFILL, SLOW_DECODE) as running:
+        whole = since("baton_router_request_seconds_count", **SHORT)
+        stages = since("baton_router_stage_seconds_count", **SHORT, stage="prefill_compute")
+        prompt = since("baton_router_tokens_total", **SHORT, kind="prompt")
+        request = generate_pb2.GenerateRequest(prompt="hello", stopping={"max_tokens": 500})
+        with pytest.raises(aio.AioRpcError):
+            async for _ in running.stub.Generate(request, timeout=0.4):
+                pass
+        await eventually(lambda: prompt.grown == 5)
+    assert (whole.grown, stages.grown) == (0, 0)
 
 
 async def test_stages_are_those_of_the_ledger_that_the_client_got(pair: Bench) -> None:
-    names = [name for name in timing_pb2.Stage.keys() if name != "STAGE_UNSPECIFIED"]  # noqa: SIM118
-    stages = {name: name.removeprefix("STAGE_").lower() for name in names}
-    sums = {name: since("baton_router_stage_seconds_sum", **SHORT, stage=stages[name]) for name in names}
+    sums = {stage: since("baton_router_stage_seconds_sum", **SHORT, stage=stage) for stage in STAGES}
     ledger = (await run(pair)).finished.ledger
     assert len(ledger) > 8
-    for name in names:
-        in_ledger = sum(
-            timing.duration.ToNanoseconds() / 1e9 for timing in ledger if timing.stage == timing_pb2.Stage.Value(name)
-        )
-        assert sums[name].grown == pytest.approx(in_ledger, abs=1e-8), name
+    assert {stage: each.grown for stage, each in sums.items()} == pytest.approx(seconds_of(ledger), abs=1e-8)
 
 
 async def test_a_stage_that_was_gone_through_twice_counts_once(pair: Bench) -> None:
@@ -252,6 +275,9 @@ async def test_a_decode_that_goes_on_elsewhere_is_a_retry_and_a_migration() -> N
     async with bench(PREFILL, *slow) as running:
         retries = since("baton_router_retries_total", stage="decode")
         migrations = since("baton_router_migrations_total", stage="decode")
+        decodes = since("baton_router_stage_seconds_sum", **SHORT, stage="decode")
         stream = await lose_decode(running)
     assert stream.finished.migrations == 1
     assert (retries.grown, migrations.grown) == (1, 1)
+    assert len([timing for timing in stream.finished.ledger if timing.stage == timing_pb2.STAGE_DECODE]) == 2
+    assert decodes.grown == pytest.approx(seconds_of(stream.finished.ledger)["decode"], abs=1e-8)
