@@ -32,18 +32,21 @@ class Progress:
 class Drainer:
     """Drains a worker, once for all: a worker that drains never takes work again."""
 
-    def __init__(self, calls: Calls, leases: LeaseTable, announcement: Announcement, drain_seconds: float) -> None:
+    def __init__(
+        self, calls: Calls, leases: LeaseTable, announcement: Announcement, drain_seconds: float, fetch_seconds: float
+    ) -> None:
         self._calls = calls
         self._leases = leases
         self._announcement = announcement
         self._drain_seconds = drain_seconds
+        self._held_seconds = max(leases.lease_seconds, fetch_seconds)
         self._finished = asyncio.Event()
 
     async def drain(self, grace_seconds: float | None = None) -> AsyncGenerator[Progress, None]:
         """What is left, now and after every change, until nothing is.
 
-        After the grace, or the configured time, what still runs is stopped, and after one lease more what is still
-        held is freed. Callers of stopped requests get Draining, and may go elsewhere.
+        After the grace, or the configured time, what still runs is stopped. After one lease more, or `fetch_seconds` if
+        that is longer, what is still held is freed. Callers of stopped requests get Draining, and may go elsewhere.
         """
         self._calls.draining = True
         await self._announcement.drain()
@@ -74,5 +77,5 @@ class Drainer:
         overdue = time.monotonic() - deadline
         if overdue > 0 and len(self._calls):
             await self._calls.stop_all(Draining("the worker ended before the request did"))
-        if overdue > self._leases.lease_seconds and len(self._leases):
+        if overdue > self._held_seconds and len(self._leases):
             await self._leases.release_all()

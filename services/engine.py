@@ -323,6 +323,10 @@ class HandedKv:
 class MovesKv(Protocol):
     """An engine that fetches KV from another one itself, and holds KV as MovingKv."""
 
+    @property
+    def fetch_seconds(self) -> float:
+        """For how long after a prefill somebody may still be reading its KV; memory must not go before that."""
+
     async def take_over(self, source: HandedKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         """Returns once the KV is here; then it is as after `decode`.
 

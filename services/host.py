@@ -18,7 +18,7 @@ from services.access import RULES
 from services.calls import Calls
 from services.config import WorkerConfig
 from services.draining import Drainer
-from services.engine import Engine, EngineLoad
+from services.engine import Engine, EngineLoad, MovesKv
 from services.engines.simulated_config import SimulatedConfig
 from services.faults import FaultReader
 from services.identity import Identity
@@ -123,7 +123,8 @@ async def _serve(
     async with AsyncExitStack() as stack:
         leases = await stack.enter_async_context(LeaseTable(config.handoff.lease_seconds))
         calls = Calls(identity, _fault_reader(config))
-        drainer = Drainer(calls, leases, announcement, config.drain_seconds)
+        fetch_seconds = engines.engine.fetch_seconds if isinstance(engines.engine, MovesKv) else 0.0
+        drainer = Drainer(calls, leases, announcement, config.drain_seconds, fetch_seconds)
         worker = Worker(identity, engines, leases, drainer, health)
         services = await stack.enter_async_context(
             open_services(config, Parts(identity, engines, leases, calls, drainer))

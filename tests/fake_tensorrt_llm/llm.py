@@ -77,6 +77,10 @@ class LLM:
         self.down = False
         self.has_run = False
         self.frozen = False
+        self.abort_fails = False
+        self.is_silent = False
+        self.requests = 0
+        self.spans: list[str] = []
         self.step_seconds = _STEP_SECONDS
         self.tokens_added: tuple[int, ...] = ()
         RUNNING.append(self)
@@ -134,6 +138,9 @@ class LLM:
             arguments.get("disaggregated_params"),
             arguments.get("cache_salt"),
         )
+        self.requests += 1
+        request.abort_fails = self.abort_fails
+        request.trace_headers = arguments.get("trace_headers") or {}
         request.rank = self._rank(arguments.get("scheduling_params"))
         request.submitted = time.monotonic()
         self._waiting.append(request)
@@ -279,7 +286,10 @@ class LLM:
                 self._leave(request)
             if request.finished and self.given.get("return_perf_metrics"):
                 request.report()
-            request.put()
+                if self.given.get("otlp_traces_endpoint"):
+                    self.spans.append(request.trace_headers.get("traceparent", ""))
+            if request.finished or not self.is_silent:
+                request.put()
         return stepped
 
     def _leave(self, request: RequestOutput) -> None:

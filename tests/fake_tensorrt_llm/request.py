@@ -25,6 +25,9 @@ class RequestOutput:
         self.handoff = handoff
         self.blocks = blocks
         self.aborted = False
+        self.aborts = 0
+        self.abort_fails = False
+        self.trace_headers: dict[str, str] = {}
         self.fetched = False
         self.submitted = 0.0
         self._queue: asyncio.Queue[BaseException | None] = asyncio.Queue()
@@ -36,6 +39,9 @@ class RequestOutput:
 
     def abort(self) -> None:
         """Asks for its end. Of a prompt whose KV is committed it changes nothing."""
+        self.aborts += 1
+        if self.abort_fails:
+            raise RuntimeError("abort is broken in this build")
         self.aborted = True
 
     def cancel(self) -> None:

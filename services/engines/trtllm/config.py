@@ -41,6 +41,15 @@ class TrtllmConfig(Section):
     )
     max_logprobs: int = Field(default=20, ge=0)
     abort: bool = Field(default=True, description="Whether requests are aborted inside the engine when they end early.")
+    slow_reader_seconds: float = Field(
+        default=30.0, gt=0, description="Nobody has read what there is of an answer for so long: it is aborted."
+    )
+    canary_seconds: float | None = Field(
+        default=60.0, gt=0, description="Idle for so long, the engine is asked for a token; null never asks."
+    )
+    canary_patience_seconds: float = Field(
+        default=30.0, gt=0, description="That token has not come for so long: the engine counts as failed."
+    )
     stall_seconds: float = Field(
         default=900.0, gt=0, description="Work in flight and no progress for so long: the engine counts as failed."
     )

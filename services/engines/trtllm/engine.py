@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,9 @@ from services.engine import (
     Sampling,
     Tokens,
 )
+from services.engines.purpose import Purpose
 from services.engines.trtllm import answers, metrics, state
+from services.engines.trtllm.canary import Canary
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.facts import model_facts
@@ -50,9 +52,11 @@ _ABORT_SECONDS = 5.0
 class TrtllmEngine:
     """An Engine that MovesKv. See services/engine.py for the contract, docs/tensorrt-llm.md for what it cannot do."""
 
-    def __init__(self, config: TrtllmConfig, effective: Effective, package: Package, node: Callable[[], int]) -> None:
+    def __init__(self, config: TrtllmConfig, effective: Effective, package: Package, purpose: Purpose) -> None:
         self._config = config
-        self._node = node
+        self._node = purpose.node or int
+        # A decode worker shows by its traffic that it works: there is no handoff that it could be tried with.
+        self._is_tried = "prefill" in purpose.roles or not effective.value.can_hand_over
         self._effective = effective
         self._args = effective.value
         self._package = package
@@ -79,12 +83,19 @@ class TrtllmEngine:
             telling = Telling(self._llm, self._args.kv_cache_config, native, listeners)
             self._telling = await stack.enter_async_context(telling)
             await self._warm_up()
+            interval = self._config.canary_seconds if self._is_tried else None
+            canary = Canary(
+                self._warm_up, lambda: self._running.idle_seconds, interval, self._config.canary_patience_seconds
+            )
+            self._canary = await stack.enter_async_context(canary)
             self._open = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.healthy:
+            await self._pinned.outlived(self.fetch_seconds)
         await self._open.aclose()
 
     @property
@@ -100,8 +111,15 @@ class TrtllmEngine:
         """By its own check, and by its progress: an engine can say that it is well and do nothing for ever."""
         if self._running.failure is not None or self._running.stalled_seconds > self._config.stall_seconds:
             return False
+        if self._canary.is_overdue:
+            return False
         check = getattr(self._llm, "_check_health", None)
         return bool(check()) if check is not None else True
+
+    @property
+    def fetch_seconds(self) -> float:
+        """By the setting that the engine's own timeout must be over. See MovesKv."""
+        return self._config.handoff_deadline_seconds if self._args.can_hand_over else 0.0
 
     def load(self) -> EngineLoad:
         """What runs and what is held by our own book; what of it waits, and how many blocks there are, as it says."""

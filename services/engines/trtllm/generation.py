@@ -1,12 +1,18 @@
 """One request inside TensorRT-LLM, as it is read: outputs there are cumulative, and here come piece by piece."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rpc.errors import BatonError, EngineFailed
+import structlog
+
+from rpc.errors import BatonError, EngineFailed, Overloaded
 from services.engine import TokenLogprob, Tokens
+from services.engines.trtllm import metrics
+
+log = structlog.get_logger(__name__)
 
 
 class Generation:
@@ -22,6 +28,7 @@ class Generation:
         self.ended = asyncio.Event()
         self.has_begun = False
         self.keeps: object = None
+        self.reader_seconds = math.inf
         self.error: BatonError | None = None
         self.finish_reason: str | None = None
         self.submitted_at = time.monotonic()
@@ -30,6 +37,7 @@ class Generation:
         self._replayed = self._read = replayed
         self._logprobs = logprobs
         self._abort_at_first = False
+        self._unread: asyncio.TimerHandle | None = None
         self._aborted = False
 
     @property
@@ -55,6 +63,7 @@ class Generation:
             self.keeps = None
             if self._abort_at_first:
                 self._abort()
+            self._await_reader()
             self.changed.set()
         self.finish_reason = self.output.finish_reason
 
@@ -64,6 +73,7 @@ class Generation:
             return
         self.ended_at = time.monotonic()
         self.keeps = None
+        self._has_reader()
         self.error = error
         if error is None and self.finish_reason is None:
             self.error = EngineFailed("TensorRT-LLM ended the request without a reason")
@@ -72,6 +82,7 @@ class Generation:
 
     def take(self) -> Tokens | None:
         """All ids that nobody has taken yet."""
+        self._has_reader()
         ids = tuple(self.output.token_ids[self._read :])
         if not ids:
             return None
@@ -97,9 +108,29 @@ class Generation:
         """Whether KV may be on its way to here."""
         return self._replayed > 0 and not (self.has_begun or self.has_ended)
 
+    def _await_reader(self) -> None:
+        if self._unread is None and self.reader_seconds < math.inf:
+            self._unread = asyncio.get_running_loop().call_later(self.reader_seconds, self._give_up)
+
+    def _has_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _give_up(self) -> None:
+        """Its batch slot and its blocks are for those who read."""
+        metrics.STALLED_READERS.inc()
+        self.abandon()
+        self.end(Overloaded(f"nobody has read the answer for {self.reader_seconds} s", retry_after_seconds=1.0))
+
     def _abort(self) -> None:
         self._aborted = True
-        self.result.abort()
+        metrics.ABORTS.labels("decoding" if self.has_begun else "waiting").inc()
+        try:
+            self.result.abort()
+        except RuntimeError as error:
+            # Some builds do; whatever it means for the engine, its own check will tell.
+            log.warning("trtllm abort failed", error=str(error))
 
 
 def token_logprob(token_id: int, report: Any, rivals: int) -> TokenLogprob:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -25,7 +26,7 @@ def open_trtllm(config: TrtllmConfig, purpose: Purpose) -> AbstractAsyncContextM
     package = open_package(config.backend, purpose.log_level)
     surroundings = Surroundings(purpose.roles, package.version, visible_gpus(), purpose.lease_seconds)
     effective = _checked(config, surroundings)
-    return TrtllmEngine(config, effective, package, _node(config, purpose, package))
+    return TrtllmEngine(config, effective, package, replace(purpose, node=_node(config, purpose, package)))
 
 
 def open_trtllm_encoder(config: TrtllmConfig, purpose: Purpose) -> AbstractAsyncContextManager[Encoder]:

@@ -137,6 +137,7 @@ class Orders:
                 "trace_headers": self._trace_headers(),
             },
             keeps=illustration,
+            reader_seconds=self._config.slow_reader_seconds,
         )
 
     def _scheduling(self, rank: int | None) -> Any:

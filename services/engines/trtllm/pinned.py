@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from services.engine import FinishReason, TokenLogprob
 
+_LOOK_SECONDS = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
@@ -59,6 +61,11 @@ class Pinned:
             return 0
         pin.timer.cancel()
         return -(-pin.tokens // self._block_tokens)
+
+    async def outlived(self, seconds: float) -> None:
+        """Waits until nothing is held, or nobody can be reading it any more: `seconds` after the last one came."""
+        while len(self) and self.youngest_seconds < seconds:  # noqa: ASYNC110 - it is time that is waited for
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
         """Stops the clocks."""

@@ -1,6 +1,7 @@
 """What runs inside TensorRT-LLM now: submitted here, followed to its end, and counted."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ log = structlog.get_logger(__name__)
 class Order:
     """What the engine is asked: `inputs` as it takes them, which are `tokens` long, and more by name.
 
-    The first `replayed` ids of the answer are known. `keeps` is kept until the answer has begun.
+    The first `replayed` ids of the answer are known. `keeps` is kept until the answer has begun. An answer that nobody
+    has read for `reader_seconds` is aborted.
     """
 
     inputs: Any
@@ -29,6 +31,7 @@ class Order:
     logprobs: int | None
     arguments: Mapping[str, Any]
     keeps: object = None
+    reader_seconds: float = math.inf
 
 
 class Running:
@@ -59,6 +62,11 @@ class Running:
         """How long work has been in flight without any progress."""
         return time.monotonic() - self._progressed_at if self._tasks else 0.0
 
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no work at all."""
+        return 0.0 if self._tasks else time.monotonic() - self._progressed_at
+
     def submit(self, order: Order) -> Generation:
         """Gives a request to the engine. Raises Overloaded, InvalidRequest, or EngineFailed."""
         if self.failure is not None:
@@ -69,6 +77,7 @@ class Running:
             self._progressed_at = time.monotonic()
         generation = Generation(self._ask(order), order.tokens, order.replayed, order.logprobs)
         generation.keeps = order.keeps
+        generation.reader_seconds = order.reader_seconds
         task = asyncio.create_task(generation.follow(self.progressed))
         self._tasks[generation] = task
         task.add_done_callback(partial(self._ended, generation))
