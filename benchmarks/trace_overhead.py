@@ -67,6 +67,7 @@ async def child(target: object) -> AsyncIterator[tuple[Connection, int]]:
     pipe, end = context.Pipe()
     process = context.Process(target=target, args=(end,))  # type: ignore[arg-type]
     process.start()
+    end.close()  # so that a process that fails is noticed
     try:
         assert process.pid
         yield pipe, process.pid
