@@ -18,6 +18,7 @@ from router.cluster import Cluster
 from router.config import LimitsConfig
 from router.deadline import Deadline
 from router.embedder import LoadedMedia
+from router.fault_plan import strike
 from router.forecast import Candidate
 from router.gate import Gate
 from router.hops import Hops
@@ -109,6 +110,7 @@ class Pipeline:
         """Checks, tokenizes, and loads the media; no worker is called before all that."""
         with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
             serving.enter_context(self._gate.serving(account))
+            await strike("admission", account.request_id)
             model = self._cluster.model(request.model)
             account.model = model.name
             admission.check(request, model, self._limits)
@@ -135,6 +137,7 @@ class _Admitted:
 
 async def _tokenize(request: generate_pb2.GenerateRequest, model: ServedModel, account: Account) -> tuple[int, ...]:
     with account.ledger.measure(timing_pb2.STAGE_TOKENIZE):
+        await strike("tokenize", account.request_id)
         if request.ByteSize() > _LONG_INPUT_BYTES and not request.HasField("token_ids"):
             token_ids = await asyncio.to_thread(admission.tokenize, request, model)
         else:

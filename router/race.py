@@ -12,6 +12,7 @@ from router import metrics, traces
 from router.account import Account
 from router.admission import Job
 from router.answer import Answer, End
+from router.fault_plan import strike
 from router.hops import DecodeCall, Hops
 from router.illustrated_prompt import IllustratedPrompt
 from router.meter import Meter
@@ -92,6 +93,7 @@ class Race:
         """From the choice of workers to the last message."""
         self._retries.earn()
         with self._ledger.measure(timing_pb2.STAGE_ROUTE) as span:
+            await strike("route", self._account.request_id)
             placement = self._placer.place(self._demand)
             traces.route(placement, self._placer, self._demand, span)
         self._outbox.start(self._started(placement))
@@ -249,6 +251,8 @@ class Race:
 
     async def _take(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> None:
         started = time.perf_counter()
+        if not self._answer.token_ids:
+            await strike("detokenize", self._account.request_id)
         piece = self._answer.push(token_ids, logprobs)
         self._latencies.saw(self._ledger.detokenized(started), len(token_ids))
         await self._outbox.put(piece)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import structlog
 
 from rpc.errors import BatonError, HandoffLost, InvalidRequest, PermissionDenied, Unavailable
+from rpc.fault_plan import FAULT_KEY, Action, Fault, Moment, WorkerMoment, parse
 from services.engine import BlockMemory
-from services.fault_plan import FAULT_KEY, Action, Fault, Moment, parse
 from services.identity import Role
 
 log = structlog.get_logger(__name__)
@@ -32,13 +32,13 @@ class Faults:
         """After how many tokens of the whole answer something happens."""
         return sorted({fault.token for fault in self._faults if fault.moment == "decode"})
 
-    async def strike(self, moment: Moment, token: int = 1) -> None:
+    async def strike(self, moment: WorkerMoment, token: int = 1) -> None:
         """Lets happen what is planned for now. Raises what a dropped message would come to in the end."""
         for fault in self._faults:
             if fault.moment == moment and fault.token == token:
                 await _carry_out(fault)
 
-    def has(self, action: Action, moment: Moment) -> bool:
+    def has(self, action: Action, moment: WorkerMoment) -> bool:
         """Whether the caller is to do something that only it can do."""
         return any((fault.action, fault.moment) == (action, moment) for fault in self._faults)
 

@@ -74,6 +74,7 @@ class Fetcher:
     ) -> Fetched:
         started = time.monotonic()
         call.stage = timing_pb2.STAGE_HANDOFF_WAIT
+        await call.faults.strike("reserve")
         await lease.confirm_and_leave()
         asked = time.monotonic()
         call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER

@@ -128,6 +128,7 @@ class _Attempt:
     async def transfer(self, pool: Pool) -> None:
         """Waits for blocks of this worker's, and fills them. What they hold is worthless until it is confirmed."""
         self._call.stage = timing_pb2.STAGE_HANDOFF_WAIT
+        await self._call.faults.strike("reserve")
         self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
         self._reserved_at = time.monotonic()
         self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER

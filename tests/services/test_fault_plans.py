@@ -14,7 +14,7 @@ from support.workers import LEASE_SECONDS, Running, Starter, worker_process
 from rpc.aio import timeout
 from rpc.calls import stream
 from rpc.errors import EngineFailed, HandoffLost, InvalidRequest, PermissionDenied, Unavailable
-from services.fault_plan import FAULT_KEY, Fault, parse
+from rpc.fault_plan import FAULT_KEY, Fault, parse
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_queue_is_prefills_unless_another_role_is_named() -> None:
     ("plan", "problem"),
     [
         ("explode@decode", "expected one of crash"),
-        ("crash@lunch", "one of queue"),
+        ("crash@lunch", "one of admission"),
         ("crash", "expected one of"),
         ("crash@decode;when=now", "the options are role, attempt, p and seed"),
         ("crash@pull;role=prefill", "not a moment of the role"),
@@ -55,6 +55,8 @@ def test_a_queue_is_prefills_unless_another_role_is_named() -> None:
         ("delay=x@pull", "'x' is no number"),
         ("delay=-1@pull", "out of range"),
         ("corrupt@decode", "only what is held or pull"),
+        ("crash@route", "a router can only delay or hang"),
+        ("delay=1@queue;role=router", "not a moment of the role"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_saying_why(plan: str, problem: str) -> None:

@@ -8,7 +8,7 @@ from support.worker_calls import decode_request, until
 from support.workers import Running, Starter
 
 from rpc.errors import HandoffLost
-from services.fault_plan import FAULT_KEY
+from rpc.fault_plan import FAULT_KEY
 
 SECRET = b"somebody else's prompt, which nobody may see or go on from......"
 

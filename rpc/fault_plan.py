@@ -6,23 +6,32 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from rpc.errors import InvalidRequest
-from services.identity import ROLES, Role
 
 FAULT_KEY = "x-baton-fault"
 
 Action = Literal["crash", "hang", "freeze", "delay", "drop", "corrupt"]
-Moment = Literal["queue", "encode", "prefill", "held", "pull", "confirm", "decode"]
+RouterMoment = Literal["admission", "tokenize", "route", "detokenize"]
+WorkerMoment = Literal["queue", "encode", "prefill", "held", "reserve", "pull", "confirm", "decode"]
+Moment = Literal[RouterMoment, WorkerMoment]
+Role = Literal["router", "encode", "prefill", "decode"]
 
-# On whose worker a moment is. All have a queue.
+# On whose process a moment is. All workers have a queue.
 _ROLES: dict[Moment, Role] = {
+    "admission": "router",
+    "tokenize": "router",
+    "route": "router",
+    "detokenize": "router",
     "encode": "encode",
     "prefill": "prefill",
     "held": "prefill",
+    "reserve": "decode",
     "pull": "decode",
     "confirm": "decode",
     "decode": "decode",
 }
 _TIMED: tuple[Action, ...] = ("delay", "freeze")
+# What a router can do to a request without doing it to all others.
+_OF_ROUTERS: tuple[Action, ...] = ("delay", "hang")
 _CORRUPTIBLE: tuple[Moment, ...] = ("held", "pull")
 
 
@@ -86,15 +95,17 @@ def _fault(text: str) -> Fault:
 def _check(text: str, fault: Fault) -> None:
     if (fault.action in _TIMED) != bool(fault.seconds):
         raise _wrong(text, f"delay and freeze need seconds, such as {fault.action}=0.5; the others take none")
+    if fault.role == "router" and fault.action not in _OF_ROUTERS:
+        raise _wrong(text, f"a router can only {' or '.join(_OF_ROUTERS)}")
     if fault.action == "corrupt" and fault.moment not in _CORRUPTIBLE:
         raise _wrong(text, f"only what is {' or '.join(_CORRUPTIBLE)} can be corrupted")
 
 
 def _role(text: str, moment: Moment, given: str) -> Role:
     own = _ROLES.get(moment)
-    for role in ROLES:
-        if role == (given or own or "prefill") and own in (None, role):
-            return role
+    for role in get_args(Role):
+        if role == (given or own or "prefill") and (own == role or (own is None and role != "router")):
+            return cast(Role, role)
     raise _wrong(text, f"{moment} is not a moment of the role {given!r}")
 
 
