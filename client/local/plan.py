@@ -91,7 +91,7 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     ]
     counts = {"encode": options.encode, "prefill": options.prefill, "decode": options.decode}
     workers = [(role, number) for role in WORKERS for number in range(counts[role])]
-    engine = _engine(options, len(workers))
+    engine = _engine(options, len(workers), options.prefill + options.decode)
     servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
     patience = PATIENCE_BEFORE_ENVOY if options.envoy else ()
     routers = [_router(number, [*shared, *patience]) for number in range(options.routers)]
@@ -136,7 +136,7 @@ def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, .
     return (sys.executable, "-m", package, str(path), *overrides)
 
 
-def _engine(options: ClusterOptions, workers: int) -> list[str]:
+def _engine(options: ClusterOptions, workers: int, pools: int) -> list[str]:
     if options.engine == "simulated":
         model = [f"engine.model={Path(options.model).resolve()}"] if options.model else []
         images = [f"engine.image_tokens={SIMULATED_IMAGE_TOKENS}"] if options.encode else []
@@ -146,7 +146,9 @@ def _engine(options: ClusterOptions, workers: int) -> list[str]:
         raise ConfigError(f"model: {folder} is no checkpoint in Hugging Face format: it has no config.json")
     # Workers that each take every core would wait for one another in every step.
     threads = max(1, _cores() // workers)
-    return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}"]
+    # On a GPU they share its memory too: without this, who comes first leaves a fifth of it to all others.
+    fraction = f"engine.kv_cache_fraction={0.8 / pools:.3f}"
+    return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}", fraction]
 
 
 def model_folder(model: str) -> Path:

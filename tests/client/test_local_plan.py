@@ -51,6 +51,13 @@ def test_workers_share_the_cores(tmp_path: Path) -> None:
     assert "engine.threads=1" in cluster.servers[0].command
 
 
+def test_workers_with_a_block_pool_share_the_memory_of_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    cluster = plan(ClusterOptions(encode=1, prefill=1, decode=3, model=str(tmp_path)), tmp_path)
+    shares = {part for server in cluster.servers for part in server.command if "kv_cache_fraction" in part}
+    assert shares == {"engine.kv_cache_fraction=0.200"}
+
+
 def test_a_folder_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         plan(ClusterOptions(model=str(tmp_path)), tmp_path)
