@@ -97,7 +97,7 @@ class RouterConfig(Section):
     tls: TlsSection = TlsSection()  # with a `ca` to listen with, callers need certificates
     auth: AuthConfig = AuthConfig()
     connections: ConnectionLimits = ConnectionLimits()
-    metrics_listen: str = ""  # host:port; without a host 127.0.0.1; empty serves no metrics
+    metrics_listen: str = ""  # host:port; without a host 127.0.0.1; empty serves and measures nothing
     metrics_tls: TlsConfig | None = None
     announce_seconds: float = Field(
         default=0.0, ge=0, description="After SIGTERM, NOT_SERVING but taking requests, until balancers have heard."

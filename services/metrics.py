@@ -105,7 +105,8 @@ def observe_blocks(load: EngineLoad) -> None:
     """Brings the gauges of the KV pool up to date."""
     KV_BLOCKS.labels("total").set(load.blocks_total)
     KV_BLOCKS.labels("used").set(load.blocks_used)
-    KV_BLOCKS.labels("free").set(load.blocks_total - load.blocks_used)
+    # An engine that does not say how large its pool is has none to show.
+    KV_BLOCKS.labels("free").set(max(0, load.blocks_total - load.blocks_used))
     KV_BLOCKS.labels("held").set(load.blocks_held)
 
 

@@ -20,14 +20,14 @@ from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from support.cluster import Cluster, ClusterPlan, cluster, until_ready
 from support.etcd_server import EtcdServer
 from support.manifests import DEPLOY, ROOT
-from support.prometheus_server import PrometheusServer, prometheus
+from support.prometheus_server import SCRAPE_SECONDS, PrometheusServer, prometheus
 from support.promtool import promtool, require
 from support.scraping import scrape
 from support.seeing import about, different
 
 FOLDER = DEPLOY / "grafana" / "dashboards"
 RULES = DEPLOY / "prometheus" / "rules" / "baton.yaml"
-WINDOW = "20s"
+WINDOW = "5m"
 PROMPTS = ("a short prompt of some length", "m" * 2000, "l" * 9000)
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
@@ -103,7 +103,7 @@ async def _load(running: Cluster) -> None:
             texts = [_request(prompt=prompt, stopping={"max_tokens": 20}) for prompt in PROMPTS]
             images = [_request(**about(file)) for file in different(3)]
             await asyncio.gather(*(_run(stub, request) for request in [*texts, *images, _request(prompt="")]))
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.1 * SCRAPE_SECONDS)
 
 
 def _request(**fields: Any) -> generate_pb2.GenerateRequest:

@@ -17,7 +17,7 @@ import yaml
 from support.etcd_server import free_port
 from support.promtool import require
 
-SCRAPE_SECONDS = 0.5
+SCRAPE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
