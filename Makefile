@@ -49,14 +49,8 @@ $(INSTALLED): pyproject.toml constraints.txt tools/install.py
 
 protos: $(STUBS) ## Install if needed, and generate the Python stubs and the descriptor set
 
-# The stubs that this run has not written belong to protos that are gone.
-$(STUBS): $(PROTOS) $(INSTALLED)
-	@echo "Generating stubs for $(words $(PROTOS)) protos"
-	@touch $(VENV)/.generating
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
-		--python_out=protos --grpc_python_out=protos --mypy_out=quiet:protos --mypy_grpc_out=quiet:protos \
-		--descriptor_set_out=$@ --include_imports $(PROTOS)
-	@find protos/baton -name '*_pb2*.py*' ! -path '*/__pycache__/*' ! -newer $(VENV)/.generating -delete
+$(STUBS): $(PROTOS) $(INSTALLED) tools/stubs.py
+	@$(BIN)/python tools/stubs.py
 
 docs: $(STUBS) ## Write docs/api.md from the comments of the protos
 	@$(BIN)/python tools/api_docs.py

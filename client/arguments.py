@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
@@ -20,10 +21,19 @@ class Command:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; ends the process with exit code 2, saying why, if it is wrong."""
     parser = argparse.ArgumentParser(prog="baton", description="Serves language models, prefill and decode apart.")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version that is installed, and end")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_options(commands.add_parser(command.name, help=command.help, description=f"{command.help}."))
     return parser.parse_args(words)
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"baton {metadata.version('baton-serving')}")
+        parser.exit()
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:

@@ -81,6 +81,7 @@ class ClusterPlan(BaseModel):
 
 def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     """Chooses ports and command lines. `folder` is where the processes may write. Raises ConfigError."""
+    _require_checkout()
     registry = _etcd(folder)
     otlp = f"{HOST}:{port_or_another(OTLP_PORT)}"
     shared = [
@@ -131,9 +132,15 @@ def _traces(otlp: str) -> ProcessPlan:
 
 def _python(package: str, config: str, overrides: Sequence[str]) -> tuple[str, ...]:
     path = ROOT / "deploy" / "config" / config
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing: a local cluster runs from a checkout of Baton, not from a wheel")
     return (sys.executable, "-m", package, str(path), *overrides)
+
+
+def _require_checkout() -> None:
+    if not (ROOT / "deploy" / "config").is_dir():
+        raise ConfigError(
+            f"a local cluster runs from a checkout of Baton, and {ROOT} has no deploy/config: with a wheel start"
+            " `python -m services` and `python -m router`, each with a configuration of your own"
+        )
 
 
 def _engine(options: ClusterOptions, workers: int, pools: int) -> list[str]:
