@@ -7,10 +7,11 @@ import random
 import structlog
 
 from discovery.backoff import Backoff
+from discovery.etcd.beginning import insist
 from discovery.etcd.client import EtcdClient, Lease, LeaseLost
 from discovery.keys import end_of
 from rpc.aio import timeout
-from rpc.errors import BatonError, PermissionDenied, Unauthenticated, Unavailable
+from rpc.errors import BatonError, Unavailable
 
 _log = structlog.get_logger(__name__)
 
@@ -42,21 +43,7 @@ class EtcdNumber:
 
     async def begin(self, timeout_seconds: float) -> None:
         """Takes a number for the first time. Raises as `Registry.number` does."""
-        backoff = Backoff()
-        last: BatonError | None = None
-        try:
-            async with timeout(timeout_seconds):
-                while True:
-                    try:
-                        return await self._take()
-                    except (Unauthenticated, PermissionDenied):
-                        raise
-                    except BatonError as error:
-                        last = error
-                    await asyncio.sleep(backoff.next_seconds())
-        except TimeoutError:
-            reason = "no answer" if last is None else last.message
-            raise Unavailable(f"no number within {timeout_seconds:g} s: {reason}") from last
+        await insist(self._take, timeout_seconds, "no number")
 
     async def keep(self) -> None:
         """Renews, and takes a number again where it was lost, until it is cancelled; raises nothing."""

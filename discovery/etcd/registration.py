@@ -8,10 +8,11 @@ import structlog
 from baton.etcd.v1 import kv_pb2
 
 from discovery.backoff import Backoff
+from discovery.etcd.beginning import insist
 from discovery.etcd.client import EtcdClient, Lease, LeaseLost
 from discovery.record import WorkerRecord
 from rpc.aio import timeout
-from rpc.errors import BatonError, PermissionDenied, Unauthenticated, Unavailable
+from rpc.errors import BatonError
 
 _log = structlog.get_logger(__name__)
 
@@ -59,21 +60,10 @@ class EtcdRegistration:
 
     async def begin(self, timeout_seconds: float) -> None:
         """Registers for the first time, in place of whoever has the key. Raises as `Registry.register` does."""
-        backoff = Backoff()
-        last: BatonError | None = None
-        try:
-            async with timeout(timeout_seconds):
-                while True:
-                    try:
-                        return await self._write(await self._grant())
-                    except (Unauthenticated, PermissionDenied):
-                        raise
-                    except BatonError as error:
-                        last = error
-                    await asyncio.sleep(backoff.next_seconds())
-        except TimeoutError:
-            reason = "no answer" if last is None else last.message
-            raise Unavailable(f"not registered within {timeout_seconds:g} s: {reason}") from last
+        await insist(self._first, timeout_seconds, "not registered")
+
+    async def _first(self) -> None:
+        await self._write(await self._grant())
 
     async def keep(self) -> None:
         """Renews and heals until it is cancelled; raises nothing."""

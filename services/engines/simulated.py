@@ -25,6 +25,7 @@ from services.engine import (
     Sampling,
     Tokens,
 )
+from services.engines.closing_stream import ClosingStream
 from services.engines.media_checks import check_computable, check_media
 from services.engines.shared_pool import SharedPool
 from services.engines.simulated_blocks import Blocks
@@ -35,7 +36,6 @@ from services.engines.simulated_images import check_embeddings
 from services.engines.simulated_kv import Claim, SimulatedKv, SimulatedReservation
 from services.engines.simulated_scheduler import Scheduler
 from services.engines.simulated_sequence import Sequence, chain
-from services.engines.simulated_stream import SimulatedStream
 from services.engines.simulated_tokens import TokenStream, vocabulary_of
 
 
@@ -123,10 +123,13 @@ class SimulatedEngine:
         finally:
             self._scheduler.drop(claim)
 
-    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> SimulatedStream:
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> ClosingStream:
         """Generates to the end. See DecodeEngine."""
         sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._run_here(source, sampling)
-        return SimulatedStream(self._generate(sequence), partial(self._scheduler.drop, sequence))
+        return ClosingStream(self._generate(sequence), partial(self._drop, sequence))
+
+    async def _drop(self, sequence: Sequence) -> None:
+        self._scheduler.drop(sequence)
 
     async def _generate(self, sequence: Sequence) -> AsyncGenerator[Tokens | Finished, None]:
         try:

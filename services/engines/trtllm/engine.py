@@ -26,6 +26,7 @@ from services.engine import (
     Sampling,
     Tokens,
 )
+from services.engines.closing_stream import ClosingStream
 from services.engines.purpose import Purpose
 from services.engines.trtllm import answers, metrics, state
 from services.engines.trtllm.canary import Canary
@@ -41,7 +42,6 @@ from services.engines.trtllm.orders import Orders
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.pinned import Pinned, TrtllmKv
 from services.engines.trtllm.running import Order, Running
-from services.engines.trtllm.stream import TrtllmStream
 from services.engines.trtllm.telling import Listeners, Telling
 from services.footprint import current_footprint
 
@@ -179,7 +179,7 @@ class TrtllmEngine:
             undo.push_async_callback(self._drop, generation)
             await self._arrival(generation)
             undo.pop_all()
-        return TrtllmStream(self._events(generation, prompt, fetched=True), partial(self._drop, generation))
+        return ClosingStream(self._events(generation, prompt, fetched=True), partial(self._drop, generation))
 
     async def _arrival(self, generation: Generation) -> None:
         try:

@@ -1,15 +1,15 @@
-"""A decode's events, as the simulated engine hands them out."""
+"""A generation that runs already, to be read: closing it ends it, also if it was never read."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 
 from services.engine import Finished, Tokens
 
 
-class SimulatedStream(AsyncGenerator[Tokens | Finished, None]):
-    """Reads `events`; closing it calls `drop`, also if it was never read and the generator therefore never ran."""
+class ClosingStream(AsyncGenerator[Tokens | Finished, None]):
+    """Reads `events`; closing it awaits `drop`, for a generator that was never read never runs its `finally`."""
 
-    def __init__(self, events: AsyncGenerator[Tokens | Finished, None], drop: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[Tokens | Finished, None], drop: Callable[[], Awaitable[None]]) -> None:
         self._events = events
         self._drop = drop
 
@@ -29,4 +29,4 @@ class SimulatedStream(AsyncGenerator[Tokens | Finished, None]):
         try:
             await self._events.aclose()
         finally:
-            self._drop()
+            await self._drop()
