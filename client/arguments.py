@@ -120,6 +120,18 @@ def _address(parser: argparse.ArgumentParser) -> None:
     _credentials(parser)
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="check instead whether the timeouts of these files, or of folders of them, are ordered: configurations of"
+        " Baton and Envoy, manifests of Kubernetes and Compose",
+    )
+    _address(parser)
+
+
 def _health(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT", nargs="?", help="any process; by default the router")
     parser.add_argument("--service", default="", metavar="NAME", help="of one service, by its full name")
@@ -166,7 +178,7 @@ COMMANDS = (
     Command("models", "List the models that are served", _address),
     Command("workers", "List the workers as the router sees them", _address),
     Command("health", "Ask a process for its health, as probes do", _health),
-    Command("doctor", "Say what is wrong with this installation or cluster", _address),
+    Command("doctor", "Say what is wrong with this installation, cluster, or deployment", _doctor),
     Command("up", "Start a cluster on this machine, in the background", _up),
     Command("down", "End the cluster of `baton up`", _nothing),
     Command("status", "Show the processes of `baton up`", _nothing),

@@ -1,7 +1,8 @@
 """`baton doctor`: what is wrong with this installation and this cluster, and what to do about it."""
 
 import argparse
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 from client.address import find_address
 from client.doctor.finding import Finding, Severity, broken
@@ -22,6 +23,10 @@ async def run(arguments: argparse.Namespace) -> int:
 async def _findings(arguments: argparse.Namespace) -> AsyncGenerator[Finding, None]:
     """From the inside out, for as long as there is something to look at it with: packages may be missing."""
     try:
+        if arguments.config:
+            async for finding in _deployment([Path(each) for each in arguments.config]):
+                yield finding
+            return
         async for finding in _installation():
             yield finding
         async for finding in _surroundings(arguments):
@@ -47,4 +52,24 @@ async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding
         for finding in check():
             yield finding
     async for finding in check_cluster(find_address(arguments.address), find_credentials(arguments)):
+        yield finding
+
+
+async def _deployment(paths: Sequence[Path]) -> AsyncGenerator[Finding, None]:
+    """What files say about processes that need not run: those that they start, as if in this folder."""
+    from client.doctor.deployment import EnvoyFile, Start, read
+    from client.doctor.effective import ask
+    from client.doctor.timeouts import check_timeouts
+    from rpc.errors import ConfigError
+
+    folder = Path.cwd()
+    try:
+        found = list(read(paths, folder))
+        processes = [await ask(each, folder) for each in found if isinstance(each, Start)]
+    except ConfigError as error:
+        yield broken(error.message, "mend it")
+        return
+    if not found:
+        yield broken("nothing in these files starts a process of Baton or an Envoy", "name other files, or folders")
+    for finding in check_timeouts(processes, [each for each in found if isinstance(each, EnvoyFile)]):
         yield finding

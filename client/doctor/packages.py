@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from client.doctor.finding import Finding, broken, warning, well
 
 DISTRIBUTION = "baton-serving"
-OUR_NAMES = ("router", "services", "discovery", "rpc", "client", "baton")
+OUR_NAMES = ("router", "services", "discovery", "media", "rpc", "client", "baton")
 OLDEST_PYTHON = (3, 10)
 NEWEST_TESTED_PYTHON = (3, 13)
 REINSTALL = "make install (or: pip install -c constraints.txt -e .[dev])"

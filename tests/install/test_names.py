@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["router", "services", "discovery", "rpc", "client", "baton"])
+@pytest.mark.parametrize("name", ["router", "services", "discovery", "media", "rpc", "client", "baton"])
 def test_no_other_distribution_owns_the_name(name: str) -> None:
     assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving"}
 
