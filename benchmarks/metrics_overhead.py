@@ -1,15 +1,16 @@
 """What metrics cost a router: `python -m benchmarks.metrics_overhead`.
 
-One set of simulated workers and three routers, all running at once: one that measures, and two that do not, as they
-serve no metrics. Small loads go to them in turn, in another order each time, so that whatever else the machine does is
-the same for all. Compared is the CPU time of the routers' threads, turn by turn; the median is shown. What the second
-of the two equal ones seems to cost is noise. Loads are of 64 streams, 512 prompt tokens and 128 generated ones each:
-flat out, where tokens share messages, and at 30 tokens a second, where each has its own. A scrape is timed by itself.
+One set of simulated workers and three routers: one that measures, and two that do not, as they serve no metrics. The
+same small load goes to all three at the same time, again and again, so that whatever else the machine does is the same
+for all; every round has new routers. Compared is the CPU time of their threads, turn by turn; the median and its
+standard error are shown. What the second of the two equal ones seems to cost is noise. Loads are of streams of 512
+prompt tokens and 128 generated ones each: flat out, where tokens share messages, and at 30 tokens a second, where each
+has its own. A scrape is timed by itself.
 """
 
 import argparse
 import asyncio
-import random
+import math
 import statistics
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,13 @@ from rpc.event_loop import watched_event_loop
 from rpc.telemetry import serve_metrics
 
 OFF, CONTROL, ON = "off", "off again", "on"
-STREAMS = 64
-TURNS = {FLAT: 24, PACED: 8}
-SCRAPES = 200
+STREAMS = 16
+ROUNDS = 6
+TURNS = {FLAT: 16, PACED: 4}  # of each round
+SCRAPES = 100
 SCRAPE_INTERVAL_SECONDS = 5  # of the Compose files
+
+Costs = dict[str, dict[str, list[float]]]  # by load and router: microseconds of CPU a token, turn by turn
 
 
 def run_router(pipe: Connection) -> None:
@@ -43,7 +47,8 @@ def run_router(pipe: Connection) -> None:
             for record in records:
                 await stack.enter_async_context(registry.register(record))
             port = stack.enter_context(serve_metrics(metrics_listen))
-            await stack.enter_async_context(watched_event_loop())
+            if measures:
+                await stack.enter_async_context(watched_event_loop())
             config = RouterConfig(listen="127.0.0.1:0", metrics_listen=metrics_listen, drain_seconds=0)
             router = await stack.enter_async_context(host_router(config, registry))
             while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
@@ -90,30 +95,44 @@ async def start_router(stack: AsyncExitStack, records: Sequence[WorkerRecord], n
     return Router(client, pid, metrics_port)
 
 
-async def measure(routers: Mapping[str, Router], model: str, turns: int) -> None:
-    costs: dict[str, list[float]] = {name: [] for name in routers}
-    for _ in range(turns):
-        for name, router in random.sample(list(routers.items()), len(routers)):
-            costs[name].append(await router.cost(model))
-    for name, each in costs.items():
-        more = statistics.median(cost / off - 1 for cost, off in zip(each, costs[OFF], strict=True))
-        print(f"{model:<6} {name:<10} {statistics.median(each):7.2f} us of CPU a token   {more:+6.1%}")
+async def measure(routers: Mapping[str, Router], turns: Mapping[str, int], costs: Costs) -> None:
+    """Adds what each turn has cost, the same load for all routers at once."""
+    for model, count in turns.items():
+        for _ in range(count):
+            each = await asyncio.gather(*(router.cost(model) for router in routers.values()))
+            for name, cost in zip(routers, each, strict=True):
+                costs[model][name].append(cost)
 
 
-async def run(turns: Mapping[str, int]) -> None:
+def show(costs: Costs) -> None:
+    for model, by_name in costs.items():
+        for name in (CONTROL, ON):
+            more = [cost / off - 1 for cost, off in zip(by_name[name], by_name[OFF], strict=True)]
+            # Of the median of what is spread normally.
+            error = 1.25 * statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else math.nan
+            cost, median = statistics.median(by_name[name]), statistics.median(more)
+            print(f"{model:<6} {name:<10} {cost:7.2f} us of CPU a token   {median:+6.2%} +- {error:.2%}")
+
+
+async def run(rounds: int, turns: Mapping[str, int]) -> None:
+    costs: Costs = {model: {name: [] for name in (OFF, CONTROL, ON)} for model in turns}
+    scrapes = []
     async with AsyncExitStack() as stack:
         workers, _ = await stack.enter_async_context(child(run_workers))
         records = await asyncio.to_thread(workers.recv)
-        routers = {name: await start_router(stack, records, name) for name in (OFF, CONTROL, ON)}
-        for model, count in turns.items():
-            await measure(routers, model, count)
-        scrape = await routers[ON].scrape_seconds()
-        share = scrape / SCRAPE_INTERVAL_SECONDS
-        print(f"a scrape {scrape * 1e3:.1f} ms of CPU, {share:.2%} of a core every {SCRAPE_INTERVAL_SECONDS} s")
+        for _ in range(rounds):
+            # New processes each time: two equal ones differ by some percent, for as long as they live.
+            async with AsyncExitStack() as routers_stack:
+                routers = {name: await start_router(routers_stack, records, name) for name in (OFF, CONTROL, ON)}
+                await measure(routers, turns, costs)
+                scrapes.append(await routers[ON].scrape_seconds())
+    show(costs)
+    scrape = statistics.median(scrapes)
+    share = scrape / SCRAPE_INTERVAL_SECONDS
+    print(f"a scrape {scrape * 1e3:.1f} ms of CPU, {share:.2%} of a core every {SCRAPE_INTERVAL_SECONDS} s")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=float, default=1.0, help="times as many turns")
-    factor = parser.parse_args().turns
-    asyncio.run(run({model: max(1, round(count * factor)) for model, count in TURNS.items()}))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    asyncio.run(run(parser.parse_args().rounds, TURNS))
