@@ -12,8 +12,8 @@ command -v cmake >/dev/null || packages+=(cmake)
 # golang-github-golang-protobuf-1-5-dev by its name, or else version 1.3 comes, which knows no optional fields.
 for package in protobuf-compiler libprotobuf-dev libgrpc++-dev protobuf-compiler-grpc \
     golang-go golang-github-golang-protobuf-1-5-dev golang-google-genproto-dev golang-google-grpc-dev protoc-gen-go-1-5 \
-    protoc-gen-go-grpc libgeronimo-annotation-1.3-spec-java libgoogle-common-protos-java libgrpc-java libnetty-java \
-    libperfmark-java libprotobuf-java protobuf-compiler-grpc-java-plugin; do
+    protoc-gen-go-grpc libgeronimo-annotation-1.3-spec-java libgoogle-common-protos-java libgrpc-java libguava-java \
+    libnetty-java libperfmark-java libprotobuf-java protobuf-compiler-grpc-java-plugin; do
     dpkg -s "$package" >/dev/null 2>&1 || packages+=("$package")
 done
 
