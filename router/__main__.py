@@ -24,8 +24,8 @@ def main() -> None:
     if arguments.print_config:
         print("\n".join(loaded.describe()))
         return
-    config = loaded.value
-    configure_logging(config.log.format, config.log.level, process="router")
+    config = loaded.value.named()
+    configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
     run(partial(_serve, config))
 
 

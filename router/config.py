@@ -1,5 +1,7 @@
 """The router's configuration, as deploy/config/router.yaml holds it."""
 
+import secrets
+
 from pydantic import Field
 
 from discovery.config import RegistryConfig
@@ -93,6 +95,7 @@ class RouterConfig(Section):
     """Everything that can be set for `python -m router`."""
 
     namespace: str = "default"
+    router_id: str = Field(default="", description="On its log lines and spans; generated if empty.")
     listen: str = "127.0.0.1:7070"
     tls: TlsSection = TlsSection()  # with a `ca` to listen with, callers need certificates
     auth: AuthConfig = AuthConfig()
@@ -115,3 +118,7 @@ class RouterConfig(Section):
     tracing: TracingConfig = TracingConfig()
     media: MediaConfig = MediaConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
+
+    def named(self) -> "RouterConfig":
+        """The same, with an id."""
+        return self.model_copy(update={"router_id": self.router_id or f"router-{secrets.token_hex(4)}"})

@@ -64,7 +64,7 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
         group = await stack.enter_async_context(TaskGroup())
         reporting = group.create_task(_report_health(cluster, health))
         stack.callback(reporting.cancel)
-        tracer = await stack.enter_async_context(configure_tracing(config.tracing, "baton-router"))
+        tracer = await stack.enter_async_context(configure_tracing(config.tracing, "baton-router", config.router_id))
         loader = await stack.enter_async_context(MediaLoader(config.media))
         # Inside the cluster: what is leased is given back before the channels close.
         embeddings = await stack.enter_async_context(EmbeddingCache(config.embeddings))

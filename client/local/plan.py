@@ -111,8 +111,9 @@ def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
 def _router(number: int, overrides: Sequence[str]) -> ProcessPlan:
     address = f"{HOST}:{free_port() if number else router_port()}"
     metrics = f"{HOST}:{free_port()}"
-    command = _python("router", "router.yaml", [f"listen={address}", f"metrics_listen={metrics}", *overrides])
     name = f"router-{number}" if number else "router"
+    own = [f"router_id={name}", f"listen={address}", f"metrics_listen={metrics}"]
+    command = _python("router", "router.yaml", [*own, *overrides])
     return ProcessPlan(name=name, role="router", address=address, command=command, metrics=metrics)
 
 

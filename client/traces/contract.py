@@ -12,6 +12,8 @@ _PREFILL, _DECODE, _ENCODE = "PrefillService/Prefill", "DecodeService/Decode", "
 _SERVED = {"prefill": _PREFILL, "decode": _DECODE, "encode": _ENCODE}
 # A handoff that was not confirmed: the same prompt is run again.
 _HANDOFF_GONE = ("HANDOFF_LOST", "STALE_EPOCH")
+_ROUTER_STAGES = {"admission", "tokenize", "route"}
+_CALLING = {"encode", "prefill", "decode"}
 _USAGE = ("gen_ai.operation.name", "gen_ai.provider.name", "baton.request_id", "baton.outcome")
 
 
@@ -26,6 +28,8 @@ class Verdict:
 def verify(trace: ReadTrace) -> Verdict:
     """Checks the trace of one Generate."""
     roots = trace.named(_GENERATE)
+    if not roots and (refused := _refused_call(trace)):
+        return Verdict(f"refused: {refused.outcome}", (*_orphans(trace), *_statuses(trace), *_calls(trace)))
     if len(roots) != 1:
         return Verdict("unknown", (f"{len(roots)} spans {_GENERATE} instead of one", *_orphans(trace)))
     generate = roots[0]
@@ -33,6 +37,12 @@ def verify(trace: ReadTrace) -> Verdict:
     faults = [fault for check in checks for fault in check(trace)]
     faults += [*_generate(trace, generate), *_stages(trace, generate)]
     return Verdict(_outcome(trace, generate), tuple(faults))
+
+
+def _refused_call(trace: ReadTrace) -> ReadSpan | None:
+    """A call that was no request yet: of somebody unknown, or one who may not ask for it."""
+    calls = [span for span in trace.spans if ".InferenceService/Generate" in span.name and span.is_error]
+    return calls[0] if len(calls) == len(trace.spans) == 1 else None
 
 
 def _outcome(trace: ReadTrace, generate: ReadSpan) -> str:
@@ -136,6 +146,9 @@ def _stages(trace: ReadTrace, generate: ReadSpan) -> Iterator[str]:
         needed |= {"tokenize", "route", "detokenize"}
     if generate.outcome == "OK" and not names & {"prefill", "decode"}:
         yield "a request that was answered was neither prefilled nor decoded"
+    refused_at = [span for span in trace.below(generate) if span.name in _ROUTER_STAGES and span.is_error]
+    if generate.is_error and not names & _CALLING and not refused_at and generate.outcome != "DEADLINE_EXCEEDED":
+        yield "a request was refused, and no stage says so"
     for name in sorted(needed - names):
         yield f"{name} is missing below {_GENERATE}"
     yield from _worker_stages(trace)

@@ -12,9 +12,10 @@ A span without baton.outcome, or with OK, ended well. Client mistakes are errors
 
 import asyncio
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from grpc import aio
-from opentelemetry.trace import Span, Status, StatusCode
 
 from rpc.causes import causes
 from rpc.errors import BatonError, Cancelled
@@ -23,18 +24,25 @@ _LONGEST_TEXT = 1024
 _LONGEST_STACK = 8192
 
 
-def record(span: Span, error: BaseException) -> None:
-    """Puts an error that ended a span into it. Of a group that tasks have raised, the first is meant."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a span says of an error: attributes, one event, and the message of an ERROR status; None of a cancel."""
+
+    attributes: Mapping[str, str]
+    event: str
+    details: Mapping[str, str]
+    message: str | None = None
+
+
+def describe(error: BaseException) -> Failure:
+    """What a span says of the error that ended it. Of a group that tasks have raised, the first is meant."""
     found = causes(error)
     first = next((one for one in found if not isinstance(one, BatonError)), found[0])
     if is_departure(first):
-        _record_cancel(span, "departure", "its caller left, or stopped it")
-    elif isinstance(first, Cancelled):
-        _record_cancel(span, "request", first.message)
-    elif isinstance(first, BatonError):
-        _record_known(span, first)
-    else:
-        _record_unexpected(span, first)
+        return _cancel("departure", "its caller left, or stopped it")
+    if isinstance(first, Cancelled):
+        return _cancel("request", first.message)
+    return _known(first) if isinstance(first, BatonError) else _unexpected(first)
 
 
 def is_departure(error: BaseException) -> bool:
@@ -44,24 +52,23 @@ def is_departure(error: BaseException) -> bool:
     return isinstance(error, (asyncio.CancelledError, GeneratorExit))
 
 
-def _record_cancel(span: Span, cancelled_by: str, why: str) -> None:
-    span.set_attributes({"baton.outcome": Cancelled.reason, "baton.cancelled_by": cancelled_by})
-    span.add_event("cancelled", {"baton.reason": why[:_LONGEST_TEXT]})
+def _cancel(cancelled_by: str, why: str) -> Failure:
+    attributes = {"baton.outcome": Cancelled.reason, "baton.cancelled_by": cancelled_by}
+    return Failure(attributes, "cancelled", {"baton.reason": why[:_LONGEST_TEXT]})
 
 
-def _record_known(span: Span, error: BatonError) -> None:
+def _known(error: BatonError) -> Failure:
     message = error.message[:_LONGEST_TEXT]
     where = {"baton.error.stage": error.stage, "baton.error.worker_id": error.worker_id}
-    span.set_attributes({"baton.outcome": error.reason, "error.type": error.reason})
-    span.set_attributes({key: value for key, value in where.items() if value})
-    span.set_status(Status(StatusCode.ERROR, message))
-    span.add_event("exception", {"exception.type": type(error).__qualname__, "exception.message": message})
+    attributes = {"baton.outcome": error.reason, "error.type": error.reason}
+    attributes.update({key: value for key, value in where.items() if value})
+    details = {"exception.type": type(error).__qualname__, "exception.message": message}
+    return Failure(attributes, "exception", details, message)
 
 
-def _record_unexpected(span: Span, error: BaseException) -> None:
+def _unexpected(error: BaseException) -> Failure:
     kind = type(error).__qualname__
-    span.set_attributes({"baton.outcome": BatonError.reason, "error.type": kind})
-    span.set_status(Status(StatusCode.ERROR, "internal error"))
     stack = "".join(traceback.format_exception(error))[-_LONGEST_STACK:]
     message = str(error)[:_LONGEST_TEXT]
-    span.add_event("exception", {"exception.type": kind, "exception.message": message, "exception.stacktrace": stack})
+    details = {"exception.type": kind, "exception.message": message, "exception.stacktrace": stack}
+    return Failure({"baton.outcome": BatonError.reason, "error.type": kind}, "exception", details, "internal error")

@@ -1,42 +1,13 @@
 """A span, recorded or not, and the one that the running task is in."""
 
 import time
-from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TypeAlias
 
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Tracer, format_trace_id, set_span_in_context
-from opentelemetry.trace import Span as OtelSpan
+from opentelemetry.trace import SpanContext, SpanKind, format_trace_id
 
-from rpc.tracing import failures
 from rpc.tracing.propagation import Metadata, format_traceparent, metadata_of, parse_traceparent
-
-AttributeValue: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-Attributes: TypeAlias = Mapping[str, AttributeValue]
-
-
-class Recorder:
-    """Where the spans of one call are recorded: a tracer, and the offset of its clock.
-
-    Times are seconds of time.perf_counter, so that a wall clock that is set never bends a trace. `epoch_ns` is what
-    has to be added: the Unix time at which that counter was 0, looked up once a call.
-    """
-
-    __slots__ = ("_epoch_ns", "_tracer")
-
-    def __init__(self, tracer: Tracer, epoch_ns: int) -> None:
-        self._tracer = tracer
-        self._epoch_ns = epoch_ns
-
-    def start(self, name: str, parent: SpanContext | None, started: float, kind: SpanKind) -> OtelSpan:
-        """A new span; one that is not sampled is not recorded."""
-        context = set_span_in_context(NonRecordingSpan(parent)) if parent else None
-        return self._tracer.start_span(name, context=context, kind=kind, start_time=self.unix_ns(started))
-
-    def unix_ns(self, seconds: float) -> int:
-        """A time as spans have it."""
-        return self._epoch_ns + int(seconds * 1e9)
+from rpc.tracing.recording import Attributes, AttributeValue, Recorder, Recording
 
 
 class Span:
@@ -45,22 +16,17 @@ class Span:
     Its owner ends it, once. Times are seconds of time.perf_counter; unset is now.
     """
 
-    __slots__ = ("_ended", "_failed", "_metadata", "_recorded", "_recorder", "context")
+    __slots__ = ("_metadata", "_recording", "context")
 
-    def __init__(
-        self, context: SpanContext | None, recorded: OtelSpan | None = None, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, context: SpanContext | None, recording: Recording | None = None) -> None:
         self.context = context
-        self._recorded = recorded
-        self._recorder = recorder
+        self._recording = recording
         self._metadata: Metadata | None = None
-        self._ended = False
-        self._failed = False
 
     @property
     def is_recording(self) -> bool:
         """Whether anybody will see it."""
-        return self._recorded is not None
+        return self._recording is not None
 
     @property
     def trace_id(self) -> str:
@@ -81,56 +47,65 @@ class Span:
 
     def child(self, name: str, *, started: float | None = None, kind: SpanKind = SpanKind.INTERNAL) -> "Span":
         """A new span below this one."""
-        if self._recorder is None or self._recorded is None:
+        if self._recording is None:
             return self
-        return begin(self._recorder, name, self.context, started=started, kind=kind)
+        below = self._recording.child(name, _or_now(started), kind)
+        return Span(below.context, below)
 
     def stage(self, name: str, started: float, ended: float, attributes: Attributes) -> None:
         """A span below this one that is over already: what was measured elsewhere is not measured again."""
-        if self._recorded is not None:
-            span = self.child(name, started=started)
-            span.set(attributes)
-            span.end(ended)
+        if self._recording is not None:
+            below = self._recording.child(name, started, SpanKind.INTERNAL)
+            below.set(attributes)
+            below.end(ended)
 
     def set(self, attributes: Attributes) -> None:
         """Adds attributes, or replaces them."""
-        if self._recorded is not None:
-            self._recorded.set_attributes(attributes)
+        if self._recording is not None:
+            self._recording.set(attributes)
 
     def event(self, name: str, attributes: Attributes | None = None, *, at: float | None = None) -> None:
         """Notes that something happened."""
-        if self._recorded is not None and self._recorder is not None:
-            self._recorded.add_event(name, attributes, self._recorder.unix_ns(_or_now(at)))
+        if self._recording is not None:
+            self._recording.event(name, attributes or {}, _or_now(at))
 
     def link(self, other: "SpanContext | str | None", relation: str) -> None:
         """Points to a span that is not above this one, by its context or its traceparent; none if that is invalid."""
         context = parse_traceparent(other) if isinstance(other, str) else other
-        if self._recorded is not None and context is not None:
-            self._recorded.add_link(context, {"baton.link": relation})
+        if self._recording is not None and context is not None:
+            self._recording.link(context, {"baton.link": relation})
 
     def fail(self, error: BaseException) -> None:
         """Says how it ended, if not well; see rpc/tracing/failures.py. Who says so first knows best."""
-        if self._recorded is not None and not self._failed:
-            self._failed = True
-            failures.record(self._recorded, error)
+        if self._recording is not None:
+            self._recording.fail(error)
 
     def end(self, ended: float | None = None) -> None:
         """It is over. A second end changes nothing."""
-        if self._recorded is not None and self._recorder is not None and not self._ended:
-            self._ended = True
-            self._recorded.end(self._recorder.unix_ns(_or_now(ended)))
+        if self._recording is not None:
+            self._recording.end(_or_now(ended))
 
+
+__all__ = [
+    "NO_SPAN",
+    "AttributeValue",
+    "Attributes",
+    "Span",
+    "begin",
+    "current_span",
+    "entered",
+    "stage_span",
+]
 
 NO_SPAN = Span(None)
 
 _current: ContextVar[Span] = ContextVar("baton_span", default=NO_SPAN)
 
 
-def begin(recorder: Recorder, name: str, parent: SpanContext | None, *, started: float | None, kind: SpanKind) -> Span:
-    """A new span of a recorder; whether it is recorded is for the sampler to say."""
-    recorded = recorder.start(name, parent, _or_now(started), kind)
-    context = recorded.get_span_context()
-    return Span(context, recorded, recorder) if recorded.is_recording() else Span(context)
+def begin(recorder: Recorder, name: str, parent: SpanContext | None, *, started: float, kind: SpanKind) -> Span:
+    """The first span of a call in this process; whether it is recorded is for the recorder to say."""
+    context, recording = recorder.begin(name, parent, started, kind)
+    return Span(context, recording)
 
 
 def current_span() -> Span:

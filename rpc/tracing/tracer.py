@@ -8,16 +8,17 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind
-from opentelemetry.trace import Tracer as OtelTracer
 
 from rpc.errors import ConfigError
 from rpc.tracing.config import TracingConfig
 from rpc.tracing.exporter import open_exporter
-from rpc.tracing.span import NO_SPAN, Recorder, Span, begin
+from rpc.tracing.recording import Recorder, Sink
+from rpc.tracing.span import NO_SPAN, Span, begin
 
 _SCOPE = "baton"
 
@@ -28,20 +29,20 @@ _GIVE_UP_SECONDS = 0.5
 class Tracer:
     """Begins spans. One that is off records nothing, and passes a caller's trace on."""
 
-    def __init__(self, tracer: OtelTracer | None = None) -> None:
-        self._tracer = tracer
+    def __init__(self, sink: Sink | None = None) -> None:
+        self._sink = sink
 
     @property
     def is_on(self) -> bool:
         """Whether it records anything at all."""
-        return self._tracer is not None
+        return self._sink is not None
 
     def begin(self, name: str, parent: SpanContext | None, kind: SpanKind = SpanKind.SERVER) -> Span:
         """A span that belongs to no other of this process: of a trace that comes from elsewhere, or a new one."""
-        if self._tracer is None:
+        if self._sink is None:
             return Span(parent) if parent else NO_SPAN
         now = time.perf_counter()
-        recorder = Recorder(self._tracer, time.time_ns() - int(now * 1e9))
+        recorder = Recorder(self._sink, time.time_ns() - int(now * 1e9))
         return begin(recorder, name, parent, started=now, kind=kind)
 
 
@@ -54,7 +55,7 @@ async def configure_tracing(
 ) -> AsyncGenerator[Tracer, None]:
     """A tracer of this process while the context is open; leaving it sends what is left, for `flush_seconds` at most.
 
-    Its provider is its own: OpenTelemetry's global one is left alone, so that one process may hold several services.
+    OpenTelemetry's global provider is left alone, so that one process may hold several services.
     Raises ConfigError if the endpoint is not `host:port` or TLS files cannot be read.
     """
     if not config.endpoint:
@@ -68,9 +69,6 @@ async def configure_tracing(
 @asynccontextmanager
 async def recording(config: TracingConfig, exporter: SpanExporter, resource: Resource) -> AsyncGenerator[Tracer, None]:
     """A tracer that gives its spans to any exporter, in batches, from a thread of its own."""
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), resource=resource, shutdown_on_exit=False
-    )
     processor = BatchSpanProcessor(
         exporter,
         max_queue_size=config.max_queue_spans,
@@ -78,16 +76,16 @@ async def recording(config: TracingConfig, exporter: SpanExporter, resource: Res
         max_export_batch_size=min(config.max_batch_spans, config.max_queue_spans),
         export_timeout_millis=config.export_timeout_seconds * 1e3,
     )
-    provider.add_span_processor(processor)
+    scope = InstrumentationScope(_SCOPE, version("baton-serving"))
     try:
-        yield Tracer(provider.get_tracer(_SCOPE, version("baton-serving")))
+        yield Tracer(Sink(processor, resource, scope, TraceIdRatioBased(config.sample_ratio)))
     finally:
-        await asyncio.to_thread(_close, provider, exporter, config.flush_seconds)
+        await asyncio.to_thread(_close, processor, exporter, config.flush_seconds)
 
 
-def _close(provider: TracerProvider, exporter: SpanExporter, flush_seconds: float) -> None:
-    # The provider would wait for half a minute, and has no way to say how long it may.
-    flushing = threading.Thread(target=provider.shutdown, name="trace-flush", daemon=True)
+def _close(processor: SpanProcessor, exporter: SpanExporter, flush_seconds: float) -> None:
+    # The processor would wait for half a minute, and has no way to say how long it may.
+    flushing = threading.Thread(target=processor.shutdown, name="trace-flush", daemon=True)
     flushing.start()
     flushing.join(flush_seconds)
     if flushing.is_alive():

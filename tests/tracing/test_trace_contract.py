@@ -11,17 +11,20 @@ from baton.inference.v1 import generate_pb2 as pb
 from grpc import aio
 from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, bench, eventually, simulated
 from support.otlp import viewing
-from support.seeing import about, seeing
+from support.seeing import about, leasing, seeing
 
 from client.traces import jaeger
 from client.traces.contract import Verdict, verify
 from client.traces.reading import ReadTrace, read
 from client.traces.viewer import Viewer
+from router.config import AdmissionConfig, QuotaConfig, QuotasConfig
 from rpc.tracing.config import TracingConfig
-from services.config import WorkerConfig
+from services.config import HandoffConfig, WorkerConfig
 
 PATIENCE_SECONDS = 8.0
 LONG = pb.GenerateRequest(prompt="hello", request_id="r-1", stopping={"max_tokens": 200})
+# Of requests that are only there to be in the way.
+UNTRACED = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"),)
 SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=0.6)
 SLOW_DECODE = simulated("d1", "decode", decode_step_seconds=0.01)
 
@@ -52,19 +55,20 @@ class Traced:
 
 
 @asynccontextmanager
-async def traced(*configs: WorkerConfig) -> AsyncIterator[Traced]:
+async def traced(*configs: WorkerConfig, **router: Any) -> AsyncIterator[Traced]:
     """A router and these workers, recording everything."""
     async with viewing() as viewer:
         tracing = {"tracing": TracingConfig(endpoint=viewer.otlp_address, export_interval_seconds=0.05)}
         workers = [config.model_copy(update=tracing) for config in configs]
-        async with bench(*workers, router=FAST_ROUTER.model_copy(update=tracing)) as running:
+        options = {"router_id": "r1", "allow_faults": True, **tracing, **router}
+        async with bench(*workers, router=FAST_ROUTER.model_copy(update=options)) as running:
             yield Traced(running, viewer)
 
 
-async def generated(cluster: Traced, **fields: Any) -> Verdict:
-    """The verdict on one request, however it ends."""
-    with suppress(aio.AioRpcError):
-        await cluster.running.generate(**fields)
+async def generated(cluster: Traced, *, plan: str = "", **fields: Any) -> Verdict:
+    """The verdict on one request, however it ends. `plan` says what is to go wrong with it (docs/faults.md)."""
+    metadata = (("x-baton-fault", plan),) if plan else ()
+    await to_the_end(cluster.running.stub.Generate(pb.GenerateRequest(**fields), metadata=metadata))
     return await cluster.verdict()
 
 
@@ -148,6 +152,104 @@ async def test_refused_for_want_of_workers() -> None:
         assert await generated(cluster, prompt="hello", routing=routing) == Verdict("refused: NO_WORKER", ())
 
 
+async def test_refused_for_a_quota() -> None:
+    quotas = QuotasConfig(default=QuotaConfig(tokens_per_second=0.1, burst_seconds=10))
+    async with traced(PREFILL, DECODE, quotas=quotas) as cluster:
+        await to_the_end(cluster.running.stub.Generate(LONG, metadata=UNTRACED))
+        assert await generated(cluster, prompt="hello") == Verdict("refused: QUOTA_EXCEEDED", ())
+        assert [span.outcome for span in cluster.trace().named("admission")] == ["OK", "QUOTA_EXCEEDED"]
+
+
+async def test_refused_since_others_of_its_tenant_run() -> None:
+    quotas = QuotasConfig(default=QuotaConfig(concurrent=1))
+    async with traced(PREFILL, SLOW_DECODE, quotas=quotas) as cluster:
+        first = cluster.running.stub.Generate(LONG, metadata=UNTRACED)
+        await tokens(first, 2)
+        assert await generated(cluster, prompt="hello") == Verdict("refused: QUOTA_EXCEEDED", ())
+        first.cancel()
+
+
+async def test_refused_since_too_many_wait() -> None:
+    admission = AdmissionConfig(max_running_per_worker=1, max_waiting=0)
+    async with traced(PREFILL, SLOW_DECODE, admission=admission) as cluster:
+        first = cluster.running.stub.Generate(LONG, metadata=UNTRACED)
+        await tokens(first, 2)
+        assert await generated(cluster, prompt="hello") == Verdict("refused: OVERLOADED", ())
+        first.cancel()
+
+
+async def test_refused_before_it_is_a_request_at_all() -> None:
+    async with traced(PREFILL, DECODE, allow_faults=False) as cluster:
+        await to_the_end(cluster.running.stub.Generate(LONG, metadata=(("x-baton-fault", "crash@decode"),)))
+        await eventually(lambda: len(cluster.viewer.store) == 1)
+        (trace,) = cluster.viewer.store.newest_first()
+        assert verify(read(jaeger.trace(trace))) == Verdict("refused: PERMISSION_DENIED", ())
+
+
+async def test_ok_with_an_embedding_that_was_pulled() -> None:
+    async with traced(leasing("e1", "encode"), seeing("p1", "prefill"), seeing("d1", "decode")) as cluster:
+        assert await generated(cluster, **about()) == Verdict("ok with encode", ())
+        (pulled,) = cluster.trace().named("embedding")
+    assert (pulled.attributes["baton.embedding.transport"], pulled.attributes["baton.embedding.bytes"]) == ("shm", 1024)
+
+
+async def test_an_encode_that_is_lost_is_run_elsewhere() -> None:
+    encoders = [seeing(name, "encode", allow_faults=True) for name in ("e1", "e2")]
+    others = [seeing(name, role, allow_faults=True) for name, role in (("p1", "prefill"), ("d1", "decode"))]
+    async with traced(*encoders, *others) as cluster:
+        assert await generated(cluster, plan="drop@encode", **about()) == Verdict("ok, encode lost", ())
+        assert sorted(span.outcome for span in cluster.trace().named("encode")) == ["OK", "WORKER_UNAVAILABLE"]
+
+
+async def test_an_encode_that_fails_for_good() -> None:
+    workers = [seeing(name, role, allow_faults=True) for name, role in (("e1", "encode"), ("p1", "prefill"))]
+    async with traced(*workers, seeing("d1", "decode", allow_faults=True)) as cluster:
+        verdict = await generated(cluster, plan="drop@encode;attempt=any", **about())
+        assert verdict == Verdict("failed: WORKER_UNAVAILABLE", ())
+        (generate,) = cluster.trace().named("baton.generate")
+    assert generate.attributes["baton.error.stage"] == "encode"
+
+
+async def test_a_handoff_whose_lease_expires() -> None:
+    short = HandoffConfig(lease_seconds=0.3)
+    workers = [simulated(name, role, allow_faults=True) for name, role in (("p1", "prefill"), ("d1", "decode"))]
+    async with traced(*(worker.model_copy(update={"handoff": short}) for worker in workers)) as cluster:
+        verdict = await generated(cluster, plan="delay=1@queue;role=decode", prompt="hello", stopping={"max_tokens": 4})
+        assert verdict == Verdict("ok, handoff lost", ())
+        assert [span.attributes["baton.handoff.confirmed"] for span in cluster.trace().named("handoff")] == [False]
+
+
+async def test_a_prefill_worker_that_drains() -> None:
+    slow = [simulated(name, "prefill", prefill_base_seconds=0.4) for name in ("p1", "p2")]
+    async with traced(*slow, DECODE) as cluster:
+        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 4}))
+        drained = cluster.running.workers[await busy(cluster, "p1", "p2")].drainer
+        async with aclosing(drained.drain(0.0)) as stages:
+            async for _ in stages:
+                pass
+        assert await task == Verdict("ok, drained", ())
+
+
+async def test_spans_say_which_process_made_them() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        await generated(cluster, prompt="hello", stopping={"max_tokens": 4})
+        (trace,) = cluster.viewer.store.newest_first()
+    said = {
+        process["serviceName"]: [tag["value"] for tag in process["tags"] if tag["key"] == "service.instance.id"]
+        for process in jaeger.trace(trace)["processes"].values()
+    }
+    assert said == {"baton-router": ["r1"], "baton-prefill": ["p1"], "baton-decode": ["d1"]}
+
+
+async def test_what_the_client_is_told_is_what_the_span_says() -> None:
+    async with traced(PREFILL, DECODE) as cluster:
+        finished = (await cluster.running.generate(prompt="hello", stopping={"max_tokens": 4})).finished
+        assert await cluster.verdict() == Verdict("ok", ())
+        (generate,) = cluster.trace().named("baton.generate")
+    first = sum(timing.before_first_token.ToNanoseconds() for timing in finished.ledger)
+    assert generate.attributes["gen_ai.response.time_to_first_chunk"] * 1e9 == pytest.approx(first, abs=1)
+
+
 Stop = Callable[[Traced, Any], Awaitable[None]]
 
 
@@ -228,9 +330,8 @@ async def test_a_handoff_that_is_lost() -> None:
     # The decode worker has no room: the second handoff waits there until its owner takes it back.
     full = SLOW_DECODE.model_copy(update={"engine": SLOW_DECODE.engine.model_copy(update={"num_blocks": 2})})
     async with traced(PREFILL, full) as cluster:
-        untraced = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"),)
         first = cluster.running.stub.Generate(
-            pb.GenerateRequest(prompt="x" * 16, stopping={"max_tokens": 15}), metadata=untraced
+            pb.GenerateRequest(prompt="x" * 16, stopping={"max_tokens": 15}), metadata=UNTRACED
         )
         await tokens(first, 2)
         task = asyncio.create_task(generated(cluster, prompt="y" * 16, request_id="r-1", stopping={"max_tokens": 4}))

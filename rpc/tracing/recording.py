@@ -1,0 +1,164 @@
+"""What a recorded span holds until its end, when it becomes one of OpenTelemetry's and is on its way.
+
+Made here and not by the SDK's Tracer, whose spans are safe for threads, limited and checked at each attribute: ours
+belong to one event loop, and cost a third (benchmarks/trace_overhead.py).
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision, Sampler
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from rpc.tracing import failures
+
+AttributeValue: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+Attributes: TypeAlias = Mapping[str, AttributeValue]
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_UNSAMPLED = TraceFlags(TraceFlags.DEFAULT)
+_UNSET = Status(StatusCode.UNSET)
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where recorded spans go, whose they are, and which traces that begin here are recorded."""
+
+    processor: SpanProcessor
+    resource: Resource
+    scope: InstrumentationScope
+    sampler: Sampler
+
+
+class Recorder:
+    """Records the spans of one call: where they go, and the offset of their clock.
+
+    Times are seconds of time.perf_counter, so that a wall clock that is set never bends a trace. `epoch_ns` is what
+    has to be added: the Unix time at which that counter was 0, looked up once a call.
+    """
+
+    __slots__ = ("_epoch_ns", "sink")
+
+    def __init__(self, sink: Sink, epoch_ns: int) -> None:
+        self.sink = sink
+        self._epoch_ns = epoch_ns
+
+    def begin(
+        self, name: str, parent: SpanContext | None, started: float, kind: SpanKind
+    ) -> tuple[SpanContext, "Recording | None"]:
+        """The first span of a call here; None if it is not to be recorded. A caller decides for its own traces."""
+        if parent is None:
+            trace_id = _random_id(128)
+            is_sampled = self.sink.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+            context = _context(trace_id, is_sampled=is_sampled)
+        else:
+            is_sampled = parent.trace_flags.sampled
+            context = _below(parent)
+        return context, Recording(self, name, (context, parent), started, kind) if is_sampled else None
+
+    def unix_ns(self, seconds: float) -> int:
+        """A time as spans have it."""
+        return self._epoch_ns + int(seconds * 1e9)
+
+
+class Recording:
+    """A span in the making. Its times are of time.perf_counter.
+
+    What is said of it after its end is dropped: the exporter's thread reads it then.
+    """
+
+    __slots__ = (
+        *("_attributes", "_events", "_has_ended", "_kind", "_links", "_name", "_parent", "_recorder", "_started"),
+        *("_status", "context"),
+    )
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        name: str,
+        contexts: tuple[SpanContext, SpanContext | None],
+        started: float,
+        kind: SpanKind,
+    ) -> None:
+        self.context, self._parent = contexts
+        self._attributes: dict[str, AttributeValue] = {}
+        self._recorder = recorder
+        self._name = name
+        self._started = started
+        self._kind = kind
+        self._events: list[Event] = []
+        self._links: list[Link] = []
+        self._status: Status | None = None
+        self._has_ended = False
+
+    def child(self, name: str, started: float, kind: SpanKind) -> "Recording":
+        """One below it."""
+        return Recording(self._recorder, name, (_below(self.context), self.context), started, kind)
+
+    def set(self, attributes: Attributes) -> None:
+        """Adds attributes, or replaces them."""
+        if not self._has_ended:
+            self._attributes.update(attributes)
+
+    def event(self, name: str, attributes: Attributes, at: float) -> None:
+        """Notes that something happened."""
+        if not self._has_ended:
+            self._events.append(Event(name, attributes, self._recorder.unix_ns(at)))
+
+    def link(self, context: SpanContext, attributes: Attributes) -> None:
+        """Points to another span."""
+        if not self._has_ended:
+            self._links.append(Link(context, attributes))
+
+    def fail(self, error: BaseException) -> None:
+        """Says how it ended, if not well. Who says so first knows best."""
+        if self._status is not None or self._has_ended:
+            return
+        failure = failures.describe(error)
+        self.set(failure.attributes)
+        self._events.append(Event(failure.event, failure.details))
+        self._status = _UNSET if failure.message is None else Status(StatusCode.ERROR, failure.message)
+
+    def end(self, ended: float) -> None:
+        """Sends it on its way, once."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        sink, unix_ns = self._recorder.sink, self._recorder.unix_ns
+        sink.processor.on_end(
+            ReadableSpan(
+                self._name,
+                self.context,
+                self._parent,
+                sink.resource,
+                self._attributes,
+                self._events,
+                self._links,
+                self._kind,
+                status=self._status or _UNSET,
+                start_time=unix_ns(self._started),
+                end_time=unix_ns(ended),
+                instrumentation_scope=sink.scope,
+            )
+        )
+
+
+def _below(parent: SpanContext) -> SpanContext:
+    """Another span of the same trace."""
+    flags = _SAMPLED if parent.trace_flags.sampled else _UNSAMPLED
+    return SpanContext(parent.trace_id, _random_id(64), False, flags, parent.trace_state)
+
+
+def _context(trace_id: int, *, is_sampled: bool) -> SpanContext:
+    """The first span of a trace."""
+    return SpanContext(trace_id, _random_id(64), False, _SAMPLED if is_sampled else _UNSAMPLED)
+
+
+def _random_id(bits: int) -> int:
+    """Never 0, which means that there is none."""
+    return random.getrandbits(bits) or 1

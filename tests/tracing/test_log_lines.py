@@ -1,0 +1,98 @@
+"""What each process writes of a request: one line, at its end, by which it can be found in all the others."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from support.bench import eventually
+from support.cluster import Cluster, ClusterPlan, cluster, until_ready
+from support.etcd_server import EtcdServer
+from support.processes import Process
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+IN_A_TRACE = (("traceparent", f"00-{TRACE}-b7ad6b7169203331-01"),)
+JSON = {"log.format": "json"}
+
+Line = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def running(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A router that writes JSON, a prefill worker that does too, and a decode worker."""
+    engine = {"kind": "simulated", "name": "demo"}
+    router = {**JSON, "router_id": "router-7"}
+    plan = ClusterPlan("log-lines", shared_etcd.endpoint, engine, worker=JSON, router=router)
+    with cluster(plan, tmp_path_factory.mktemp("log-lines")) as started:
+        yield started
+
+
+async def generated(running: Cluster, request_id: str, **fields: Any) -> None:
+    """A request, however it ends, once the workers know each other's pools."""
+    async with grpc.aio.insecure_channel(running.router.address) as channel:
+        await until_ready(channel, 2)
+        stub = InferenceServiceStub(channel)
+        for name in ("first", request_id):
+            asked = {"request_id": name, "prompt": "hello", "stopping": {"max_tokens": 3}, **fields}
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in stub.Generate(pb.GenerateRequest(**asked), metadata=IN_A_TRACE):
+                    pass
+
+
+def lines(log: Path) -> list[Line]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+async def lines_of(process: Process, request_id: str) -> list[Line]:
+    """Those of a request, once there are any: a process writes its line after the caller has its answer."""
+
+    def found() -> list[Line]:
+        return [line for line in lines(process.log) if line.get("request_id") == request_id]
+
+    await eventually(lambda: bool(found()))
+    return found()
+
+
+async def test_each_process_writes_one_line_of_a_request_at_its_end(running: Cluster) -> None:
+    await generated(running, "r-1")
+    for process in (running.router, *running.workers):
+        (line,) = await lines_of(process, "r-1")
+        assert (line["event"], line["level"], line["code"]) == ("call ended", "info", "OK")
+
+
+async def test_a_line_says_which_trace_it_belongs_to(running: Cluster) -> None:
+    await generated(running, "r-2")
+    for process in (running.router, *running.workers):
+        assert [line["trace_id"] for line in await lines_of(process, "r-2")] == [TRACE]
+
+
+async def test_every_line_says_which_process_wrote_it(running: Cluster) -> None:
+    await generated(running, "r-3")
+    await lines_of(running.router, "r-3")
+    assert {line.get("router_id") for line in lines(running.router.log)} == {"router-7"}
+    for process in running.workers:
+        assert {line.get("worker_id") for line in lines(process.log)} == {process.log.stem}
+
+
+async def test_the_routers_line_names_the_workers_and_what_became_of_it(running: Cluster) -> None:
+    await generated(running, "r-4")
+    (line,) = await lines_of(running.router, "r-4")
+    said = {key: line[key] for key in ("outcome", "prefill_worker_id", "decode_worker_id", "completion_tokens")}
+    assert said == {
+        "outcome": "OK",
+        "prefill_worker_id": "prefill-0",
+        "decode_worker_id": "decode-0",
+        "completion_tokens": 3,
+    }
+    assert 0 < line["ttft_seconds"] <= line["total_seconds"]
+
+
+async def test_a_refused_request_is_one_line_that_says_why(running: Cluster) -> None:
+    await generated(running, "r-5", prompt="")
+    (line,) = await lines_of(running.router, "r-5")
+    assert (line["code"], line["reason"], line["trace_id"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST", TRACE)
