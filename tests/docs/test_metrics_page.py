@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import router.metrics
 import rpc.metrics
+import services.engines.trtllm.metrics
 import services.metrics
 from rpc.frequent_histogram import FrequentHistogram
 from rpc.metrics import REGISTRY
@@ -45,6 +46,7 @@ def families() -> dict[str, Metric]:
     return {shown_name(each): each for each in found if each.name.startswith("baton_")}
 
 
+MODULES = (router.metrics, services.metrics, services.engines.trtllm.metrics, rpc.metrics)
 ROWS = {row.name: row for row in rows()}
 
 
@@ -61,7 +63,7 @@ def test_a_row_has_the_type_of_its_metric(name: str) -> None:
     assert ROWS[name].type == families()[name].type.replace("info", "gauge")
 
 
-@pytest.mark.parametrize("module", [router.metrics, services.metrics, rpc.metrics], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_a_row_has_the_labels_of_its_metric(module: ModuleType) -> None:
     metrics = [each for each in vars(module).values() if isinstance(each, (MetricWrapperBase, FrequentHistogram))]
     assert metrics
@@ -74,7 +76,7 @@ def test_a_row_has_the_labels_of_its_metric(module: ModuleType) -> None:
 def test_every_label_is_explained() -> None:
     explained = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, re.M))))
     used = {label for row in ROWS.values() for label in row.labels}
-    assert used - explained - {"worker_id", "roles", "engine", "version", "sent"} == set()
+    assert used - explained - {"worker_id", "roles", "engine", "version", "sent", "when"} == set()
 
 
 def test_names_say_their_units() -> None:

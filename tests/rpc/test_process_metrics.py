@@ -29,9 +29,9 @@ async def test_an_event_loop_that_is_held_up_has_lagged() -> None:
     slow = since("baton_event_loop_lag_seconds_sum")
     async with watched_event_loop():
         await until(lambda: count.grown >= 1)
-        assert slow.grown < 0.2
+        before = slow.grown
         time.sleep(0.6)  # noqa: ASYNC251 - as whatever blocks a loop does
-        await until(lambda: slow.grown > 0.25)
+        await until(lambda: slow.grown - before > 0.3)
 
 
 def test_a_frequent_histogram_is_shown_as_the_librarys_own_is() -> None:

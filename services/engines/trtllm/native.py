@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry, Metric
+from prometheus_client import REGISTRY as LIBRARY_REGISTRY
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from rpc.metrics import REGISTRY
 from services.engines.trtllm.package import Package
 
 log = structlog.get_logger(__name__)
@@ -18,8 +20,8 @@ _PREFIX = "trtllm_"
 class NativeMetrics(Collector):
     """`MetricsCollector`, fed by us. A Collector of those of its families that have its prefix.
 
-    It registers with the global registry, where a second one of a process is an error. So what it has registered is
-    moved into a registry of this object's own as soon as it is made.
+    It registers with Prometheus' global registry, which we do not serve, and where a second one of a process is an
+    error. So what it has registered is moved into a registry of this object's own as soon as it is made.
     """
 
     def __init__(self, package: Package, model: str) -> None:
@@ -30,7 +32,7 @@ class NativeMetrics(Collector):
             log.warning("trtllm has no metrics of its own", version=str(package.version))
             return
         for metric in _registered(self._collector):
-            REGISTRY.unregister(metric)
+            LIBRARY_REGISTRY.unregister(metric)
             self._own.register(metric)
         # Renamed in 1.3.0rc5.
         named = ("log_request_metrics_dict", "log_metrics_dict")

@@ -5,11 +5,11 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import prometheus_client
 import pytest_asyncio
 from fake_tensorrt_llm.llm import FABRIC, RUNNING
 from support import trtllm
 from support.engine_calls import fetch, greedy, until
+from support.scraping import sample
 
 from discovery.memory import MemoryRegistry
 from services.config import WorkerConfig
@@ -23,10 +23,6 @@ PROMPT = Prompt(tuple(range(10, 60)))
 async def engine(newest: None, checkpoint: Path) -> AsyncIterator[Engine]:
     async with trtllm.open_engine(checkpoint) as opened:
         yield opened
-
-
-def sample(name: str) -> float:
-    return prometheus_client.REGISTRY.get_sample_value(name) or 0.0
 
 
 async def test_what_waits_to_be_fetched_is_shown_with_its_age(engine: Engine) -> None:

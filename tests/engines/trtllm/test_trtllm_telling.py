@@ -5,17 +5,19 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import prometheus_client
 import pytest
 import pytest_asyncio
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from fake_tensorrt_llm.llm import RUNNING
+from prometheus_client import generate_latest
 from support import trtllm
 from support.bench import PATIENCE_SECONDS, Bench, bench
 from support.engine_calls import BLOCK_TOKENS, BLOCKS, MAX_SEQUENCES, collect, greedy, until
+from support.scraping import sample
 
 from rpc.channels import open_channel
 from rpc.errors import Unsupported
+from rpc.metrics import REGISTRY
 from services.config import WorkerConfig
 from services.engine import Engine, Prompt, TellsKv
 from services.engines.pytorch.prefix import HashChain
@@ -31,12 +33,8 @@ async def engine(version: str, checkpoint: Path) -> AsyncIterator[Engine]:
         yield opened
 
 
-def sample(name: str, **labels: str) -> float | None:
-    return prometheus_client.REGISTRY.get_sample_value(name, labels)
-
-
 def scraped() -> str:
-    return prometheus_client.generate_latest().decode()
+    return generate_latest(REGISTRY).decode()
 
 
 async def test_one_thread_reads_statistics_and_events(engine: Engine) -> None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
-import prometheus_client
 import pytest
 import pytest_asyncio
 from baton.inference.v1 import generate_pb2
@@ -14,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support import trtllm
 from support.bench import PATIENCE_SECONDS, bench, eventually
 from support.engine_calls import collect, greedy, until
+from support.scraping import sample
 
 from rpc.calls import unary
 from rpc.channels import open_channel
@@ -32,10 +32,6 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 async def engine(newest: None, checkpoint: Path) -> AsyncIterator[Engine]:
     async with trtllm.open_engine(checkpoint) as opened:
         yield opened
-
-
-def sample(name: str, **labels: str) -> float:
-    return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def test_an_answer_that_nobody_reads_is_aborted(newest: None, checkpoint: Path) -> None:
