@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fake_tensorrt_llm.cache import PrefixCache
+from fake_tensorrt_llm.fabric import FileFabric
+from fake_tensorrt_llm.knobs import knobs
 from fake_tensorrt_llm.prompts import PromptReader
 from fake_tensorrt_llm.request import RequestOutput
 from fake_tensorrt_llm.tables import VersionTable
 from fake_tensorrt_llm.values import Logprob, RequestError
 
-_STEP_SECONDS = 0.0005
 _FIRST_ID = 2**60 + 1  # Beyond what a JSON number carries.
 
 
@@ -81,7 +82,10 @@ class LLM:
         self.is_silent = False
         self.requests = 0
         self.spans: list[str] = []
-        self.step_seconds = _STEP_SECONDS
+        self._knobs = knobs()
+        self._fabric = FileFabric(self._knobs.fabric) if self._knobs.fabric else None
+        self._tokens = 0
+        self.step_seconds = self._knobs.step_seconds
         self.tokens_added: tuple[int, ...] = ()
         RUNNING.append(self)
 
@@ -205,9 +209,14 @@ class LLM:
     def _expire(self) -> None:
         now = time.monotonic()
         for number, held in list(FABRIC.items()):
-            if held.owner is self and held.deadline < now:
+            if held.owner is not self:
+                continue
+            was_fetched = self._fabric is not None and not self._fabric.has(number)
+            if held.deadline < now or was_fetched:
                 del FABRIC[number]
                 self.blocks_free += held.blocks
+                if self._fabric is not None:
+                    self._fabric.withdraw(number)
 
     def _fail(self, error: Exception) -> None:
         for request in [*self._waiting, *self._batch]:
@@ -227,24 +236,39 @@ class LLM:
                 cache = self.caches[request.rank]
                 request.reused_blocks = cache.reused(request.meaning, request.salt)
                 cache.store(request.meaning, request.salt)
+            if request.kind != "generation_only":
+                seconds = self._knobs.prompt_seconds * len(request.meaning) / 1000
+                request.computed_at = time.monotonic() + seconds
             self._batch.append(self._waiting.pop(0))
 
     def _ready(self, request: RequestOutput) -> bool:
         """Whether its KV is here, which for a handoff nobody has may never be: then nothing behind it runs either."""
         if request.kind != "generation_only" or request.fetched:
             return True
-        held = FABRIC.pop(_context_id(request.handoff), None)
-        if held is None:
+        now = time.monotonic()
+        request.fetching_since = request.fetching_since or now
+        if now - request.fetching_since < self._knobs.fetch_seconds:
+            return False
+        meaning = self._fetched(_context_id(request.handoff))
+        if meaning is None:
             if time.monotonic() - request.submitted > self._timeout_seconds():
                 request.put(RequestError("KV cache transfer timed out"))
                 self._waiting.remove(request)
             return False
-        held.owner.blocks_free += held.blocks
         request.fetched = True
         # An answer follows from the KV that was fetched, and not from the ids that it is said to be of.
-        request.meaning = held.meaning
+        request.meaning = meaning
         self._replay(request)
         return True
+
+    def _fetched(self, number: int) -> tuple[int, ...] | None:
+        if self._fabric is not None:
+            return self._fabric.take(number)
+        held = FABRIC.pop(number, None)
+        if held is None:
+            return None
+        held.owner.blocks_free += held.blocks
+        return held.meaning
 
     def _replay(self, request: RequestOutput) -> None:
         output, handoff = request.outputs[0], request.handoff
@@ -278,6 +302,9 @@ class LLM:
                 self._leave(request)
                 request.cancel()
                 continue
+            if time.monotonic() < request.computed_at:
+                continue
+            self._wear(1)
             request.step(self._reader.vocab_size)
             self.has_run = True
             if request.finished and request.kind == "context_only":
@@ -292,6 +319,14 @@ class LLM:
                 request.put()
         return stepped
 
+    def _wear(self, tokens: int) -> None:
+        """Breaks when it is to."""
+        self._tokens += tokens
+        if self._knobs.crash_after_tokens and self._tokens >= self._knobs.crash_after_tokens:
+            self.crash = RuntimeError("CUDA error: an illegal memory access was encountered")
+        if self._knobs.freeze_after_tokens and self._tokens >= self._knobs.freeze_after_tokens:
+            self.frozen = True
+
     def _leave(self, request: RequestOutput) -> None:
         self._batch.remove(request)
         self.blocks_free += request.blocks
@@ -303,6 +338,8 @@ class LLM:
         number = getattr(request.handoff, "disagg_request_id", None) or next_context_id()
         deadline = time.monotonic() + self._timeout_seconds()
         FABRIC[number] = Committed(self, request.blocks, deadline, request.meaning)
+        if self._fabric is not None:
+            self._fabric.publish(number, request.meaning)
         fields = {
             "request_type": "context_only",
             "first_gen_tokens": list(output.token_ids),

@@ -30,6 +30,8 @@ class RequestOutput:
         self.trace_headers: dict[str, str] = {}
         self.fetched = False
         self.submitted = 0.0
+        self.computed_at = 0.0
+        self.fetching_since = 0.0
         self._queue: asyncio.Queue[BaseException | None] = asyncio.Queue()
 
     @property

@@ -115,6 +115,7 @@ class FleetPlan:
     prefill: int = 2
     decode: int = 2
     routers: int = 1
+    module: str = "services"  # what workers are started with
 
 
 @dataclass(slots=True)
@@ -194,7 +195,7 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
         config = str(ROOT / f"deploy/config/{role}.yaml")
         for index in range(count):
             name = f"{role}-{index}"
-            nodes.append(Node("services", name, [config, *common, f"worker_id={name}", *plan.worker], folder))
+            nodes.append(Node(plan.module, name, [config, *common, f"worker_id={name}", *plan.worker], folder))
     config = str(ROOT / "deploy/config/router.yaml")
     for index in range(plan.routers):
         nodes.append(Node("router", f"router-{index}", [config, *common, *plan.router], folder))
