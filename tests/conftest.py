@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from support import trtllm
 from support.etcd_server import EtcdServer
 
 
@@ -13,3 +14,9 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def real_trtllm() -> None:
+    """For tests on the real TensorRT-LLM: skipped, saying why, where it cannot run."""
+    trtllm.require_real()

@@ -73,6 +73,10 @@ ENGINES = [
         EngineUnderTest(f"trtllm-{version}", trtllm.open_engine, partial(trtllm.trtllm, version), has_pool=False)
         for version in trtllm.VERSIONS
     ),
+    pytest.param(
+        EngineUnderTest("trtllm-real", trtllm.open_real, trtllm.real, has_pool=False),
+        marks=pytest.mark.requires_trtllm,
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ from fake_tensorrt_llm.values import (
     SchedulingParams,
     disaggregated_params,
     strict,
+    torch_llm_args,
 )
 
 
@@ -37,6 +38,7 @@ def installed(version: str) -> Iterator[VersionTable]:
 def _modules(table: VersionTable) -> dict[str, ModuleType]:
     params = disaggregated_params(table)
     sections: dict[str, Any] = {name: strict(name, fields) for name, fields in SECTIONS.items()}
+    sections["TorchLlmArgs"] = torch_llm_args(LLM)
     sections["CacheTransceiverConfig"] = strict("CacheTransceiverConfig", table.transceiver)
     torch_llm = llm.llm_of(table, LLM, params)
     auto_llm = llm.llm_of(table, AUTODEPLOY, params)

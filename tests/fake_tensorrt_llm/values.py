@@ -50,6 +50,18 @@ def strict(name: str, fields: tuple[str, ...]) -> type:
     return make_dataclass(name, [(each, Any, field(default=None)) for each in fields], kw_only=True)
 
 
+def torch_llm_args(names: tuple[str, ...]) -> type:
+    """The arguments of an LLM as a model that can say what it takes."""
+    return type(
+        "TorchLlmArgs",
+        (),
+        {
+            "model_fields": dict.fromkeys(names),
+            "model_json_schema": staticmethod(lambda: {"properties": {name: {} for name in names}}),
+        },
+    )
+
+
 def disaggregated_params(table: VersionTable) -> type:
     """DisaggregatedParams of one version: slots, keywords only, request types as they are."""
 

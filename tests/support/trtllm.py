@@ -5,16 +5,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
+import pytest
 from fake_tensorrt_llm.installation import installed
 from fake_tensorrt_llm.tables import TABLES
 from support.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
 
+from rpc.errors import ConfigError
 from services.engine import Engine
 from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.opening import open_trtllm
+from services.engines.trtllm.package import open_package
 
 VERSIONS = tuple(TABLES)
+MODEL_VARIABLE = "BATON_TRTLLM_MODEL"
 TRANSFER_SECONDS = 1.0
 
 
@@ -62,3 +66,25 @@ def open_engine(
     """An engine for prefill and decode."""
     config = TrtllmConfig.model_validate(settings(checkpoint, args, **options))
     return open_trtllm(config, Purpose())
+
+
+def require_real() -> None:
+    """Skips the test, saying why, unless TensorRT-LLM is installed, can run here, and a model is named for it."""
+    try:
+        open_package()
+    except ConfigError as error:
+        pytest.skip(error.message)
+    if MODEL_VARIABLE not in os.environ:
+        pytest.skip(f"{MODEL_VARIABLE} names no checkpoint")
+
+
+@contextmanager
+def real() -> Iterator[None]:
+    """The real one, in the place of `trtllm`."""
+    require_real()
+    yield
+
+
+def open_real(_checkpoint: Path) -> AbstractAsyncContextManager[Engine]:
+    """The same engine on the checkpoint that the environment names: the tests' own are too small for its kernels."""
+    return open_engine(Path(os.environ[MODEL_VARIABLE]))

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_tensorrt_llm.tables import SAMPLING, SECTIONS, TABLES
+from fake_tensorrt_llm.installation import installed
+from fake_tensorrt_llm.tables import LLM, SAMPLING, SECTIONS, TABLES, VersionTable
 
 from services.engines.trtllm.package import open_package
 from services.engines.trtllm_schema import dump
@@ -28,17 +29,47 @@ def test_a_dump_of_the_stand_in_is_its_table(version: str) -> None:
     assert names(written, "handoff") == set(table.handoff)
     assert names(written, "generate") == set(table.generate)
     assert names(written, "sections", "CacheTransceiverConfig") == set(table.transceiver)
+    assert names(written, "arguments") == set(LLM)
+    assert names(written, "metrics") == {table.log_request, "log_iteration_stats"}
+
+
+def accepts(real: object, table: VersionTable) -> None:
+    """Fails unless a real installation has all that the stand-in has, and the same fields of handoffs."""
+    assert set(table.handoff) == names(real, "handoff")
+    assert set(table.generate) <= names(real, "generate")
+    assert set(SAMPLING) <= names(real, "sampling")
+    assert set(LLM) <= names(real, "arguments") | {"skip_tokenizer_init"}
+    for section, fields in {**SECTIONS, "CacheTransceiverConfig": table.transceiver}.items():
+        assert set(fields) <= names(real, "sections", section)
+    with installed(table.version):
+        ours = json.loads(json.dumps(dump(open_package())))
+    for called in ("scheduling", "methods", "shared_tensor", "metrics"):
+        assert names(ours, called) <= names(real, called)
 
 
 @pytest.mark.parametrize("path", DUMPS, ids=lambda path: path.stem)
 def test_the_stand_in_accepts_nothing_that_the_real_one_refuses(path: Path) -> None:
     real = json.loads(path.read_text())
-    table = TABLES[real["version"]]
-    assert set(table.handoff) == names(real, "handoff")
-    assert set(table.generate) <= names(real, "generate")
-    assert set(SAMPLING) <= names(real, "sampling")
-    for section, fields in {**SECTIONS, "CacheTransceiverConfig": table.transceiver}.items():
-        assert set(fields) <= names(real, "sections", section)
+    accepts(real, TABLES[real["version"]])
+
+
+@pytest.mark.parametrize("number", TABLES)
+def test_a_dump_that_lacks_something_fails(number: str) -> None:
+    with installed(number):
+        real = json.loads(json.dumps(dump(open_package())))
+    accepts(real, TABLES[number])
+    for key in ("handoff", "generate", "sampling", "arguments", "methods", "metrics"):
+        with pytest.raises(AssertionError):
+            accepts({**real, key: real[key][1:]}, TABLES[number])
+
+
+@pytest.mark.requires_trtllm
+def test_the_installation_here_has_what_the_stand_in_has(real_trtllm: None) -> None:
+    package = open_package()
+    table = TABLES.get(str(package.version))
+    if table is None:
+        pytest.skip(f"the stand-in has no table for {package.version}; it has {', '.join(TABLES)}")
+    accepts(json.loads(json.dumps(dump(package), default=str)), table)
 
 
 def test_without_an_installation_it_says_so() -> None:
