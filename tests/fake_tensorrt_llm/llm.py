@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class LLM:
         if unknown:
             raise ValueError(f"TorchLlmArgs: Extra inputs are not permitted: {', '.join(unknown)}")
         self.given = arguments
+        self._knobs = knobs()
         self._reader = PromptReader(Path(model))
         kv = arguments.get("kv_cache_config")
         self._block_tokens = (kv and kv.tokens_per_block) or 32
@@ -79,10 +80,13 @@ class LLM:
         self.has_run = False
         self.frozen = False
         self.abort_fails = False
+        self.fetch_seconds = self._knobs.fetch_seconds
+        self.asked: list[Any] = []
+        self.refuses = ""
+        self.refuses_call = False
         self.is_silent = False
         self.requests = 0
         self.spans: list[str] = []
-        self._knobs = knobs()
         self._fabric = FileFabric(self._knobs.fabric) if self._knobs.fabric else None
         self._tokens = 0
         self.step_seconds = self._knobs.step_seconds
@@ -134,6 +138,10 @@ class LLM:
         unknown = sorted(set(arguments) - set(self.table.generate))
         if unknown:
             raise TypeError(f"generate_async() got an unexpected keyword argument '{unknown[0]}'")
+        if self.refuses_call:
+            raise TypeError("generate_async() missing 1 required positional argument: 'mood'")
+        if self.refuses:
+            raise ValueError(self.refuses)
         if self.down:
             raise RuntimeError("LLM is shutting down")
         request = self._request(
@@ -143,6 +151,7 @@ class LLM:
             arguments.get("cache_salt"),
         )
         self.requests += 1
+        self.asked.append(replace(arguments["sampling_params"]))
         request.abort_fails = self.abort_fails
         request.trace_headers = arguments.get("trace_headers") or {}
         request.rank = self._rank(arguments.get("scheduling_params"))
@@ -167,7 +176,7 @@ class LLM:
         read = self._reader.read(inputs, handoff)
         context = (*read.token_ids, *self.tokens_added)
         request = RequestOutput(context, params, handoff, 0)
-        request.meaning = read.meaning
+        request.read = read
         request.salt = salt
         kind = request.kind
         if kind == "context_only":
@@ -224,30 +233,34 @@ class LLM:
         self._waiting, self._batch = [], []
 
     def _admit(self) -> None:
+        for request in self._waiting:
+            request.fetching_since = request.fetching_since or time.monotonic()
         for request in [request for request in self._waiting if request.aborted]:
             self._waiting.remove(request)
             request.cancel()
+            if request.kind == "generation_only":
+                self.crash = RuntimeError("a request was aborted in the middle of a transfer")
         while self._waiting and len(self._batch) < self.given.get("max_batch_size", 2048):
             request = self._waiting[0]
             if request.blocks > self.blocks_free or not self._ready(request):
                 return
             self.blocks_free -= request.blocks
             if request.kind != "generation_only":
-                cache = self.caches[request.rank]
-                request.reused_blocks = cache.reused(request.meaning, request.salt)
-                cache.store(request.meaning, request.salt)
-            if request.kind != "generation_only":
-                seconds = self._knobs.prompt_seconds * len(request.meaning) / 1000
-                request.computed_at = time.monotonic() + seconds
+                self._begin_prompt(request)
             self._batch.append(self._waiting.pop(0))
+
+    def _begin_prompt(self, request: RequestOutput) -> None:
+        request.meaning, key = self._reader.opened(request.read)
+        cache = self.caches[request.rank]
+        request.reused_blocks = cache.reused(key, request.salt)
+        cache.store(key, request.salt)
+        request.computed_at = time.monotonic() + self._knobs.prompt_seconds * len(key) / 1000
 
     def _ready(self, request: RequestOutput) -> bool:
         """Whether its KV is here, which for a handoff nobody has may never be: then nothing behind it runs either."""
         if request.kind != "generation_only" or request.fetched:
             return True
-        now = time.monotonic()
-        request.fetching_since = request.fetching_since or now
-        if now - request.fetching_since < self._knobs.fetch_seconds:
+        if time.monotonic() - request.fetching_since < self.fetch_seconds:
             return False
         meaning = self._fetched(_context_id(request.handoff))
         if meaning is None:

@@ -15,10 +15,11 @@ from fake_tensorrt_llm.shared_tensor import SharedTensorContainer
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The ids that are run, and what answers follow from: the ids, and in the place of images what they show."""
+    """The ids that are run. Those of images are outside the vocabulary; handles are opened when it is their turn."""
 
     token_ids: tuple[int, ...]
-    meaning: tuple[int, ...]
+    handles: tuple[dict[str, Any], ...] = ()
+    hashes: tuple[tuple[int, ...], ...] = ()
 
 
 class PromptReader:
@@ -36,32 +37,46 @@ class PromptReader:
         """As generate_async does: with handles the text counts, and the ids are made of it."""
         handles = handoff.multimodal_embedding_handles if handoff is not None else None
         if handles is None:
-            token_ids = tuple(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs)
-            return Read(token_ids, token_ids)
+            return Read(tuple(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs))
         if self.image_token is None:
             raise ValueError("Multimodal disaggregated inference is not supported for this model")
         if not isinstance(inputs, dict) or not inputs.get("prompt"):
             raise ValueError("Text prompt is required but not provided")
-        tensors = [SharedTensorContainer.from_dict(handle).get_local_view() for handle in handles]
-        return self._expanded(self.tokenize(inputs["prompt"]), tensors)
+        ids = self._expanded(self.tokenize(inputs["prompt"]), [handle["tensor_size"][0] for handle in handles])
+        return Read(ids, tuple(handles), tuple(map(tuple, handoff.multimodal_hashes)))
+
+    def opened(self, read: Read) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What answers follow from and what blocks are found by: what images show, and their hashes, in their place."""
+        shown = [row for handle in read.handles for row in _rows(handle)]
+        named = [
+            _number(repr((eight, row)).encode())
+            for eight, handle in zip(read.hashes, read.handles, strict=True)
+            for row in range(handle["tensor_size"][0])
+        ]
+        return self._filled(read, shown), self._filled(read, named)
 
     def tokenize(self, text: str) -> list[int]:
         """With whatever special tokens the tokenizer puts there itself."""
         return list(Tokenizer.from_file(str(self._path)).encode(text).ids)
 
-    def _expanded(self, ids: Sequence[int], tensors: Sequence[Any]) -> Read:
-        if list(ids).count(self.image_token) != len(tensors):
+    def _expanded(self, ids: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
+        if list(ids).count(self.image_token) != len(rows):
             raise ValueError("the numbers of placeholders and of embeddings differ")
         made: list[int] = []
-        meaning: list[int] = []
-        images = iter(tensors)
+        counts = iter(rows)
         for token in ids:
-            rows = [_meaning(row) for row in next(images)] if token == self.image_token else None
-            made += [token] if rows is None else [self.vocab_size + 1] * len(rows)
-            meaning += [token] if rows is None else rows
-        return Read(tuple(made), tuple(meaning))
+            made += [self.vocab_size + 1] * next(counts) if token == self.image_token else [token]
+        return tuple(made)
+
+    def _filled(self, read: Read, rows: Sequence[int]) -> tuple[int, ...]:
+        following = iter(rows)
+        return tuple(next(following) if token == self.vocab_size + 1 else token for token in read.token_ids)
 
 
-def _meaning(row: Any) -> int:
-    content = row.contiguous().view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+def _rows(handle: dict[str, Any]) -> list[int]:
+    tensor = SharedTensorContainer.from_dict(handle).get_local_view()
+    return [_number(row.contiguous().view(torch.uint8).numpy().tobytes()) for row in tensor]
+
+
+def _number(content: bytes) -> int:
+    return 2**32 + int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

@@ -16,7 +16,8 @@ class RequestOutput:
         self.prompt_token_ids = list(context)
         self.outputs = [CompletionOutput()]
         self.finished = False
-        self.meaning = tuple(context)
+        self.meaning: tuple[int, ...] = ()
+        self.read: Any = None
         self.salt: str | None = None
         self.reused_blocks = 0
         self.rank = 0

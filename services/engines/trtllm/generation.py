@@ -61,7 +61,7 @@ class Generation:
             self.first_at = self.first_at or time.monotonic()
             self.has_begun = True
             self.keeps = None
-            if self._abort_at_first:
+            if self._abort_at_first and not self._aborted:
                 self._abort()
             self._await_reader()
             self.changed.set()

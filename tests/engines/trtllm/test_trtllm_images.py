@@ -105,6 +105,16 @@ async def test_a_picture_that_is_asked_about_twice_is_encoded_once(trio: Bench) 
     assert len(ENCODERS[0].batches) == looked + 1
 
 
+async def test_blocks_with_a_picture_are_found_again_with_the_same_picture_only(trio: Bench) -> None:
+    text = "look at <image> and tell what it is, and where it is, and how many of it there are " * 2
+    asked = {**about(picture(), picture()), "prompt": text}
+    first = await trio.generate(**asked)
+    again = await trio.generate(**asked)
+    other = await trio.generate(**{**asked, "media": [{"data": picture(width=33)}] * 2})
+    assert first.finished.usage.cached_tokens == 0
+    assert again.finished.usage.cached_tokens > other.finished.usage.cached_tokens
+
+
 async def test_the_encoder_gets_its_memory_back_and_no_handle_is_left(trio: Bench) -> None:
     await trio.generate(**about(picture()))
     assert ENCODERS[0].unread == 0

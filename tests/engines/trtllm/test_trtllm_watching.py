@@ -72,6 +72,7 @@ async def test_an_idle_engine_that_does_not_answer_is_found_out(newest: None, ch
     async with trtllm.open_engine(checkpoint, canary_seconds=0.1, canary_patience_seconds=0.3) as engine:
         RUNNING[0].frozen = True
         await until(lambda: not engine.healthy)
+        RUNNING[0].frozen = False
 
 
 async def test_an_idle_engine_that_answers_stays_well(newest: None, checkpoint: Path) -> None:
@@ -121,6 +122,7 @@ async def test_a_worker_whose_engine_is_stuck_says_not_serving_and_ends(newest: 
             assert (await unary(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await eventually(lambda: bool(running.cluster.workers[0].problem))
         call.cancel()
+        RUNNING[0].frozen = False
 
 
 async def test_the_engines_own_span_is_in_the_requests_trace(version: str, checkpoint: Path) -> None:
