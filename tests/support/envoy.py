@@ -48,9 +48,16 @@ def write_descriptors(path: Path) -> None:
 
 @asynccontextmanager
 async def running_envoy(
-    folder: Path, routers: Sequence[str], traces: str = "127.0.0.1:1", change: Change = lambda config: None
+    folder: Path,
+    routers: Sequence[str],
+    traces: str = "127.0.0.1:1",
+    change: Change = lambda config: None,
+    options: Sequence[str] = (),
 ) -> AsyncIterator[Envoy]:
-    """An Envoy that has found every one of `routers` healthy. `change` is given the configuration, to change it."""
+    """An Envoy that has found every one of `routers` healthy. `change` is given the configuration, to change it.
+
+    `options` are more words of its command line.
+    """
     addresses = EnvoyAddresses(*(f"127.0.0.1:{free_port()}" for _ in range(3)))
     envoy = Envoy(addresses.clients, addresses.admin, addresses.metrics, folder / "envoy.log")
     await asyncio.to_thread(write_descriptors, folder / "descriptors.binpb")
@@ -59,7 +66,7 @@ async def running_envoy(
     command = [envoy_binary(), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
     with envoy.log.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, "--config-yaml", yaml.safe_dump(config), stdout=log, stderr=log
+            *command, *options, "--config-yaml", yaml.safe_dump(config), stdout=log, stderr=log
         )
     try:
         async with timeout(START_SECONDS):
