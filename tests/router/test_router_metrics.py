@@ -165,7 +165,7 @@ async def test_a_requests_whole_time_is_the_one_of_the_log(pair: Bench) -> None:
     with capture_logs(processors=[merge_contextvars]) as lines:
         await run(pair)
     (line,) = [line for line in lines if "total_seconds" in line]
-    assert seconds.grown == pytest.approx(line["total_seconds"], abs=5e-3)
+    assert seconds.grown == pytest.approx(line["total_seconds"], abs=2e-6)
 
 
 async def test_a_request_that_did_not_end_well_has_no_time() -> None:
