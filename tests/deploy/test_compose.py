@@ -11,6 +11,7 @@ import yaml
 from support.manifests import DEPLOY, Command, command_of
 
 COMPOSE = DEPLOY / "compose"
+PROMETHEUS = DEPLOY / "prometheus" / "prometheus.yml"
 TOPOLOGIES = {"agg": ["worker"], "disagg": ["prefill", "decode"], "epd": ["encode", "prefill", "decode"]}
 FILES = sorted(COMPOSE.glob("*.yaml"))
 
@@ -79,7 +80,7 @@ def test_everything_that_is_mounted_or_built_from_exists() -> None:
     built = [each["build"] for _, each in services() if "build" in each]
     paths = [COMPOSE / volume.split(":")[0] for volume in mounted]
     paths += [COMPOSE / build["context"] / build["dockerfile"] for build in built]
-    assert len(mounted) == 4
+    assert len(mounted) == 5
     assert [path for path in paths if not path.exists()] == []
 
 
@@ -88,9 +89,23 @@ def test_every_topology_stands_on_the_platform() -> None:
 
 
 def test_prometheus_scrapes_every_service_of_every_topology() -> None:
-    (job, _) = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    (job, *_) = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
     scraped = set(job["dns_sd_configs"][0]["names"])
     assert scraped == {name for topology in TOPOLOGIES for name in read(topology)["services"]}
+
+
+def test_envoy_mounts_what_its_configuration_names_and_is_scraped_where_it_serves_metrics() -> None:
+    (envoy,) = read("envoy")["services"].values()
+    (mount,) = [volume.split(":")[:2] for volume in envoy["volumes"]]
+    config = yaml.safe_load((DEPLOY / "envoy" / "envoy.yaml").read_text())
+    assert mount == ["../envoy", f"{envoy['working_dir']}/deploy/envoy"]
+    assert envoy["command"][-1] == "deploy/envoy/envoy.yaml"
+    listeners = config["static_resources"]["listeners"]
+    ports = {each["name"]: each["address"]["socket_address"]["port_value"] for each in listeners}
+    assert envoy["ports"] == [f"127.0.0.1:8080:{ports['clients']}"]
+    jobs = {job["job_name"]: job for job in yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]}
+    assert jobs["envoy"]["dns_sd_configs"][0]["names"] == list(read("envoy")["services"])
+    assert jobs["envoy"]["dns_sd_configs"][0]["port"] == ports["metrics"]
 
 
 def test_grafana_reads_dashboards_from_where_they_are_mounted() -> None:

