@@ -1,11 +1,11 @@
 """Whether ledgers are right: `python -m benchmarks.ledger [--requests 1000] [--engine simulated]`.
 
 A thousand requests of all kinds (new and cached prompts, new and cached pictures, whole on one worker) to the
-demonstration model on an encode, a prefill and a decode worker behind a router, each a process; half of them one after
-the other, half 16 at a time. Held against each other are the stages of each ledger up to the first token, and the time
-to it that the client has measured. Printed is how many are exact, which is that they differ by 2 % or 2 ms at most, by
-how many milliseconds they differ, and what of the ledgers is unattributed. The client is a process too; what it and
-the network take is in no ledger, and on a machine with fewer cores than processes that is waiting for a core.
+demonstration model on an encode, a prefill and a decode worker behind a router; half of them one after the other, half
+16 at a time, by 4 clients. Held against each other are the stages of each ledger up to the first token, and the time to
+it that the client has measured. Printed is how many are exact, which is that they differ by 2 % or 2 ms at most, by how
+many milliseconds they differ, and what of the ledgers is unattributed. Everything is a process of its own. What
+clients and the network take is in no ledger, and on a machine with fewer cores than processes that is waiting for one.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from services.identity import Role
 MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
 ROLES: tuple[Role, ...] = ("encode", "prefill", "decode")
 ABREAST = (1, 16)
+CLIENTS = 4
 MAX_TOKENS = 8
 WITHIN_SHARE, WITHIN_SECONDS = 0.02, 0.002
 STORY = "Once upon a time Mia and the fox went to the lake. " * 8
@@ -79,6 +80,17 @@ class Seen:
     @property
     def is_exact(self) -> bool:
         return abs(self.residual) <= max(WITHIN_SECONDS, WITHIN_SHARE * self.client)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one client sends: `count` requests from the `first` kind on, `abreast` of them at a time."""
+
+    address: str
+    first: int
+    count: int
+    abreast: int
+    abreast_of_all: int
 
 
 def run_worker(pipe: Connection) -> None:
@@ -167,19 +179,38 @@ async def ask(
     return Seen(kind, abreast, first, stages, before[timing_pb2.STAGE_UNATTRIBUTED])
 
 
-async def load(address: str, count: int, abreast: int) -> list[Seen]:
-    """So many requests, so many at a time."""
+def run_client(pipe: Connection) -> None:
+    """Sends loads, as they come through the pipe, and answers with what was seen."""
+
+    async def work() -> None:
+        while (load := await asyncio.to_thread(pipe.recv)) != "stop":
+            pipe.send(await send(load))
+
+    run_process(work)
+
+
+async def send(load: Load) -> list[Seen]:
+    """A load's requests, so many at a time."""
     seen: list[Seen] = []
-    source = itertools.islice(requests(), count)
-    async with open_channel(address) as channel:
+    # Another start each: kinds are mixed at every moment, and numbers in prompts are nobody else's.
+    source = itertools.islice(requests(), load.first * 1001, load.first * 1001 + load.count)
+    async with open_channel(load.address) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
 
         async def work() -> None:
             for kind, request in source:
-                seen.append(await ask(stub, kind, request, abreast))
+                seen.append(await ask(stub, kind, request, load.abreast_of_all))
 
-        await asyncio.gather(*(work() for _ in range(abreast)))
+        await asyncio.gather(*(work() for _ in range(load.abreast)))
     return seen
+
+
+async def spread(clients: Sequence[Connection], address: str, count: int, abreast: int) -> list[Seen]:
+    """A load that several clients send together, each an equal part."""
+    active = clients[: min(abreast, len(clients))]
+    for index, pipe in enumerate(active):
+        pipe.send(Load(address, index, count // len(active), abreast // len(active), abreast))
+    return [one for pipe in active for one in await asyncio.to_thread(pipe.recv)]
 
 
 def quantiles(values: Sequence[float]) -> str:
@@ -205,8 +236,9 @@ async def run(count: int, engine: EngineConfig) -> bool:
         router, _ = await stack.enter_async_context(child(run_router))
         router.send(records)
         address = await asyncio.to_thread(router.recv)
-        await load(address, 24, 4)  # whatever is done once is done now
-        seen = [one for abreast in ABREAST for one in await load(address, count // len(ABREAST), abreast)]
+        clients = [(await stack.enter_async_context(child(run_client)))[0] for _ in range(CLIENTS)]
+        await spread(clients, address, 48, 4)  # whatever is done once is done now
+        seen = [one for abreast in ABREAST for one in await spread(clients, address, count // len(ABREAST), abreast)]
     print(
         "| requests | number | exact | client's TTFT | residual p1 / p50 / p95 / p99 / max | unattributed, the same |"
     )
@@ -232,7 +264,7 @@ def main() -> None:
     arguments = parser.parse_args()
     random.seed(1)
     engines: dict[str, EngineConfig] = {
-        "pytorch": PyTorchConfig(model=MODEL, name="demo", threads=1),
+        "pytorch": PyTorchConfig(model=MODEL, name="demo", device="cpu", threads=1),
         "simulated": SIMULATED,
     }
     raise SystemExit(0 if asyncio.run(run(arguments.requests, engines[arguments.engine])) else 1)
