@@ -55,7 +55,7 @@ async def demo(folder: Path) -> AsyncIterator[Envoy]:
 async def slow(folder: Path) -> AsyncIterator[tuple[Bench, Envoy]]:
     """Workers that take 20 ms a token and do not stop soon, behind Envoy."""
     workers = simulated("p", "prefill"), simulated("d", "decode", decode_step_seconds=0.02)
-    async with bench(*workers) as running, running_envoy(folder, [running.address]) as envoy:
+    async with bench(*workers, router=PATIENT) as running, running_envoy(folder, [running.address]) as envoy:
         yield running, envoy
 
 

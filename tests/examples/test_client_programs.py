@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from baton.inference.v1 import generate_pb2
-from support.bench import FAST_ROUTER, PATIENT, Bench, bench, eventually, simulated
+from support.bench import PATIENT, Bench, bench, eventually, simulated
 from support.clients import PROGRAMS, Program
 from support.demo import demo_worker
 from support.etcd_server import free_port
@@ -32,7 +32,7 @@ def program(request: pytest.FixtureRequest) -> Program:
 async def slow(max_running: int = 0, listen: str = "127.0.0.1:0") -> AsyncIterator[Bench]:
     """Workers that take 20 ms a token, and do not stop soon. Beyond `max_running` they refuse."""
     admission = AdmissionConfig(max_running_per_worker=max_running, max_waiting=0)
-    router = FAST_ROUTER.model_copy(update={"admission": admission, "listen": listen})
+    router = PATIENT.model_copy(update={"admission": admission, "listen": listen})
     workers = simulated("p", "prefill"), simulated("d", "decode", decode_step_seconds=0.02)
     async with bench(*workers, router=router) as running:
         yield running

@@ -25,7 +25,7 @@ FAST_ROUTER = RouterConfig(
     listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", probe=PROBE, drain_seconds=0, retry=RetryConfig(wait_seconds=0)
 )
 # For workers that compute in this process: who answers late is busy, not lost.
-PATIENT = FAST_ROUTER.model_copy(update={"probe": ProbeConfig(timeout_seconds=10.0)})
+PATIENT = FAST_ROUTER.model_copy(update={"probe": ProbeConfig(interval_seconds=0.1, timeout_seconds=10.0)})
 
 
 @dataclass
