@@ -7,8 +7,13 @@ BIN := $(VENV)/bin
 # What `make up` starts.
 # ENVOY=1 puts Envoy before the routers: gRPC-Web and JSON too, at one port.
 # ENCODE is by default 1 for a model that sees pictures, as the demonstration's does.
-ENCODE ?=
-PREFILL ?= 1
+# MODE names one of the usual topologies: agg (whole requests on decode workers), disagg (prefill apart), epd (encode too).
+MODE ?=
+ENCODE ?= $(if $(MODE),$(if $(filter epd,$(MODE)),1,0))
+PREFILL ?= $(if $(filter agg,$(MODE)),0,1)
+ifneq ($(filter-out agg disagg epd,$(MODE)),)
+$(error MODE=$(MODE): there are agg, disagg and epd)
+endif
 DECODE ?= 1
 ROUTERS ?= 1
 ENVOY ?=

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,6 +27,24 @@ def test_make_alone_lists_every_task() -> None:
 def test_options_of_up_reach_the_command() -> None:
     shown = make("--dry-run", "up", "PREFILL=2", "DECODE=3", "ENGINE=simulated", "MODEL=x")
     assert "up --prefill 2 --decode 3 --engine simulated --model x" in shown
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("agg", "--encode 0 --prefill 0"), ("disagg", "--encode 0 --prefill 1"), ("epd", "--encode 1 --prefill 1")],
+)
+def test_a_mode_is_a_choice_of_workers(mode: str, expected: str) -> None:
+    assert f"up {expected} --decode 1 " in make("--dry-run", "up", f"MODE={mode}")
+
+
+def test_what_is_said_of_a_role_is_stronger_than_the_mode() -> None:
+    assert "up --encode 0 --prefill 3 " in make("--dry-run", "up", "MODE=disagg", "PREFILL=3")
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        make("--dry-run", "up", "MODE=fast")
+    assert "MODE=fast: there are agg, disagg and epd" in caught.value.stderr
 
 
 def test_down_in_a_fresh_clone_does_nothing(tmp_path: Path) -> None:
