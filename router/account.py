@@ -28,6 +28,7 @@ class Account:
     topology: generate_pb2.Topology.ValueType = generate_pb2.TOPOLOGY_AGGREGATED
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
+    is_first_token_timed: bool = False
     ledger: Ledger = field(default_factory=Ledger)
 
     def embedded(self, uses: Sequence[Use]) -> None:

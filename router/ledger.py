@@ -43,6 +43,11 @@ class Ledger:
         """From arrival until the first token was on its way; None as long as there is none."""
         return None if self._text.first_at is None else (self._text.first_at - self._started) / 1e9
 
+    @property
+    def has_sent_first_token(self) -> bool:
+        """Whether `first_token_seconds` will not change any more."""
+        return self._text.is_sent
+
     @contextmanager
     def measure(self, stage: timing_pb2.Stage.ValueType) -> Iterator[Span]:
         """Times a stage of the router itself, once: for the ledger and for the span that it gives. Failures count too.
@@ -139,6 +144,7 @@ class _Text:
         self.began = self.ended = 0
         self.nanoseconds = self.first_nanoseconds = 0
         self.first_at: int | None = None  # since `sent` the time of that
+        self.is_sent = False
 
     def add(self, started: int) -> bool:
         """Some have become text, since then. Whether they were the first."""
@@ -154,6 +160,7 @@ class _Text:
         if self.first_at is not None:
             now = time.perf_counter_ns()
             waited, self.first_at = now - self.first_at, now
+            self.is_sent = True
             self.nanoseconds += waited
             self.first_nanoseconds += waited
             self.ended = max(self.ended, now)

@@ -9,7 +9,6 @@ from baton.inference.v1 import sampling_pb2, timing_pb2
 from router import metrics
 from router.account import Account
 from router.stages import name_of
-from rpc.frequent_histogram import Series
 from rpc.outcomes import OK, outcome_of
 
 # By the tokens of the prompt. Requests with images are a class of their own.
@@ -66,8 +65,7 @@ class Measured:
 
     def latencies(self, account: Account) -> "MeasuredLatencies":
         """For its model and class."""
-        series = _series(account.model, request_class(account))
-        return MeasuredLatencies(series.inter_token)
+        return MeasuredLatencies(_series(account.model, request_class(account)), account)
 
     def end(self, account: Account) -> None:
         """Counts it, and its tokens. How long it took counts only if it ended well: failures are fast for nothing."""
@@ -77,9 +75,7 @@ class Measured:
         if account.prompt_tokens:
             series = _series(account.model, measured_as)
             series.count_tokens(account)
-            first_token_seconds = account.ledger.first_token_seconds
-            if first_token_seconds is not None:
-                series.first_token.observe(first_token_seconds)
+            series.time_first_token(account)
             if account.outcome == OK:
                 series.time(account)
 
@@ -87,17 +83,23 @@ class Measured:
 class MeasuredLatencies:
     """The latencies of one request."""
 
-    __slots__ = ("_has_first", "_inter_token")
+    __slots__ = ("_account", "_has_first", "_inter_token", "_series")
 
-    def __init__(self, inter_token: Series) -> None:
-        self._inter_token = inter_token
+    def __init__(self, series: "_ClassSeries", account: Account) -> None:
+        self._series = series
+        self._inter_token = series.inter_token
+        self._account = account
         self._has_first = False
 
     def saw(self, seconds: float, tokens: int) -> None:
         """Called for every message with tokens, so that it has to be quick."""
         if not self._has_first:
             self._has_first = True
-        elif tokens:
+            return
+        if not self._account.is_first_token_timed and self._account.ledger.has_sent_first_token:
+            # An answer may go on for minutes from here.
+            self._series.time_first_token(self._account)
+        if tokens:
             self._inter_token.observe(seconds / tokens, tokens)
 
 
@@ -116,7 +118,7 @@ class _ClassSeries:
     """The series of one model and class. To look them up by their labels takes longer than to count."""
 
     def __init__(self, model: str, measured_as: str) -> None:
-        self.first_token = metrics.TTFT.labels(model, measured_as)
+        self._first_token = metrics.TTFT.labels(model, measured_as)
         self.inter_token = metrics.INTER_TOKEN_LATENCY.labels(model, measured_as)
         self._seconds = metrics.REQUEST_SECONDS.labels(model, measured_as)
         self._stages = {
@@ -131,6 +133,13 @@ class _ClassSeries:
         self._tokens["cached"].inc(usage.cached_tokens)
         self._tokens["media"].inc(usage.media_tokens)
         self._tokens["completion"].inc(usage.completion_tokens)
+
+    def time_first_token(self, account: Account) -> None:
+        """Once, if there was one."""
+        seconds = account.ledger.first_token_seconds
+        if seconds is not None and not account.is_first_token_timed:
+            account.is_first_token_timed = True
+            self._first_token.observe(seconds)
 
     def time(self, account: Account) -> None:
         """Once for each stage: one that was gone through several times is the sum."""

@@ -140,6 +140,17 @@ async def test_the_first_tokens_time_is_the_one_of_the_log(pair: Bench) -> None:
     assert seconds.grown == pytest.approx(line["ttft_seconds"], abs=2e-6)
 
 
+async def test_the_first_tokens_time_is_told_while_the_answer_goes_on() -> None:
+    async with bench(PREFILL, SLOW_DECODE) as running:
+        count = since("baton_router_time_to_first_token_seconds_count", **SHORT)
+        call = running.stub.Generate(generate_pb2.GenerateRequest(prompt="hello", stopping={"max_tokens": 100}))
+        await eventually(lambda: count.grown == 1)
+        assert sample("baton_router_running_requests") == 1
+        async for _ in call:
+            pass
+    assert count.grown == 1
+
+
 async def test_every_token_after_the_first_has_its_latency() -> None:
     async with bench(PREFILL, SLOW_DECODE) as running:
         count = since("baton_router_inter_token_latency_seconds_count", **SHORT)
