@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from support.etcd_server import EtcdServer
 from support.worker_views import eventually
 
-from discovery.etcd import EtcdRegistry
+from discovery.etcd import EtcdConfig, EtcdRegistry
+from discovery.etcd.client import EtcdClient
 
 OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
 
@@ -48,3 +49,10 @@ async def test_a_number_is_given_back_when_its_process_ends(
             key = f"/baton/{namespace}/numbers/node/{number.value}"
             assert lease_of(shared_etcd, key)
         assert not lease_of(shared_etcd, key)
+
+
+async def test_two_that_want_one_number_do_not_both_get_it(shared_etcd: EtcdServer, namespace: str) -> None:
+    async with EtcdClient(EtcdConfig(endpoints=(shared_etcd.endpoint,))) as client:
+        key = f"/baton/{namespace}/numbers/node/0".encode()
+        assert await client.create(key, b"", await client.grant(5))
+        assert not await client.create(key, b"", await client.grant(5))

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import prometheus_client
 import pytest
 import pytest_asyncio
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -20,6 +19,7 @@ from rpc.aio import timeout
 from rpc.calls import stream, unary
 from rpc.channels import open_channel
 from rpc.errors import BatonError, ConfigError, HandoffLost, InvalidRequest, Unsupported
+from rpc.metrics import REGISTRY
 from services.config import WorkerConfig
 from services.engine import Engine, HandedKv, MovesKv, MovingKv, Prompt, Sampling
 from services.engines.purpose import Purpose
@@ -59,7 +59,7 @@ def moves(engine: Engine) -> MovesKv:
 
 def aborts() -> float:
     return sum(
-        prometheus_client.REGISTRY.get_sample_value("baton_trtllm_aborts_total", {"when": when}) or 0.0
+        REGISTRY.get_sample_value("baton_trtllm_aborts_total", {"when": when}) or 0.0
         for when in ("waiting", "decoding")
     )
 

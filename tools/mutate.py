@@ -1,0 +1,123 @@
+"""Takes guards away, one at a time, in a copy of the tree, and shows that a named test fails each time.
+
+    python tools/mutate.py tools/mutations/trtllm.yaml [--guard N] [--jobs N]
+
+A mutation names what it removes, the one place in a file where that is, and the test. Exit code 1 if one still passes.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+_SOURCES = ("services", "router", "discovery", "media", "rpc", "client", "protos", "tests", "models", "deploy")
+_SECONDS = 170
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One guard taken away."""
+
+    guard: int
+    removes: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def path(self) -> str:
+        """From the root of the tree."""
+        return self.file if "/" in self.file else f"services/engines/trtllm/{self.file}"
+
+    @property
+    def test_id(self) -> str:
+        """From the root of the tree."""
+        return self.test if self.test.startswith("tests/") else f"tests/engines/trtllm/{self.test}"
+
+
+def read(path: Path) -> list[Mutation]:
+    """All of a file. Raises TypeError for an entry that lacks something, or has something else."""
+    return [Mutation(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+
+
+def mutated(mutation: Mutation, text: str) -> str:
+    """The file without its guard. Raises ValueError unless the place is there, once."""
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.path}: {mutation.old!r} occurs {text.count(mutation.old)} times")
+    return text.replace(mutation.old, mutation.new)
+
+
+class Trees:
+    """Copies of the tree, one for each job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._local = threading.local()
+
+    def run(self, mutation: Mutation) -> bool:
+        """Whether the test fails without the guard."""
+        tree = self._tree()
+        file = tree / mutation.path
+        whole = file.read_text(encoding="utf-8")
+        file.write_text(mutated(mutation, whole), encoding="utf-8")
+        try:
+            return not passes(tree, [mutation.test_id])
+        finally:
+            file.write_text(whole, encoding="utf-8")
+
+    def _tree(self) -> Path:
+        if not hasattr(self._local, "tree"):
+            self._local.tree = self._folder / threading.current_thread().name
+            self._local.tree.mkdir()
+            for name in _SOURCES:
+                shutil.copytree(ROOT / name, self._local.tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(ROOT / "pyproject.toml", self._local.tree)
+        tree: Path = self._local.tree
+        return tree
+
+
+def passes(tree: Path, tests: Sequence[str]) -> bool:
+    """Whether these tests pass there. The tree's own packages come first, as it is the working directory."""
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        ended = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    if ended.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(tests)}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
+    return ended.returncode == 0
+
+
+def main() -> None:
+    """Prints a line for each mutation, in their order."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--guard", type=int, help="only those of this number")
+    parser.add_argument("--jobs", type=int, default=1)
+    arguments = parser.parse_args()
+    mutations = [one for one in read(arguments.file) if arguments.guard in (None, one.guard)]
+    if not passes(ROOT, sorted({one.test_id for one in mutations})):
+        raise SystemExit("the tests do not pass as it is")
+    print(f"{len({one.test_id for one in mutations})} tests pass. Without a guard:\n")
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutation, fails in zip(mutations, pool.map(Trees(Path(folder)).run, mutations), strict=True):
+            survivors += not fails
+            verdict = "fails" if fails else "STILL PASSES"
+            print(f"{mutation.guard:>3}  {mutation.removes:<55} {verdict:<13} {mutation.test_id}", flush=True)
+    print(f"\n{len(mutations)} guards were removed; {survivors} were not missed by their test.")
+    raise SystemExit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
