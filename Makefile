@@ -97,6 +97,9 @@ web: ## Serve the chat page of examples/web at http://127.0.0.1:8090, for `make 
 fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
+mutations: $(STUBS) ## Take each guard of the TensorRT-LLM engine away, and see that a test misses it (a quarter of an hour)
+	@$(BIN)/python tools/mutate.py tools/mutations/trtllm.yaml --jobs $(JOBS)
+
 lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -64,14 +64,14 @@ class Trees:
         self._folder = folder
         self._local = threading.local()
 
-    def run(self, mutation: Mutation) -> bool:
-        """Whether the test fails without the guard."""
+    def run(self, mutation: Mutation) -> str:
+        """Why the test fails without the guard; empty if it still passes."""
         tree = self._tree()
         file = tree / mutation.path
         whole = file.read_text(encoding="utf-8")
         file.write_text(mutated(mutation, whole), encoding="utf-8")
         try:
-            return not passes(tree, [mutation.test_id])
+            return failure(tree, [mutation.test_id])
         finally:
             file.write_text(whole, encoding="utf-8")
 
@@ -86,16 +86,17 @@ class Trees:
         return tree
 
 
-def passes(tree: Path, tests: Sequence[str]) -> bool:
-    """Whether these tests pass there. The tree's own packages come first, as it is the working directory."""
+def failure(tree: Path, tests: Sequence[str]) -> str:
+    """Why one of these tests fails there, in a line. Its own packages come first, as it is the working directory."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         ended = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        return False
+        return f"no end within {_SECONDS} s"
     if ended.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(tests)}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
-    return ended.returncode == 0
+    why = next((line[2:].strip() for line in ended.stdout.splitlines() if line.startswith("E  ")), "failed")
+    return why if ended.returncode else ""
 
 
 def main() -> None:
@@ -106,15 +107,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     mutations = [one for one in read(arguments.file) if arguments.guard in (None, one.guard)]
-    if not passes(ROOT, sorted({one.test_id for one in mutations})):
-        raise SystemExit("the tests do not pass as it is")
+    if why := failure(ROOT, sorted({one.test_id for one in mutations})):
+        raise SystemExit(f"the tests do not pass as it is: {why}")
     print(f"{len({one.test_id for one in mutations})} tests pass. Without a guard:\n")
     survivors = 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutation, fails in zip(mutations, pool.map(Trees(Path(folder)).run, mutations), strict=True):
-            survivors += not fails
-            verdict = "fails" if fails else "STILL PASSES"
-            print(f"{mutation.guard:>3}  {mutation.removes:<55} {verdict:<13} {mutation.test_id}", flush=True)
+        for mutation, why in zip(mutations, pool.map(Trees(Path(folder)).run, mutations), strict=True):
+            survivors += not why
+            verdict = f"fails: {why:.60}" if why else "STILL PASSES"
+            name = mutation.test_id.rpartition("/")[2]
+            print(f"{mutation.guard:>3}  {mutation.removes:<52} {verdict:<68} {name}", flush=True)
     print(f"\n{len(mutations)} guards were removed; {survivors} were not missed by their test.")
     raise SystemExit(1 if survivors else 0)
 
