@@ -8,7 +8,7 @@ from baton.inference.v1 import timing_pb2
 
 from rpc.errors import BatonError, EmbeddingLost, HandoffLost, LayoutMismatch, StaleEpoch
 from rpc.tracing.span import stage_span
-from services import traces
+from services import metrics, traces
 from services.engine import ModelFacts
 from services.engines.scratch import Scratch
 from services.handoffs import LeasedBlocks, Timing, check_blocks
@@ -47,6 +47,7 @@ class EmbeddingPuller:
             try:
                 with stage_span("embedding", {"baton.worker_id": leased.worker_id}) as span:
                     pulled = await self._pull(peer, given, leased, path)
+                    metrics.observe_embedding(pulled.timing)
                     traces.moved(span, "baton.embedding", pulled.timing)
                     return pulled
             except EmbeddingLost:

@@ -10,6 +10,7 @@ from services.engine import EngineLoad, Finished, HeldKv, ModelFacts
 from services.handoffs import Timing
 
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
+_HANDOFF_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # Of a handoff for which nothing had to move: the reader's own prefix cache had all of it.
 _NO_TRANSPORT = "none"
 
@@ -29,7 +30,7 @@ WAITING_PREFILL_TOKENS = Gauge(
 )
 QUEUE_SECONDS = Histogram(
     "baton_worker_queue_seconds",
-    "How long requests waited in the engine until their first step.",
+    "From a call's arrival until the engine's first step for it, other stages left out.",
     ["stage"],
     buckets=_SECONDS,
     registry=REGISTRY,
@@ -66,7 +67,7 @@ HANDOFF_SECONDS = Histogram(
     "baton_handoff_seconds",
     "From blocks being there until the KV was pulled and confirmed.",
     ["transport"],
-    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    buckets=_HANDOFF_SECONDS,
     registry=REGISTRY,
 )
 HANDOFF_BYTES = Counter(
@@ -78,6 +79,19 @@ LEASE_EXPIRIES = Counter(
 CONFIRMATIONS_REFUSED = Counter(
     "baton_handoff_confirmations_refused_total",
     "Releases that were told that the lease had not held.",
+    registry=REGISTRY,
+)
+EMBEDDING_PULL_SECONDS = Histogram(
+    "baton_embedding_pull_seconds",
+    "From the wish for a leased embedding until it was pulled and confirmed.",
+    ["transport"],
+    buckets=_HANDOFF_SECONDS,
+    registry=REGISTRY,
+)
+EMBEDDING_PULL_BYTES = Counter(
+    "baton_embedding_pull_bytes_total",
+    "Leased embeddings that were pulled and confirmed.",
+    ["transport"],
     registry=REGISTRY,
 )
 EMBEDDING_BLOCKS = Gauge(
@@ -145,3 +159,9 @@ def observe_handoff(timings: Iterable[Timing]) -> None:
             transport = timing.transport or _NO_TRANSPORT
             HANDOFF_SECONDS.labels(transport).observe(timing.seconds)
             HANDOFF_BYTES.labels(transport).inc(timing.num_bytes)
+
+
+def observe_embedding(timing: Timing) -> None:
+    """A leased embedding was pulled and confirmed."""
+    EMBEDDING_PULL_SECONDS.labels(timing.transport).observe(timing.seconds)
+    EMBEDDING_PULL_BYTES.labels(timing.transport).inc(timing.num_bytes)

@@ -74,6 +74,7 @@ def running(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -
         etcd=shared_etcd.endpoint,
         engine={"kind": "simulated", "image_tokens": 4, "decode_step_seconds": 0.002, "max_context_tokens": 16384},
         encode=1,
+        worker={"encode.inline_bytes": 0},
         metrics=True,
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from support.image_calls import (
     release_embedding,
     renew_embedding,
 )
+from support.scraping import since
 from support.worker_calls import Decoded, calls_to, until
 from support.workers import LEASE_SECONDS, Running, Starter, worker_process
 
@@ -93,6 +94,14 @@ async def test_an_embedding_is_read_by_several_and_is_held_until_it_is_released(
     assert encode.blocks_held == BLOCKS
     assert (await release_embedding(encode.calls, embedding)).still_valid
     assert encode.blocks_used == 0
+
+
+async def test_what_is_pulled_is_counted_by_its_transport(encode: Running, prefill: Running) -> None:
+    moved = since("baton_embedding_pull_bytes_total", transport="shm")
+    pulls = since("baton_embedding_pull_seconds_count", transport="shm")
+    [embedding] = await encode.calls.encode(image())
+    await prefill_images(prefill.calls, image_prompt(embedding))
+    assert (moved.grown, pulls.grown) == (embedding.lease.num_bytes, 1)
 
 
 async def test_reading_renews_the_lease(encode: Running, prefill: Running) -> None:
