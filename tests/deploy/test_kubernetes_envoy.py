@@ -81,10 +81,13 @@ async def test_what_runs_before_it_stops_tells_clients_to_go_and_waits_for_their
         async with timeout(20):
             while await told_to_go(envoy) == 0:
                 assert len((await generate(stub, greedy_text("y", 3))).text) == 3
-        assert stopping.returncode is None
+        assert not long.done()
+        stopped = asyncio.ensure_future(stopping.wait())
+        ended, _ = await asyncio.wait({long, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        assert ended == {long}
         assert len((await long).text) == 150
         async with timeout(20):
-            assert await stopping.wait() == 0
+            assert await stopped == 0
 
 
 def pre_stop(container: Any, envoy: Envoy) -> list[str]:
