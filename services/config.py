@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -60,6 +61,7 @@ class WorkerConfig(Section):
     advertise: str = Field(default="", description="Where others reach it; what it really listens on if empty.")
     registry: RegistryConfig = RegistryConfig()
     engine: EngineConfig = SimulatedConfig()
+    chat_template: Path | None = Field(default=None, description="A Jinja file, in the place of the model's own.")
     handoff: HandoffConfig = HandoffConfig()
     encode: EncodeConfig = EncodeConfig()
     media: MediaConfig = MediaConfig()

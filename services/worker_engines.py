@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from discovery.registry import Registry
+from services.chat_template import read_chat_template
 from services.config import WorkerConfig
 from services.embedding_pool import EmbeddingPool
 from services.encode_only import EncodeOnly
@@ -30,6 +31,7 @@ class WorkerEngines:
 
     engine: Engine
     encoding: Encoding | None
+    chat_template: str = ""  # in the place of the model's own
 
     @property
     def healthy(self) -> bool:
@@ -51,8 +53,10 @@ class WorkerEngines:
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the model: the engine's, and what the encoder adds."""
+        """Of the model: the engine's, and what the encoder and the configuration add."""
         facts = self.engine.facts
+        if self.chat_template:
+            facts = replace(facts, files=replace(facts.files, chat_template=self.chat_template))
         return facts if self.encoding is None else replace(facts, images=self.encoding.encoder.facts.images)
 
     @property
@@ -79,6 +83,7 @@ class WorkerEngines:
 @asynccontextmanager
 async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterator[WorkerEngines]:
     """Loads what the roles need, and nothing else. Raises ConfigError, and EngineFailed if it cannot be loaded."""
+    template = read_chat_template(config.chat_template)
     async with AsyncExitStack() as stack:
         purpose = Purpose(config.roles, config.handoff.lease_seconds, log_level=config.log.level)
         encoding = None
@@ -86,12 +91,12 @@ async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterato
             encoding = await stack.enter_async_context(_open_encoding(config, purpose))
         if set(config.roles) == {"encode"}:
             assert encoding is not None
-            yield WorkerEngines(EncodeOnly(encoding.encoder, encoding.pool), encoding)
+            yield WorkerEngines(EncodeOnly(encoding.encoder, encoding.pool), encoding, template)
             return
         if _needs_a_number(config):
             number = await stack.enter_async_context(registry.number(_KIND_OF_NUMBER, MAX_NODES))
             purpose = replace(purpose, node=lambda: number.value)
-        yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine, purpose)), encoding)
+        yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine, purpose)), encoding, template)
 
 
 def _needs_a_number(config: WorkerConfig) -> bool:

@@ -1,10 +1,14 @@
 """Which of TensorRT-LLM's arguments are in effect, and where they come from."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rpc.errors import ConfigError
 from services.engines.trtllm.arguments import EngineArguments, KvCacheArguments
@@ -48,6 +52,41 @@ def test_lists_are_replaced_whole(extra: Path) -> None:
     graph = resolve(config(extra, '{"cuda_graph_config": {"batch_sizes": [7]}}')).value.cuda_graph_config
     assert graph is not None
     assert graph.batch_sizes == (7,)
+
+
+_VALUES = st.integers(min_value=1, max_value=2000)
+_TREES = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_batch_size": _VALUES,
+        "max_num_tokens": _VALUES,
+        "kv_cache_config": st.fixed_dictionaries({}, optional={"tokens_per_block": _VALUES, "max_tokens": _VALUES}),
+        "cuda_graph_config": st.fixed_dictionaries({}, optional={"batch_sizes": st.lists(_VALUES, max_size=3)}),
+    },
+)
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        found.update(leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return found
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(flags=_TREES, file=_TREES, override=_TREES)
+def test_whatever_is_set_anywhere_the_strongest_place_has_its_way(
+    extra: Path, flags: dict[str, Any], file: dict[str, Any], override: dict[str, Any]
+) -> None:
+    extra.write_text(json.dumps(file))
+    effective = resolve(config(extra, json.dumps(override), **flags))
+    expected = {**leaves(flags), **leaves(file), **leaves(override)}
+    in_effect = leaves(effective.value.model_dump(mode="json"))
+    assert {key: in_effect[key] for key in expected} == expected
+    places = dict.fromkeys(leaves(flags), "engine.args")
+    places |= dict.fromkeys(leaves(file), str(extra))
+    places |= dict.fromkeys(leaves(override), "engine.override_engine_args")
+    assert {key: effective.source(key) for key in expected} == places
 
 
 def test_every_value_tells_its_source(extra: Path) -> None:

@@ -23,6 +23,7 @@ from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.opening import open_trtllm
 
 PROMPT = Prompt(tuple(range(10, 60)))
+TRANSCEIVER = {"backend": "UCX", "max_tokens_in_buffer": 256, "kv_transfer_timeout_ms": 1000}
 
 
 @pytest_asyncio.fixture
@@ -63,6 +64,38 @@ async def test_arguments_that_a_version_does_not_take_are_refused_by_its_number(
 async def test_prefill_without_a_node_id_is_refused_where_ids_are_made_of_it(newest: None, checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="node_id"):
         opened(checkpoint, node_id=None)
+
+
+async def test_every_argument_that_is_set_reaches_the_engine(newest: None, checkpoint: Path) -> None:
+    plain = {
+        "dtype": "bfloat16",
+        "trust_remote_code": True,
+        "tensor_parallel_size": 2,
+        "moe_expert_parallel_size": 2,
+        "moe_tensor_parallel_size": 1,
+        "gpus_per_node": 2,
+        "enable_attention_dp": True,
+        "max_batch_size": 6,
+        "max_num_tokens": 900,
+        "max_seq_len": 256,
+        "enable_chunked_prefill": True,
+        "disable_overlap_scheduler": True,
+        "guided_decoding_backend": "xgrammar",
+        "enable_lora": True,
+        "speculative_config": {"decoding_type": "NGram", "max_draft_len": 3},
+    }
+    sections = {
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "cuda_graph_config": {"enable_padding": True, "batch_sizes": [1, 2]},
+        "lora_config": {"lora_dir": ["/lora"], "max_lora_rank": 8},
+        "kv_cache_config": {"dtype": "fp8", "free_gpu_memory_fraction": 0.5, "tokens_per_block": 64},
+    }
+    async with trtllm.open_engine(checkpoint, {**plain, **sections, "cache_transceiver_config": TRANSCEIVER}):
+        given = RUNNING[0].given
+        assert {name: given[name] for name in plain} == plain
+        for name, fields in {**sections, "cache_transceiver_config": TRANSCEIVER}.items():
+            assert type(given[name]).__name__ == "".join(part.title() for part in name.split("_"))
+            assert {field: getattr(given[name], field) for field in fields} == fields
 
 
 async def test_autodeploy_is_given_only_what_it_takes(newest: None, checkpoint: Path) -> None:

@@ -132,6 +132,14 @@ def test_every_argument_that_autodeploy_does_not_take_is_warned_of() -> None:
     )
 
 
+def test_autodeploy_tells_no_kv_events_and_is_not_asked_to() -> None:
+    cache = {"event_buffer_max_size": 1000}
+    found = checked(("decode",), backend="autodeploy", cache_transceiver_config=None, kv_cache_config=cache)
+    assert found.effective.value.kv_cache_config.event_buffer_max_size == 0
+    assert found.effective.source("kv_cache_config.event_buffer_max_size") == "guard"
+    assert "AutoDeploy tells no KV events; kv_cache_config.event_buffer_max_size is 0" in found.warnings
+
+
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ConfigError, match="max_beam_width") as refused:
         checked(max_beam_width=2, cache_transceiver_config=transceiver(backend="DEFAULT"))
