@@ -1,49 +1,24 @@
-"""The stand-in's LLM: a queue, a batch, blocks, and KV that waits to be fetched by another LLM of this process."""
+"""The stand-in's LLM: a queue, a batch, blocks, and KV that waits to be fetched by another LLM."""
 
 import asyncio
 import inspect
 import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fake_tensorrt_llm.cache import PrefixCache
-from fake_tensorrt_llm.fabric import FileFabric
 from fake_tensorrt_llm.knobs import knobs
 from fake_tensorrt_llm.prompts import PromptReader
 from fake_tensorrt_llm.request import RequestOutput
+from fake_tensorrt_llm.statistics import Queues, taken
 from fake_tensorrt_llm.tables import VersionTable
-from fake_tensorrt_llm.values import Logprob, RequestError
+from fake_tensorrt_llm.transfers import FABRIC, Transfers, next_context_id, node_of
+from fake_tensorrt_llm.values import RequestError
 
-_FIRST_ID = 2**60 + 1  # Beyond what a JSON number carries.
-
-
-@dataclass(slots=True)
-class Committed:
-    """KV of a prompt, held by the LLM that computed it."""
-
-    owner: "LLM"
-    blocks: int
-    deadline: float
-    meaning: tuple[int, ...]
-
-
-# By the id of the context request: what every LLM of this process can fetch.
-FABRIC: dict[int, Committed] = {}
 RUNNING: list["LLM"] = []
-_ids = itertools.count()
-
-
-def next_context_id(node_id: int = 0, process_id: int = 0) -> int:
-    """Never the same twice on one node: what tells nodes apart is their number alone."""
-    return _FIRST_ID + (node_id << 40) + (process_id << 32) + next(_ids)
-
-
-def node_of(number: int) -> tuple[int, int]:
-    """Node and process of an id."""
-    rest = number - _FIRST_ID
-    return rest >> 40, rest >> 32 & 63
+_DRAFT = (3, 1, 2)  # what speculative decoding has guessed at the end of a prompt
 
 
 class LLM:
@@ -68,8 +43,7 @@ class LLM:
         ranks = range(arguments["tensor_parallel_size"]) if is_split else (None,)
         self.caches = [PrefixCache(kv, rank) for rank in ranks]
         self._turns = itertools.count()
-        self._stats: list[dict[str, Any]] = []
-        self._iteration = 0
+        self._queues = Queues()
         self.telling_fails: Exception | None = None
         self._waiting: list[RequestOutput] = []
         self._batch: list[RequestOutput] = []
@@ -87,7 +61,7 @@ class LLM:
         self.is_silent = False
         self.requests = 0
         self.spans: list[str] = []
-        self._fabric = FileFabric(self._knobs.fabric) if self._knobs.fabric else None
+        self._transfers = Transfers(self._knobs.fabric)
         self._tokens = 0
         self.step_seconds = self._knobs.step_seconds
         self.tokens_added: tuple[int, ...] = ()
@@ -114,24 +88,19 @@ class LLM:
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """What nobody has read yet, waiting a little for something. Whoever reads it has taken it away."""
-        return self._taken(self._stats, timeout)
+        return self._taken(self._queues.stats, timeout)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """The same, of the prefix cache."""
         if not self.cache.is_told:
             raise RuntimeError("KV cache events are not enabled")
-        taken = [event for cache in self.caches[1:] for event in self._taken(cache.events, 0)]
-        return [*self._taken(self.cache.events, timeout), *taken]
+        others = [event for cache in self.caches[1:] for event in self._taken(cache.events, 0)]
+        return [*self._taken(self.cache.events, timeout), *others]
 
     def _taken(self, waiting: list[dict[str, Any]], seconds: float | None) -> list[dict[str, Any]]:
         if self.telling_fails is not None:
             raise self.telling_fails
-        deadline = time.monotonic() + (seconds or 0)
-        while not waiting and not self.down and time.monotonic() < deadline:
-            time.sleep(0.005)
-        taken = waiting[:]
-        del waiting[: len(taken)]
-        return taken
+        return taken(waiting, seconds or 0.0, lambda: self.down)
 
     def generate_async(self, inputs: Any, **arguments: Any) -> RequestOutput:
         """Queues it."""
@@ -204,28 +173,18 @@ class LLM:
             raise ValueError("not supported for generation-only mode")
         if not handoff.first_gen_tokens:
             raise ValueError("first_gen_tokens is needed")
+        if self.given.get("speculative_config") and handoff.draft_tokens != list(_DRAFT):
+            raise ValueError("the draft tokens of the context request are needed")
 
     async def _run(self) -> None:
         while not self.down:
             await asyncio.sleep(self.step_seconds)
-            self._expire()
+            self.blocks_free += self._transfers.take_freed()
             if self.crash:
                 self._fail(self.crash)
             if not self.frozen:
                 self._admit()
                 self._note(self._step())
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for number, held in list(FABRIC.items()):
-            if held.owner is not self:
-                continue
-            was_fetched = self._fabric is not None and not self._fabric.has(number)
-            if held.deadline < now or was_fetched:
-                del FABRIC[number]
-                self.blocks_free += held.blocks
-                if self._fabric is not None:
-                    self._fabric.withdraw(number)
 
     def _fail(self, error: Exception) -> None:
         for request in [*self._waiting, *self._batch]:
@@ -262,7 +221,7 @@ class LLM:
             return True
         if time.monotonic() - request.fetching_since < self.fetch_seconds:
             return False
-        meaning = self._fetched(_context_id(request.handoff))
+        meaning = self._transfers.fetch(_context_id(request.handoff))
         if meaning is None:
             if time.monotonic() - request.submitted > self._timeout_seconds():
                 request.put(RequestError("KV cache transfer timed out"))
@@ -273,15 +232,6 @@ class LLM:
         request.meaning = meaning
         self._replay(request)
         return True
-
-    def _fetched(self, number: int) -> tuple[int, ...] | None:
-        if self._fabric is not None:
-            return self._fabric.take(number)
-        held = FABRIC.pop(number, None)
-        if held is None:
-            return None
-        held.owner.blocks_free += held.blocks
-        return held.meaning
 
     def _replay(self, request: RequestOutput) -> None:
         output, handoff = request.outputs[0], request.handoff
@@ -294,19 +244,8 @@ class LLM:
         """One iteration's statistics; without work there is none."""
         if not (stepped and self.given.get("enable_iter_perf_stats")):
             return
-        self._iteration += 1
-        self._stats.append(
-            {
-                "gpuMemUsage": 76665782272,
-                "iter": self._iteration,
-                "numActiveRequests": len(self._batch),
-                "numQueuedRequests": len(self._waiting),
-                "kvCacheStats": {"maxNumBlocks": self.blocks, "usedNumBlocks": self.blocks - self.blocks_free},
-                "inflightBatchingStats": {
-                    "numQueuedCtxTokens": sum(len(request.prompt_token_ids) for request in self._waiting)
-                },
-            }
-        )
+        lengths = [len(request.prompt_token_ids) for request in self._waiting]
+        self._queues.note(len(self._batch), lengths, self.blocks, self.blocks - self.blocks_free)
 
     def _step(self) -> int:
         stepped = len(self._batch)
@@ -349,10 +288,7 @@ class LLM:
         self._batch.remove(request)
         output = request.outputs[0]
         number = getattr(request.handoff, "disagg_request_id", None) or next_context_id()
-        deadline = time.monotonic() + self._timeout_seconds()
-        FABRIC[number] = Committed(self, request.blocks, deadline, request.meaning)
-        if self._fabric is not None:
-            self._fabric.publish(number, request.meaning)
+        self._transfers.commit(number, request.blocks, self._timeout_seconds(), request.meaning)
         fields = {
             "request_type": "context_only",
             "first_gen_tokens": list(output.token_ids),
@@ -360,6 +296,7 @@ class LLM:
             "disagg_request_id": number,
             "opaque_state": b"\x00state of " + self.table.version.encode(),
             "first_gen_log_probs": list(output.logprobs) or None,
+            "draft_tokens": list(_DRAFT) if self.given.get("speculative_config") else None,
             "ctx_usage": {"prompt_tokens": len(request.prompt_token_ids)},
         }
         known = {name: value for name, value in fields.items() if name in self.table.handoff}
@@ -390,4 +327,4 @@ def llm_of(table: VersionTable, arguments: tuple[str, ...], params_type: type) -
     return found
 
 
-__all__ = ["FABRIC", "LLM", "RUNNING", "Logprob", "llm_of", "next_context_id"]
+__all__ = ["FABRIC", "LLM", "RUNNING", "llm_of", "next_context_id", "node_of"]

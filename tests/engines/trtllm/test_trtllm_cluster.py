@@ -21,8 +21,10 @@ TOKENS = {"ids": list(range(10, 60))}
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
-def worker(worker_id: str, role: str, checkpoint: Path, node_id: int | None) -> WorkerConfig:
-    engine = trtllm.settings(checkpoint, node_id=node_id, name="demo")
+def worker(
+    worker_id: str, role: str, checkpoint: Path, node_id: int | None, args: dict[str, object] | None = None
+) -> WorkerConfig:
+    engine = trtllm.settings(checkpoint, args, node_id=node_id, name="demo")
     return WorkerConfig.model_validate(
         {
             "worker_id": worker_id,
@@ -52,6 +54,13 @@ async def test_an_answer_over_two_workers_is_that_of_one(pair: Bench) -> None:
     assert whole.placed == ("", "d1")
     assert apart.token_ids == whole.token_ids
     assert len(apart.token_ids) == 20
+
+
+async def test_draft_tokens_of_the_prompt_reach_decode(newest: None, checkpoint: Path) -> None:
+    args = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}
+    engines = [worker(f"{role[0]}{n}", role, checkpoint, n, args) for n, role in enumerate(("prefill", "decode"))]
+    async with bench(*engines) as running:
+        assert (await running.generate(**ask(20))).placed == ("p0", "d1")
 
 
 async def test_nothing_is_held_after_an_answer(pair: Bench) -> None:
