@@ -5,7 +5,7 @@ demonstration model on an encode, a prefill and a decode worker behind a router:
 by 16 users of 4 clients, each of whom thinks for a while before each request; and 300 more by 16 who never do, which
 is more than a router can take. Held against each other are the stages of each ledger up to the first token, and the
 time to it that the client has measured. Printed is how many are exact, which is that they differ by 2 % or 2 ms at
-most, by how many milliseconds they differ, and what of the ledgers is unattributed. The verdict is that of the thousand.
+most, by how many milliseconds they differ, and what of the ledgers is unattributed. The thousand decide.
 
 Everything is a process of its own. In no ledger is what clients and the network take, what a call waits until gRPC
 hands it to a busy router's Python, and, on a machine with fewer cores than processes, the wait for one.
@@ -20,12 +20,14 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from io import BytesIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import grpc
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, media_pb2, timing_pb2
 from PIL import Image
 
@@ -34,7 +36,6 @@ from benchmarks.trace_overhead import child
 from discovery.memory import MemoryRegistry
 from router.config import RouterConfig
 from router.host import host_router
-from rpc.channels import open_channel
 from services.config import EncodeConfig, EngineConfig, WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
@@ -167,7 +168,7 @@ def requests() -> Iterator[tuple[str, generate_pb2.GenerateRequest]]:
         yield "cached picture", about(picture(0))
 
 
-async def ask(
+def ask(
     stub: inference_service_pb2_grpc.InferenceServiceStub,
     kind: str,
     request: generate_pb2.GenerateRequest,
@@ -175,7 +176,7 @@ async def ask(
 ) -> Seen:
     started = time.perf_counter()
     first = 0.0
-    async for message in stub.Generate(request, timeout=60):
+    for message in stub.Generate(request, timeout=60):
         if not first and message.token.token_ids:
             first = time.perf_counter() - started
     ledger = message.finished.ledger
@@ -186,30 +187,23 @@ async def ask(
 
 def run_client(pipe: Connection) -> None:
     """Sends loads, as they come through the pipe, and answers with what was seen."""
-
-    async def work() -> None:
-        while (load := await asyncio.to_thread(pipe.recv)) != "stop":
-            pipe.send(await send(load))
-
-    run_process(work)
+    while (load := pipe.recv()) != "stop":
+        pipe.send(send(load))
 
 
-async def send(load: Load) -> list[Seen]:
-    """A load's requests, so many at a time."""
-    seen: list[Seen] = []
+def send(load: Load) -> list[Seen]:
+    """A load's requests, so many at a time, each by a thread: what a client takes for itself should be little."""
     # Another start each: kinds are mixed at every moment, and numbers in prompts are nobody else's.
     source = itertools.islice(requests(), load.first * 1001, load.first * 1001 + load.count)
-    async with open_channel(load.address) as channel:
+    with grpc.insecure_channel(load.address) as channel, ThreadPoolExecutor(load.abreast) as threads:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
 
-        async def work() -> None:
-            for kind, request in source:
-                if load.way == USERS:
-                    await asyncio.sleep(random.expovariate(1 / PAUSE_SECONDS))
-                seen.append(await ask(stub, kind, request, load.way))
+        def work(asked: tuple[str, generate_pb2.GenerateRequest]) -> Seen:
+            if load.way == USERS:
+                time.sleep(random.expovariate(1 / PAUSE_SECONDS))
+            return ask(stub, *asked, load.way)
 
-        await asyncio.gather(*(work() for _ in range(load.abreast)))
-    return seen
+        return list(threads.map(work, source))
 
 
 async def spread(clients: Sequence[Connection], address: str, count: int, way: str) -> list[Seen]:
