@@ -26,6 +26,12 @@ def open_trtllm(config: TrtllmConfig, purpose: Purpose) -> AbstractAsyncContextM
     package = open_package(config.backend, purpose.log_level)
     surroundings = Surroundings(purpose.roles, package.version, visible_gpus(), purpose.lease_seconds)
     effective = _checked(config, surroundings)
+    if (transceiver := effective.value.cache_transceiver_config) is not None:
+        log.info(
+            "trtllm handoffs",
+            kv_transfer_timeout_ms=transceiver.kv_transfer_timeout_ms,
+            handoff_deadline_seconds=config.handoff_deadline_seconds,
+        )
     return TrtllmEngine(config, effective, package, replace(purpose, node=_node(config, purpose, package)))
 
 

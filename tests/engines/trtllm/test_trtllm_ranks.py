@@ -23,7 +23,7 @@ SPLIT = {"tensor_parallel_size": 2, "enable_attention_dp": True, "kv_cache_confi
 
 
 @pytest_asyncio.fixture
-async def split(version: str, checkpoint: Path) -> AsyncIterator[Bench]:
+async def split(newest: None, checkpoint: Path) -> AsyncIterator[Bench]:
     config = {
         "worker_id": "d1",
         "roles": ["prefill", "decode"],
@@ -52,7 +52,7 @@ async def test_a_session_finds_its_prefix_on_the_rank_that_it_was_computed_on(sp
         assert [usage.cached_tokens for usage in usages[1:]] == [48, 48]
 
 
-async def test_the_engine_runs_it_on_that_rank_and_no_other(newest: None, checkpoint: Path) -> None:
+async def test_the_engine_runs_it_on_that_rank_and_no_other(version: str, checkpoint: Path) -> None:
     async with trtllm.open_engine(checkpoint, SPLIT) as engine:
         answers = [
             await collect(engine.decode(Prompt(PROMPT, data_parallel_rank=rank), greedy(2))) for rank in (1, 0, 1)
@@ -68,7 +68,7 @@ async def test_a_rank_that_there_is_not_is_refused(split: Bench) -> None:
             await unary(prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=PATIENCE_SECONDS))
 
 
-async def test_kv_events_say_whose_rank_they_are_of(newest: None, checkpoint: Path, split: Bench) -> None:
+async def test_kv_events_say_whose_rank_they_are_of(split: Bench) -> None:
     async with open_channel(split.workers["d1"].address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         engine = split.workers["d1"].engine
