@@ -53,6 +53,7 @@ class LLM:
         self.down = False
         self.has_run = False
         self.frozen = False
+        self.shutdown_seconds = 0.0
         self.abort_fails = False
         self.fetch_seconds = self._knobs.fetch_seconds
         self.asked: list[Any] = []
@@ -79,6 +80,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Forgets everything."""
+        time.sleep(self.shutdown_seconds)
         self.down = True
         if self in RUNNING:
             RUNNING.remove(self)

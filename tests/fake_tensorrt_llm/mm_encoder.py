@@ -1,6 +1,7 @@
 """The stand-in's MultimodalEncoder: rows that follow from the image, given away by handles."""
 
 import hashlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,8 @@ class MultimodalEncoder:
         self.crash: Exception | None = None
         self.down = False
         self.batches: list[int] = []
+        self.seconds = 0.0
+        self._at_once = self.most_at_once = 0
         self._given_away: dict[int, Any] = {}
         ENCODERS.append(self)
 
@@ -60,6 +63,10 @@ class MultimodalEncoder:
         if not isinstance(inputs, list) or len(inputs) > self.given.get("max_batch_size", 2048):
             raise ValueError("a list no longer than max_batch_size is needed")
         self.batches.append(len(inputs))
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        time.sleep(self.seconds)
+        self._at_once -= 1
         return [self._one(asked) for asked in inputs]
 
     def _one(self, asked: dict[str, Any]) -> Any:

@@ -8,8 +8,8 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from types import TracebackType
 from typing import Any
@@ -20,9 +20,10 @@ from typing_extensions import Self
 from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from services.engine import Embedding, EncoderLoad, Media, ModelFacts
 from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.detached import detached
 from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.facts import encoder_facts
-from services.engines.trtllm.loading import load_encoder
+from services.engines.trtllm.loading import load_encoder, shut_down
 from services.engines.trtllm.package import Package
 
 _WARM_UP = Image.new("RGB", (64, 64), (128, 128, 128))
@@ -36,8 +37,9 @@ class TrtllmEncoder:
         self._effective = effective
         self._package = package
         self._batch = effective.value.max_batch_size
-        self._thread = ThreadPoolExecutor(1, "trtllm-encoder")
+        self._turn = asyncio.Lock()
         self._unfinished = self._running = 0
+        self._began_at = 0.0
         self._failure: EngineFailed | None = None
 
     async def __aenter__(self) -> Self:
@@ -53,8 +55,7 @@ class TrtllmEncoder:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
-        await asyncio.to_thread(self._encoder.shutdown)
+        await shut_down(self._encoder)
 
     @property
     def facts(self) -> ModelFacts:
@@ -62,9 +63,15 @@ class TrtllmEncoder:
 
     @property
     def healthy(self) -> bool:
-        """By its own check, and by whether it has failed."""
+        """By its own check, by whether it has failed, and by whether it comes to an end of what it is at."""
+        if self._failure is not None or (self._running and self._seconds > self._config.stall_seconds):
+            return False
         check = getattr(self._encoder, "_check_health", None)
-        return self._failure is None and (check is None or bool(check()))
+        return check is None or bool(check())
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began_at
 
     def load(self) -> EncoderLoad:
         """Images in the batch, and that wait for it."""
@@ -91,23 +98,25 @@ class TrtllmEncoder:
         return [self._embedding(one, tensor) for one, tensor in zip(media, tensors, strict=True)]
 
     async def _in_thread(self, images: Sequence[Image.Image]) -> list[Any]:
-        looking = asyncio.get_running_loop().run_in_executor(self._thread, self._look, images)
-        try:
-            await asyncio.wait([looking])
-        finally:
-            # Before its turn it then never runs; after that its result is dropped.
-            looking.cancel()
+        await self._turn.acquire()
+        self._running, self._began_at = len(images), time.monotonic()
+        looking = detached(partial(self._look, images), "trtllm-encoder")
+        # By its end, and not by that of whoever waits: one that is cancelled leaves it running.
+        looking.add_done_callback(self._looked)
+        await asyncio.wait([looking])
         if (error := looking.exception()) is not None:
             raise self._why(error) from error
         return looking.result()
 
+    def _looked(self, looking: "asyncio.Future[list[Any]]") -> None:
+        self._running = 0
+        self._turn.release()
+        if (error := looking.exception()) is not None:
+            self._why(error)
+
     def _look(self, images: Sequence[Image.Image]) -> list[Any]:
-        self._running = len(images)
-        try:
-            asked = [{"prompt": self._rules.placeholder, "multi_modal_data": {"image": [image]}} for image in images]
-            return [self._taken(result) for result in self._encoder.generate(asked)]
-        finally:
-            self._running = 0
+        asked = [{"prompt": self._rules.placeholder, "multi_modal_data": {"image": [image]}} for image in images]
+        return [self._taken(result) for result in self._encoder.generate(asked)]
 
     def _why(self, error: BaseException) -> BatonError:
         """What is not the failure of one request is the engine's."""

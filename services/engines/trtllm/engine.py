@@ -35,7 +35,7 @@ from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.facts import model_facts
 from services.engines.trtllm.generation import Generation
 from services.engines.trtllm.illustration import check_ids
-from services.engines.trtllm.loading import load
+from services.engines.trtllm.loading import load, shut_down
 from services.engines.trtllm.native import NativeMetrics
 from services.engines.trtllm.nothing import NoMemory
 from services.engines.trtllm.orders import Orders
@@ -77,7 +77,7 @@ class TrtllmEngine:
         self._running = Running(self._llm, self._package, limit, size, native.note_request)
         listeners = Listeners(self._running.progressed, self._observe)
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self._llm.shutdown)
+            stack.push_async_callback(shut_down, self._llm)
             stack.push_async_callback(self._running.close)
             stack.callback(self._pinned.close)
             telling = Telling(self._llm, self._args.kv_cache_config, native, listeners)

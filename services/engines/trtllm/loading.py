@@ -1,16 +1,22 @@
 """TensorRT-LLM's own objects, made from the arguments in effect."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 from pydantic import BaseModel
 
 from rpc.errors import ConfigError, EngineFailed
 from services.engines.trtllm.arguments import AUTODEPLOY_UNKNOWN, ENCODER_KNOWN
 from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.detached import detached
 from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.package import Package
 
+log = structlog.get_logger(__name__)
+
+_SHUTDOWN_SECONDS = 20.0
 _SECTIONS = {
     "kv_cache_config": "KvCacheConfig",
     "scheduler_config": "SchedulerConfig",
@@ -45,6 +51,16 @@ def load_encoder(config: TrtllmConfig, effective: Effective, package: Package) -
     given = {key.partition(".")[0] for key in effective.sources} | {"max_batch_size"}
     arguments = {name: getattr(effective.value, name) for name in ENCODER_KNOWN if name in given}
     return _loaded(config, package, lambda: package.encoder(model=str(config.model), **arguments))
+
+
+async def shut_down(engine: Any) -> None:
+    """Ends what was loaded; one that hangs is left to the end of the process."""
+    ending = detached(engine.shutdown, "trtllm-shutdown")
+    _, late = await asyncio.wait([ending], timeout=_SHUTDOWN_SECONDS)
+    if late:
+        log.error("trtllm does not shut down", seconds=_SHUTDOWN_SECONDS)
+    else:
+        ending.result()
 
 
 def _loaded(config: TrtllmConfig, package: Package, make: Callable[[], Any]) -> Any:

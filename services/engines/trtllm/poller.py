@@ -4,7 +4,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,11 +12,13 @@ import structlog
 from typing_extensions import Self
 
 from services.engines.trtllm import metrics
+from services.engines.trtllm.detached import detached
 
 log = structlog.get_logger(__name__)
 
 _WAIT_SECONDS = 0.1
 _PAUSE_SECONDS = 0.05
+_GIVE_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,11 @@ class Poller:
         self._deliver = deliver
         self._has_events = has_events
         self._stopping = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "trtllm-poller")
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         metrics.POLLING.set(1)
-        self._reading = self._loop.run_in_executor(self._thread, self._read)
+        self._reading = detached(self._read, "trtllm-poller")
         self._reading.add_done_callback(self._ended)
         return self
 
@@ -52,8 +52,8 @@ class Poller:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping.set()
-        await asyncio.wait([self._reading])
-        self._thread.shutdown()
+        # An engine that hangs may keep it in there for ever.
+        await asyncio.wait([self._reading], timeout=_GIVE_UP_SECONDS)
 
     def _read(self) -> None:
         while not self._stopping.is_set():

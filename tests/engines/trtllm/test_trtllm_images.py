@@ -1,5 +1,6 @@
 """Images through the TensorRT-LLM engine on the stand-in: encode, prefill and decode behind real gRPC and a router."""
 
+import asyncio
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from fake_tensorrt_llm.shared_tensor import MEMORY
 from support import trtllm
 from support.bench import Bench, bench
 from support.checkpoints import DEMO
-from support.engine_calls import collect, disaggregated, greedy
+from support.engine_calls import collect, disaggregated, greedy, until
 from support.pictures import picture
 
 from rpc.errors import EngineFailed, InvalidRequest, Unsupported
@@ -157,6 +158,24 @@ async def test_a_fatal_error_of_the_encoder_fails_it_for_good(encoder: TrtllmEnc
         await encoder.encode([Media(picture(), "image/png")])
     ENCODERS[0].crash = None
     assert not encoder.healthy
+
+
+async def test_an_encoder_that_never_ends_is_found_out(newest: None) -> None:
+    config = TrtllmConfig.model_validate(trtllm.settings(DEMO, stall_seconds=1.1))
+    async with open_trtllm_encoder(config, Purpose()) as encoder:
+        ENCODERS[0].seconds = 2.0
+        encoding = asyncio.create_task(encoder.encode([Media(picture(), "image/png")]))
+        await until(lambda: not encoder.healthy)
+        await encoding
+
+
+async def test_images_wait_until_a_batch_that_was_cancelled_is_over(encoder: TrtllmEncoder) -> None:
+    ENCODERS[0].seconds = 0.2
+    encoding = asyncio.create_task(encoder.encode([Media(picture(), "image/png")]))
+    await until(lambda: encoder.load().running == 1)
+    encoding.cancel()
+    await encoder.encode([Media(picture(), "image/png")])
+    assert ENCODERS[0].most_at_once == 1
 
 
 async def test_blocks_of_equal_images_are_found_again_by_their_digest() -> None:

@@ -38,7 +38,7 @@ def scraped() -> str:
 
 
 async def test_one_thread_reads_statistics_and_events(engine: Engine) -> None:
-    assert [thread.name for thread in threading.enumerate()].count("trtllm-poller_0") == 1
+    assert [thread.name for thread in threading.enumerate()].count("trtllm-poller") == 1
 
 
 async def test_the_thread_ends_with_the_engine(newest: None, checkpoint: Path) -> None:
@@ -49,7 +49,7 @@ async def test_the_thread_ends_with_the_engine(newest: None, checkpoint: Path) -
 
 async def test_requests_beyond_the_batch_count_as_waiting(engine: Engine) -> None:
     RUNNING[0].step_seconds = 0.05
-    streams = [engine.decode(Prompt((5 + index,) * 20), greedy(12)) for index in range(MAX_SEQUENCES + 2)]
+    streams = [engine.decode(Prompt((5 + index,) * 20), greedy(40)) for index in range(MAX_SEQUENCES + 2)]
     reading = [asyncio.ensure_future(collect(stream)) for stream in streams]
     await until(lambda: engine.load().waiting == 2)
     load = engine.load()

@@ -1,6 +1,7 @@
 """A TensorRT-LLM engine that says it is well, and whether it is: slow readers, aborts, canaries, watchdogs, traces."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -21,7 +22,9 @@ from rpc.errors import EngineFailed, Overloaded
 from services.config import WorkerConfig
 from services.engine import Engine, Prompt
 from services.engines.purpose import Purpose
+from services.engines.trtllm import loading
 from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.detached import detached
 from services.engines.trtllm.opening import open_trtllm
 
 PROMPT = Prompt(tuple(range(10, 60)))
@@ -138,3 +141,19 @@ async def test_the_engines_own_span_is_in_the_requests_trace(version: str, check
 
 async def test_its_tracer_is_off_unless_it_is_asked_for(engine: Engine) -> None:
     assert "otlp_traces_endpoint" not in RUNNING[0].given
+
+
+async def test_an_engine_that_does_not_shut_down_is_left_behind(
+    newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_SHUTDOWN_SECONDS", 0.2)
+    async with trtllm.open_engine(checkpoint):
+        RUNNING[0].shutdown_seconds = 3.0
+        began = time.monotonic()
+    assert time.monotonic() - began < 2
+
+
+async def test_what_a_detached_call_raises_is_told() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await detached(lambda: 1 // 0, "test")
+    assert await detached(lambda: 7, "test") == 7
