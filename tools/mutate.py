@@ -88,7 +88,7 @@ class Trees:
 
 def failure(tree: Path, tests: Sequence[str]) -> str:
     """Why one of these tests fails there, in a line. Its own packages come first, as it is the working directory."""
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=40", *tests]
     try:
         ended = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=_SECONDS)
     except subprocess.TimeoutExpired:

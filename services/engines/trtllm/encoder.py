@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -48,14 +49,17 @@ class TrtllmEncoder:
         self._rules = facts.images
         started = time.monotonic()
         self._encoder = await asyncio.to_thread(load_encoder, self._config, self._effective, self._package)
-        await self._in_thread([_WARM_UP])
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(shut_down, self._encoder)
+            await self._in_thread([_WARM_UP])
+            self._open = stack.pop_all()
         self._facts = replace(facts, load_seconds=time.monotonic() - started)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await shut_down(self._encoder)
+        await self._open.aclose()
 
     @property
     def facts(self) -> ModelFacts:
@@ -75,7 +79,7 @@ class TrtllmEncoder:
 
     def load(self) -> EncoderLoad:
         """Images in the batch, and that wait for it."""
-        return EncoderLoad(self._running, self._unfinished - self._running)
+        return EncoderLoad(self._running, max(0, self._unfinished - self._running))
 
     async def encode(self, media: Sequence[Media]) -> list[Embedding]:
         """One embedding for each image. See EncodeEngine."""
