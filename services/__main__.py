@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,11 +12,11 @@ from rpc.config import Loaded, load
 from rpc.errors import ConfigError
 from rpc.run import run
 from rpc.telemetry import configure_logging, serve_metrics
+from services.attending import attend
 from services.config import WorkerConfig
 from services.engines.factory import describe
 from services.gpu import watched_gpus
 from services.host import host_worker
-from services.settle import do_while, settle
 
 
 def main() -> None:
@@ -56,18 +56,7 @@ async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
     with watched_gpus(), metrics, _abandoned_on(stopping) as ready:
         async with host_worker(config) as worker:
             ready.set()
-            await do_while(worker.supervise(), _first(stopping.wait(), worker.drainer.finished()))
-
-
-async def _first(*ends: Coroutine[Any, Any, Any]) -> None:
-    """Waits for the first of several."""
-    waiting = [asyncio.ensure_future(end) for end in ends]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-        await settle(*waiting)
+            await attend(worker, stopping)
 
 
 @contextmanager

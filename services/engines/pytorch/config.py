@@ -37,6 +37,8 @@ class PyTorchConfig(BaseModel):
     """Images that an encode worker looks at together."""
     max_logprobs: int = Field(default=20, ge=0)
     prefix_cache: bool = True
+    stall_seconds: float | None = Field(default=None, gt=0)
+    """A step that takes longer is stuck, and the worker ends: 600 s on a CPU, 60 s on CUDA."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for one operation; PyTorch's own choice if unset."""
 

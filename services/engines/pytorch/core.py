@@ -32,6 +32,7 @@ class EngineCore:
         model = load_model(config)
         self._layout = layout = _layout(config, model)
         num_blocks = _num_blocks(config, model, layout)
+        self.device: str = model.device.type
         self.memory: HostMemory | DeviceMemory = open_memory(layout, num_blocks, model.device)
         self._pool = BlockPool(num_blocks, listener)
         self._prefix_cache = config.prefix_cache

@@ -12,6 +12,7 @@ from services.engines.pytorch import checkpoint
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.encoder_loop import EncoderLoop
 from services.engines.pytorch.model import eos_token_ids, read_config
+from services.engines.pytorch.pulse import Pulse
 from services.engines.pytorch.support import text_shape
 from services.engines.pytorch.vision import Vision, load_vision
 
@@ -27,7 +28,8 @@ class PyTorchEncoder:
         self._vision = await asyncio.to_thread(self._load)
         self._facts = _facts(self._config, self._vision, time.monotonic() - began)
         config = self._config
-        self._loop = EncoderLoop(self._vision, max_batch=config.max_step_images, max_waiting=config.max_waiting)
+        pulse = Pulse(self._vision.device.type, config.stall_seconds)
+        self._loop = EncoderLoop(self._vision, pulse, config.max_step_images, config.max_waiting)
         await self._loop.__aenter__()
         return self
 

@@ -16,6 +16,7 @@ from media.pixels import read_pixels
 from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from services.engine import Embedding, EncoderLoad, Media
 from services.engines.pytorch.model import name_of
+from services.engines.pytorch.pulse import Pulse
 from services.engines.pytorch.vision import Vision
 
 _log = structlog.get_logger(__name__)
@@ -42,11 +43,13 @@ class _Prepared:
 class EncoderLoop:
     """Encodes on a thread for as long as the context is open.
 
-    `healthy` turns false when that ends: everything that waits fails then, and so does every later call.
+    `healthy` turns false when that ends: everything that waits fails then, and so does every later call. It is false
+    too while the thread is stuck, of which only the end of the process helps.
     """
 
-    def __init__(self, vision: Vision, *, max_batch: int, max_waiting: int) -> None:
+    def __init__(self, vision: Vision, pulse: Pulse, max_batch: int, max_waiting: int) -> None:
         self._vision = vision
+        self._pulse = pulse
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -65,8 +68,8 @@ class EncoderLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread is at work."""
-        return self._failure is None
+        """Whether the thread is there, and not stuck."""
+        return self._failure is None and not self._pulse.is_stuck
 
     @property
     def load(self) -> EncoderLoad:
@@ -96,7 +99,8 @@ class EncoderLoop:
         try:
             with torch.inference_mode():
                 while jobs := self._take():
-                    self._encode([job for job in jobs if not job.result.cancelled()])
+                    with self._pulse.beating():
+                        self._encode([job for job in jobs if not job.result.cancelled()])
             failure = EngineFailed("the encoder has been closed")
         except RuntimeError as error:  # what PyTorch raises for all that goes wrong in it
             _log.error("encoder failed", error=str(error), exc_info=True)

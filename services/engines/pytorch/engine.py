@@ -17,6 +17,7 @@ from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.holdings import HeldPrompt, ReservedBlocks
 from services.engines.pytorch.mailbox import Mailbox
 from services.engines.pytorch.prefix import HashChain
+from services.engines.pytorch.pulse import Pulse
 from services.engines.pytorch.requests import check_prompt, check_sampling
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
@@ -36,7 +37,7 @@ class PyTorchEngine:
 
     async def __aenter__(self) -> Self:
         self._core = await asyncio.to_thread(self._build)
-        self._loop = EngineLoop(self._core, self._config.threads)
+        self._loop = EngineLoop(self._core, self._config.threads, Pulse(self._core.device, self._config.stall_seconds))
         await self._loop.__aenter__()
         return self
 

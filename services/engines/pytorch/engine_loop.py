@@ -15,6 +15,7 @@ from typing_extensions import Self
 from rpc.errors import BatonError, EngineFailed
 from services.engine import EngineLoad
 from services.engines.pytorch.core import EngineCore
+from services.engines.pytorch.pulse import Pulse
 
 _log = structlog.get_logger(__name__)
 
@@ -33,11 +34,13 @@ class Command(Generic[T]):
 class EngineLoop:
     """Steps an EngineCore on a thread for as long as the context is open.
 
-    `healthy` turns false when that ends: everything that waits fails then, and so does every later call.
+    `healthy` turns false when that ends: everything that waits fails then, and so does every later call. It is false
+    too while the thread is stuck, of which only the end of the process helps.
     """
 
-    def __init__(self, core: EngineCore, threads: int | None) -> None:
+    def __init__(self, core: EngineCore, threads: int | None, pulse: Pulse) -> None:
         self._core = core
+        self._pulse = pulse
         self._threads = threads
         self._commands: queue.SimpleQueue[Command[Any] | None] = queue.SimpleQueue()
         self._outcomes: list[Outcome] = []
@@ -57,8 +60,8 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread is at work."""
-        return self._failure is None
+        """Whether the thread is there, and not stuck."""
+        return self._failure is None and not self._pulse.is_stuck
 
     async def call(self, run: Callable[[EngineCore], T]) -> T:
         """Runs `run` between two steps; also if the caller is cancelled meanwhile."""
@@ -110,7 +113,8 @@ class EngineLoop:
         """Steps for as long as there is work, and waits for a command where there is none."""
         busy = False
         while self._obey(wait=not busy):
-            busy = self._core.step()
+            with self._pulse.beating():
+                busy = self._core.step()
             self._publish()
 
     def _obey(self, *, wait: bool) -> bool:
@@ -125,7 +129,8 @@ class EngineLoop:
 
     def _execute(self, command: Command[Any]) -> None:
         try:
-            value = command.run(self._core)
+            with self._pulse.beating():
+                value = command.run(self._core)
         except BatonError as error:
             self.notify(partial(_set_error, command.result, error))
         else:

@@ -1,6 +1,7 @@
 """What happens to others when a request, or the engine itself, fails."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,20 @@ async def test_leaving_the_engine_ends_what_runs_in_it(llama: Checkpoint) -> Non
         await until(lambda: engine.load().running == 1)
     with pytest.raises(EngineFailed, match="closed"):
         await running
+
+
+async def test_an_engine_that_is_stuck_in_a_step_is_not_healthy(llama: Checkpoint) -> None:
+    going_on = threading.Event()
+    async with llama.engine(stall_seconds=0.2) as engine:
+        await collect(engine.decode(GOOD, greedy(5)))
+        stuck = asyncio.ensure_future(engine._loop.call(lambda _core: going_on.wait()))
+        await until(lambda: not engine.healthy)
+        going_on.set()
+        await stuck
+        assert engine.healthy
+
+
+async def test_an_engine_that_waits_for_work_is_healthy(llama: Checkpoint) -> None:
+    async with llama.engine(stall_seconds=0.1) as engine:
+        await asyncio.sleep(0.3)
+        assert engine.healthy
