@@ -1,6 +1,7 @@
 """What a local cluster consists of: from options to the command line of each process."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from client.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
+from client.local.gpus import pinned, visible_gpus
 from client.local.ports import free_port, port_or_another, router_port
 from rpc.errors import ConfigError
 
@@ -48,7 +50,10 @@ class ClusterOptions(BaseModel):
 
 
 class ProcessPlan(BaseModel):
-    """One process: how it is started, and where it will listen. `metrics` is empty if it serves none."""
+    """One process: how it is started, and where it will listen. `metrics` is empty if it serves none.
+
+    `gpu` is the only one that it sees, by index or UUID; it sees all if that is empty.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,6 +62,7 @@ class ProcessPlan(BaseModel):
     address: str
     command: tuple[str, ...]
     metrics: str = ""
+    gpu: str = ""
 
 
 class ClusterPlan(BaseModel):
@@ -92,20 +98,23 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     ]
     counts = {"encode": options.encode, "prefill": options.prefill, "decode": options.decode}
     workers = [(role, number) for role in WORKERS for number in range(counts[role])]
-    engine = _engine(options, len(workers), options.prefill + options.decode)
-    servers = [_worker(role, number, [*shared, *engine]) for role, number in workers]
+    gpus = visible_gpus() if options.engine == "pytorch" else ()
+    sharing = math.ceil((options.prefill + options.decode) / max(1, len(gpus)))
+    engine = _engine(options, len(workers), sharing)
+    places = pinned(workers, gpus)
+    servers = [_worker(role, number, [*shared, *engine], places.get((role, number), "")) for role, number in workers]
     patience = PATIENCE_BEFORE_ENVOY if options.envoy else ()
     routers = [_router(number, [*shared, *patience]) for number in range(options.routers)]
     envoys = [_envoy([each.address for each in routers], otlp)] if options.envoy else []
     return ClusterPlan(registry=registry, traces=_traces(otlp), servers=(*servers, *routers, *envoys))
 
 
-def _worker(role: Role, number: int, overrides: Sequence[str]) -> ProcessPlan:
+def _worker(role: Role, number: int, overrides: Sequence[str], gpu: str) -> ProcessPlan:
     name = f"{role}-{number}"
     address, metrics = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
     addresses = [f"listen={address}", f"metrics_listen={metrics}"]
     command = _python("services", f"{role}.yaml", [f"worker_id={name}", *addresses, *overrides])
-    return ProcessPlan(name=name, role=role, address=address, command=command, metrics=metrics)
+    return ProcessPlan(name=name, role=role, address=address, command=command, metrics=metrics, gpu=gpu)
 
 
 def _router(number: int, overrides: Sequence[str]) -> ProcessPlan:
@@ -144,7 +153,7 @@ def _require_checkout() -> None:
         )
 
 
-def _engine(options: ClusterOptions, workers: int, pools: int) -> list[str]:
+def _engine(options: ClusterOptions, workers: int, sharing: int) -> list[str]:
     if options.engine == "simulated":
         model = [f"engine.model={Path(options.model).resolve()}"] if options.model else []
         images = [f"engine.image_tokens={SIMULATED_IMAGE_TOKENS}"] if options.encode else []
@@ -154,8 +163,8 @@ def _engine(options: ClusterOptions, workers: int, pools: int) -> list[str]:
         raise ConfigError(f"model: {folder} is no checkpoint in Hugging Face format: it has no config.json")
     # Workers that each take every core would wait for one another in every step.
     threads = max(1, _cores() // workers)
-    # On a GPU they share its memory too: without this, who comes first leaves a fifth of it to all others.
-    fraction = f"engine.kv_cache_fraction={0.8 / pools:.3f}"
+    # Block pools on one GPU share its memory: without this, who comes first leaves a fifth of it to all others.
+    fraction = f"engine.kv_cache_fraction={0.8 / sharing:.3f}"
     return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}", fraction]
 
 

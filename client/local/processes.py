@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from client.local.gpus import VARIABLE
 from client.local.plan import ProcessPlan
 from client.local.state import ProcessState
 from rpc.aio import TaskGroup
@@ -80,7 +81,7 @@ class Keeper:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, **({VARIABLE: plan.gpu} if plan.gpu else {})},
                 start_new_session=True,
                 preexec_fn=_die_with(os.getpid()),
             )

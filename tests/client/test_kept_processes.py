@@ -54,8 +54,8 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(folder: Path, program: str) -> AsyncIterator[Kept]:
-    plan = ProcessPlan(name="one", role="decode", address="", command=(sys.executable, "-c", program))
+async def kept(folder: Path, program: str, gpu: str = "") -> AsyncIterator[Kept]:
+    plan = ProcessPlan(name="one", role="decode", address="", command=(sys.executable, "-c", program), gpu=gpu)
     seen = Kept()
     async with Keeper(folder, seen.states.append, {"GREETING": "hello"}, stop_seconds=1.0).keep([plan]):
         yield seen
@@ -122,3 +122,9 @@ async def test_output_and_errors_go_to_the_processs_log(tmp_path: Path) -> None:
     program = f"import os, sys; print(os.environ['GREETING'], file=sys.stderr); {SLEEP}"
     async with kept(tmp_path, program):
         await eventually(lambda: log_of(tmp_path) == ["hello", "here"])
+
+
+async def test_a_process_sees_the_gpu_that_is_its_own(tmp_path: Path) -> None:
+    program = f"import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); {SLEEP}"
+    async with kept(tmp_path, program, gpu="5"):
+        await eventually(lambda: (tmp_path / "one.log").read_text().startswith("5\n"))

@@ -51,7 +51,8 @@ def test_workers_share_the_cores(tmp_path: Path) -> None:
     assert "engine.threads=1" in cluster.servers[0].command
 
 
-def test_workers_with_a_block_pool_share_the_memory_of_a_gpu(tmp_path: Path) -> None:
+def test_workers_with_a_block_pool_share_the_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "config.json").write_text("{}")
     cluster = plan(ClusterOptions(encode=1, prefill=1, decode=3, model=str(tmp_path)), tmp_path)
     shares = {part for server in cluster.servers for part in server.command if "kv_cache_fraction" in part}
@@ -61,3 +62,23 @@ def test_workers_with_a_block_pool_share_the_memory_of_a_gpu(tmp_path: Path) -> 
 def test_a_folder_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         plan(ClusterOptions(model=str(tmp_path)), tmp_path)
+
+
+def test_on_two_gpus_prefill_and_decode_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    (tmp_path / "config.json").write_text("{}")
+    cluster = plan(ClusterOptions(encode=1, prefill=1, decode=1, model=str(tmp_path)), tmp_path)
+    assert {server.name: server.gpu for server in cluster.servers} == {
+        "encode-0": "2",
+        "prefill-0": "2",
+        "decode-0": "5",
+        "router": "",
+    }
+    assert "engine.kv_cache_fraction=0.800" in cluster.servers[1].command
+
+
+def test_without_gpus_nothing_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "config.json").write_text("{}")
+    cluster = plan(ClusterOptions(model=str(tmp_path)), tmp_path)
+    assert {server.gpu for server in cluster.servers} == {""}
