@@ -1,18 +1,19 @@
 """Where time was lost is where the ledger says: 200 ms at each stage, planned, and by what really makes stages slow."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from baton.inference.v1 import generate_pb2, timing_pb2
 from baton.inference.v1.timing_pb2 import StageTiming
 from support.bench import FAST_ROUTER, Bench, bench, eventually, simulated
-from support.seeing import about, seeing
+from support.seeing import about, different, seeing
 
 from router.config import AdmissionConfig
 
 DELAY = 0.2
+TRIES = 5
 ALLOWING = FAST_ROUTER.model_copy(update={"allow_faults": True})
 WORKERS = [
     seeing("e1", "encode", allow_faults=True),
@@ -50,13 +51,24 @@ async def finished(running: Bench, metadata: Mapping[str, str], **fields: Any) -
     return [message async for message in call][-1].finished
 
 
+async def slowest_is(stage: str, ask: Callable[[], Awaitable[generate_pb2.Finished]]) -> generate_pb2.Finished:
+    """The answer to a request whose longest stage is this one; on a busy machine another may be so once in a while."""
+    for _ in range(TRIES):
+        end = await ask()
+        seconds = sums(end.ledger)
+        assert seconds[stage] >= DELAY
+        if max(seconds, key=lambda name: seconds[name]) == stage:
+            return end
+    raise AssertionError(f"{stage} is never the longest: {seconds}")
+
+
 @pytest.mark.parametrize(("moment", "stage", "is_before"), MOMENTS, ids=[stage for _, stage, _ in MOMENTS])
 async def test_a_planned_delay_is_in_its_stage(moment: str, stage: str, is_before: bool) -> None:
     async with bench(*WORKERS, router=ALLOWING) as running:
-        end = await finished(running, {"x-baton-fault": f"delay={DELAY}@{moment}"}, **about())
-    seconds = sums(end.ledger)
-    assert seconds[stage] >= DELAY
-    assert max(seconds, key=lambda name: seconds[name]) == stage
+        plan = {"x-baton-fault": f"delay={DELAY}@{moment}"}
+        # A picture each: what is in the cache is not encoded.
+        pictures = iter(different(TRIES))
+        end = await slowest_is(stage, lambda: finished(running, plan, **about(next(pictures))))
     assert (sums(end.ledger, "before_first_token")[stage] >= DELAY) is is_before
 
 
@@ -71,10 +83,8 @@ async def test_a_planned_delay_is_in_its_stage(moment: str, stage: str, is_befor
 async def test_an_engine_that_is_slow_is_slow_in_its_own_stage(stage: str, slow: Any) -> None:
     others = [config for config in WORKERS if config.roles != slow.roles]
     async with bench(slow, *others) as running:
-        end = await finished(running, {}, **about(max_tokens=8))
-    seconds = sums(end.ledger)
-    assert seconds[stage] >= DELAY
-    assert max(seconds, key=lambda name: seconds[name]) == stage
+        pictures = iter(different(TRIES))
+        await slowest_is(stage, lambda: finished(running, {}, **about(next(pictures), max_tokens=8)))
 
 
 async def test_the_wait_to_be_let_in_is_admission() -> None:
