@@ -127,4 +127,4 @@ async def test_output_and_errors_go_to_the_processs_log(tmp_path: Path) -> None:
 async def test_a_process_sees_the_gpu_that_is_its_own(tmp_path: Path) -> None:
     program = f"import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); {SLEEP}"
     async with kept(tmp_path, program, gpu="5"):
-        await eventually(lambda: (tmp_path / "one.log").read_text().startswith("5\n"))
+        await eventually(lambda: log_of(tmp_path)[:1] == ["5"])
