@@ -1,6 +1,6 @@
 """Takes guards away, one at a time, in a copy of the tree, and shows that a named test fails each time.
 
-    python tools/mutate.py tools/mutations/trtllm.yaml [--guard N] [--jobs N]
+    python tools/mutate.py tools/mutations/trtllm.yaml [--guard N...] [--jobs N]
 
 A mutation names what it removes, the one place in a file where that is, and the test. Exit code 1 if one still passes.
 """
@@ -103,10 +103,10 @@ def main() -> None:
     """Prints a line for each mutation, in their order."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--guard", type=int, help="only those of this number")
+    parser.add_argument("--guard", type=int, nargs="+", help="only those of these numbers")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
-    mutations = [one for one in read(arguments.file) if arguments.guard in (None, one.guard)]
+    mutations = [one for one in read(arguments.file) if one.guard in (arguments.guard or (one.guard,))]
     if why := failure(ROOT, sorted({one.test_id for one in mutations})):
         raise SystemExit(f"the tests do not pass as it is: {why}")
     print(f"{len({one.test_id for one in mutations})} tests pass. Without a guard:\n")

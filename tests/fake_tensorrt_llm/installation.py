@@ -33,6 +33,9 @@ def installed(version: str) -> Iterator[VersionTable]:
             sys.modules.pop(name, None)
         llm.FABRIC.clear()
         shared_tensor.MEMORY.clear()
+        # One that hangs may be left over.
+        llm.RUNNING.clear()
+        mm_encoder.ENCODERS.clear()
 
 
 def _modules(table: VersionTable) -> dict[str, ModuleType]:
