@@ -19,10 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from services.engine import Prompt, Sampling, Tokens
+from services.answer import Tokens
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
+from services.prompt import Prompt, Sampling
 
 BATCHES = (1, 16, 64)
 PROMPT_TOKENS = 128

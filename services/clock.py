@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.inference.v1 import timing_pb2
 
 from rpc.arrival import arrived_at
-from services.engine import Finished, Tokens
+from services.answer import Finished, Tokens
 from services.handoffs import Timing
 
 

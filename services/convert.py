@@ -10,30 +10,18 @@ from google.protobuf.duration_pb2 import Duration
 
 from rpc.errors import FieldViolation, InvalidRequest, Unsupported
 from services.aborting import Aborted
+from services.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.decoding import Accepted
 from services.draining import Progress
-from services.engine import (
-    EngineLoad,
-    Finished,
-    FinishReason,
-    HeldKv,
-    ImageRules,
-    KvChange,
-    KvLayout,
-    KvRemoved,
-    KvSnapshot,
-    KvStored,
-    ModelFacts,
-    MovingKv,
-    Prompt,
-    Sampling,
-    TokenLogprob,
-    Tokens,
-)
+from services.engine import EngineLoad, ImageRules, ModelFacts
 from services.handoffs import Handoff, Timing
+from services.kv import HeldKv, KvLayout
+from services.kv_elsewhere import MovingKv
+from services.kv_events import KvChange, KvRemoved, KvSnapshot, KvStored
 from services.leases import Lease
 from services.owner import OfferedPool, Owner
 from services.prefilling import Prefilled
+from services.prompt import Prompt, Sampling
 
 _REASONS = {
     FinishReason.END_OF_SEQUENCE: sampling_pb2.FINISH_REASON_END_OF_SEQUENCE,

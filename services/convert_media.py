@@ -9,9 +9,9 @@ from media.item import MediaItem
 from rpc.errors import InvalidRequest, Unsupported
 from services.convert import as_seconds, duration, stage_timings
 from services.encoding import Encoded, Leased
-from services.engine import Embedding
 from services.handoffs import LeasedBlocks, Timing
 from services.identity import Identity
+from services.prompt import Embedding
 from services.spans import GivenEmbedding, GivenSpan
 
 _IMAGES = (media_pb2.MODALITY_UNSPECIFIED, media_pb2.MODALITY_IMAGE)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from services import limits, metrics, traces
+from services.answer import Finished, Tokens
 from services.calls import Call
 from services.clock import DecodeClock
-from services.engine import Engine, Finished, Prompt, Sampling, Tokens
+from services.engine import Engine
 from services.faults import NO_FAULTS, Faults
 from services.fetching import Fetcher
 from services.handoffs import Handoff, Timing
+from services.prompt import Prompt, Sampling
 from services.pull import Puller
 
 

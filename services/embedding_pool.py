@@ -5,8 +5,9 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from rpc.errors import Overloaded
-from services.engine import BlockMemory, Embedding, KvLayout
 from services.engines.shared_pool import SharedPool
+from services.kv import BlockMemory, KvLayout
+from services.prompt import Embedding
 
 _RETRY_SECONDS = 1.0
 

@@ -3,20 +3,11 @@
 from collections.abc import AsyncGenerator
 
 from rpc.errors import RoleMismatch
+from services.answer import Finished, Tokens
 from services.embedding_pool import EmbeddingPool
-from services.engine import (
-    BlockMemory,
-    Encoder,
-    EngineLoad,
-    Finished,
-    HeldKv,
-    ModelFacts,
-    Prompt,
-    PulledKv,
-    Reservation,
-    Sampling,
-    Tokens,
-)
+from services.engine import Encoder, EngineLoad, ModelFacts
+from services.kv import BlockMemory, HeldKv, PulledKv, Reservation
+from services.prompt import Prompt, Sampling
 
 
 class EncodeOnly:

@@ -11,8 +11,9 @@ from media.loader import MediaLoader
 from rpc.arrival import arrived_at
 from services import metrics
 from services.embedding_pool import EmbeddingPool
-from services.engine import Embedding, Encoder, Media
+from services.engine import Encoder
 from services.leases import Lease, LeaseTable
+from services.prompt import Embedding, Media
 from services.settle import settle
 
 

@@ -11,8 +11,8 @@ import structlog
 
 from rpc.errors import BatonError, HandoffLost, InvalidRequest, PermissionDenied, Unavailable
 from rpc.fault_plan import FAULT_KEY, Action, Fault, Moment, WorkerMoment, parse
-from services.engine import BlockMemory
 from services.identity import Role
+from services.kv import BlockMemory
 
 log = structlog.get_logger(__name__)
 

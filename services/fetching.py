@@ -12,10 +12,13 @@ from baton.inference.v1 import timing_pb2
 from rpc.errors import Overloaded
 from rpc.tracing.span import stage_span
 from services import metrics, traces
+from services.answer import Finished, Tokens
 from services.calls import Call
-from services.engine import Finished, HandedKv, KvLayout, MovesKv, Prompt, Sampling, Tokens
 from services.handoffs import Handoff, Timing, check_state
+from services.kv import KvLayout
+from services.kv_elsewhere import HandedKv, MovesKv
 from services.peers import Peers
+from services.prompt import Prompt, Sampling
 from services.remote_lease import RemoteLease
 from services.settle import do_while, finish
 

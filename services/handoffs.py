@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from baton.inference.v1 import timing_pb2
 
 from rpc.errors import FieldViolation, InvalidRequest, LayoutMismatch
-from services.engine import KvLayout, Prompt
+from services.kv import KvLayout
+from services.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)

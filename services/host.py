@@ -18,10 +18,11 @@ from services.access import RULES
 from services.calls import Calls
 from services.config import WorkerConfig
 from services.draining import Drainer
-from services.engine import Engine, EngineLoad, MovesKv
+from services.engine import Engine, EngineLoad
 from services.engines.simulated_config import SimulatedConfig
 from services.faults import FaultReader
 from services.identity import Identity
+from services.kv_elsewhere import MovesKv
 from services.leases import LeaseTable
 from services.registering import Announcement
 from services.servicers import ROLE_SERVICES, Parts, open_services

@@ -14,7 +14,8 @@ from typing_extensions import Self
 from rpc.aio import TaskGroup
 from rpc.errors import PermissionDenied
 from services import metrics
-from services.engine import HeldBlocks, MovingKv
+from services.kv import HeldBlocks
+from services.kv_elsewhere import MovingKv
 
 log = structlog.get_logger(__name__)
 

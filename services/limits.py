@@ -1,7 +1,8 @@
 """What a model can take, checked before its engine is asked."""
 
 from rpc.errors import FieldViolation, InvalidRequest
-from services.engine import ModelFacts, Prompt, Sampling
+from services.engine import ModelFacts
+from services.prompt import Prompt, Sampling
 
 
 def check(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:

@@ -6,8 +6,10 @@ from baton.inference.v1 import timing_pb2
 from prometheus_client import Counter, Gauge, Histogram, Info
 
 from rpc.metrics import REGISTRY
-from services.engine import EngineLoad, Finished, HeldKv, ModelFacts
+from services.answer import Finished
+from services.engine import EngineLoad, ModelFacts
 from services.handoffs import Timing
+from services.kv import HeldKv
 
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
 _HANDOFF_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

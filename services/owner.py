@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from baton.engine.v1 import handoff_pb2
 
 from rpc.errors import LayoutMismatch
-from services.engine import KvLayout
 from services.identity import Identity
+from services.kv import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from rpc.aio import TaskGroup
 from rpc.calls import unary
 from rpc.channels import Dial
 from rpc.errors import HandoffLost, LayoutMismatch, StaleEpoch
-from services.engine import KvLayout
 from services.handoffs import LeasedBlocks
+from services.kv import KvLayout
 from services.transports.transport import PoolReader, Transport, TransportUnavailable
 
 log = structlog.get_logger(__name__)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from services import limits, metrics, traces
 from services.calls import Call
-from services.engine import Engine, HeldKv, Prompt, Sampling
+from services.engine import Engine
 from services.faults import NO_FAULTS, corrupt
 from services.handoffs import Timing
+from services.kv import HeldKv
 from services.leases import Lease, LeaseTable
+from services.prompt import Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ from rpc.errors import BatonError, HandoffLost, LayoutMismatch, Overloaded, Stal
 from rpc.tracing.span import stage_span
 from services import metrics, traces
 from services.calls import Call
-from services.engine import Engine, Prompt, PulledKv, Reservation
+from services.engine import Engine
 from services.faults import corrupt
 from services.footprint import current_footprint
 from services.handoffs import Handoff, Timing, check_blocks, check_handoff
+from services.kv import PulledKv, Reservation
 from services.peers import Peer, Peers, Pool
+from services.prompt import Prompt
 from services.remote_lease import RemoteLease
 from services.settle import do_while, finish
 from services.transports.transport import Transfer, TransferFailed, Transport

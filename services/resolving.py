@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from rpc.errors import FieldViolation, InvalidRequest
 from services.clock import CallClock
 from services.embedding_pull import EmbeddingPuller
-from services.engine import Embedding, MediaSpan, ModelFacts, Prompt
+from services.engine import ModelFacts
 from services.handoffs import LeasedBlocks
+from services.prompt import Embedding, MediaSpan, Prompt
 from services.spans import GivenEmbedding, GivenSpan, check_spans
 
 

@@ -29,10 +29,11 @@ from services.draining import Drainer
 from services.embedding_pull import EmbeddingPuller
 from services.encode import EncodeServicer
 from services.encoding import EmbeddingStore, MediaEncoder
-from services.engine import BlockMemory, KvLayout, MovesKv
 from services.fetching import Fetcher
 from services.handoff import HandoffServicer
 from services.identity import Identity
+from services.kv import BlockMemory, KvLayout
+from services.kv_elsewhere import MovesKv
 from services.leases import LeaseTable
 from services.owner import OfferedPool, Owner
 from services.peers import Peers

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rpc.errors import FieldViolation, InvalidRequest, Unsupported
-from services.engine import EMBEDDING_BLOCK_ROWS, ImageRules, ModelFacts, Prompt, embedding_bytes
+from services.engine import ImageRules, ModelFacts
 from services.handoffs import LeasedBlocks
+from services.kv import EMBEDDING_BLOCK_ROWS, embedding_bytes
+from services.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from baton.inference.v1 import timing_pb2
 
 from rpc.tracing.span import Attributes, AttributeValue, Span, current_span
+from services.answer import Finished
 from services.clock import DecodeClock
-from services.engine import Finished, HeldKv
 from services.handoffs import Handoff, Timing
+from services.kv import HeldKv
 
 
 def prefilled(timings: Sequence[Timing], kv: HeldKv, prompt_tokens: int) -> None:

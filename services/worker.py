@@ -10,7 +10,8 @@ from rpc.errors import Unsupported
 from services import convert
 from services.aborting import Aborter
 from services.draining import Drainer
-from services.engine import Engine, TellsKv
+from services.engine import Engine
+from services.kv_events import TellsKv
 from services.watching import watch
 from services.worker_engines import WorkerEngines
 

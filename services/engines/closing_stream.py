@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 
-from services.engine import Finished, Tokens
+from services.answer import Finished, Tokens
 
 
 class ClosingStream(AsyncGenerator[Tokens | Finished, None]):

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from rpc.errors import FieldViolation, InvalidRequest, Unsupported
-from services.engine import ModelFacts, Prompt
+from services.engine import ModelFacts
+from services.prompt import Prompt
 
 
 def check_media(prompt: Prompt, facts: ModelFacts) -> None:

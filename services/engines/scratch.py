@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from services.engine import BlockWriter
 from services.engines.shared_pool import ViewWriter, runs
+from services.kv import BlockWriter
 
 
 class Scratch:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
-from services.engine import BlockWriter
+from services.kv import BlockWriter
 
 
 class SharedPool:

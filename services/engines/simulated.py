@@ -15,16 +15,8 @@ from typing_extensions import Self
 
 from rpc.aio import TaskGroup
 from rpc.errors import EngineFailed, InvalidRequest
-from services.engine import (
-    EngineLoad,
-    Finished,
-    FinishReason,
-    ModelFacts,
-    Prompt,
-    PulledKv,
-    Sampling,
-    Tokens,
-)
+from services.answer import Finished, FinishReason, Tokens
+from services.engine import EngineLoad, ModelFacts
 from services.engines.closing_stream import ClosingStream
 from services.engines.media_checks import check_computable, check_media
 from services.engines.shared_pool import SharedPool
@@ -37,6 +29,8 @@ from services.engines.simulated_kv import Claim, SimulatedKv, SimulatedReservati
 from services.engines.simulated_scheduler import Scheduler
 from services.engines.simulated_sequence import Sequence, chain
 from services.engines.simulated_tokens import TokenStream, vocabulary_of
+from services.kv import PulledKv
+from services.prompt import Prompt, Sampling
 
 
 class SimulatedEngine:

@@ -10,11 +10,12 @@ from types import TracebackType
 from typing_extensions import Self
 
 from rpc.errors import ConfigError, Overloaded
-from services.engine import Embedding, EncoderLoad, Media, ModelFacts
+from services.engine import EncoderLoad, ModelFacts
 from services.engines.simulated_config import SimulatedConfig
 from services.engines.simulated_facts import kv_layout, model_facts
 from services.engines.simulated_images import content_digest, embedding_data
 from services.engines.simulated_tokens import Vocabulary, vocabulary_of
+from services.prompt import Embedding, Media
 
 
 class SimulatedEncoder:

@@ -2,9 +2,10 @@
 
 import hashlib
 
-from services.engine import ImageRules, KvLayout, ModelFacts, embedding_layout
+from services.engine import ImageRules, ModelFacts
 from services.engines.simulated_config import SimulatedConfig
 from services.engines.simulated_tokens import IMAGE, Vocabulary
+from services.kv import KvLayout, embedding_layout
 
 
 def kv_layout(config: SimulatedConfig, vocabulary: Vocabulary) -> KvLayout:

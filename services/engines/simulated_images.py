@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable
 
 from rpc.errors import EngineFailed
-from services.engine import MediaSpan
+from services.prompt import MediaSpan
 
 
 def content_digest(content: bytes) -> bytes:

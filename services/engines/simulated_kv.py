@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rpc.errors import BatonError
-from services.engine import FinishReason, TokenLogprob
+from services.answer import FinishReason, TokenLogprob
 from services.engines.simulated_sequence import Sequence
 
 Release = Callable[[tuple[int, ...]], int]

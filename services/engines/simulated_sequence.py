@@ -5,10 +5,11 @@ import time
 from collections.abc import Sequence as Items
 
 from rpc.errors import BatonError
-from services.engine import Finished, FinishReason, Prompt, Sampling, TokenLogprob, Tokens
+from services.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.simulated_blocks import link_hash, root_hash
 from services.engines.simulated_images import media_bytes
 from services.engines.simulated_tokens import TokenStream
+from services.prompt import Prompt, Sampling
 
 
 class Sequence:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpc.errors import ConfigError
-from services.engine import FinishReason, ModelFiles, Sampling, TokenLogprob
+from services.answer import FinishReason, TokenLogprob
+from services.engine import ModelFiles
 from services.engines.simulated_config import SimulatedConfig
+from services.prompt import Sampling
 
 _EOS = "<|end|>"
 IMAGE = "<image>"

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from baton.engine.v1 import handoff_pb2
 
 from rpc.tls import TlsConfig
-from services.engine import BlockMemory
+from services.kv import BlockMemory
 from services.transports import shm
 from services.transports.secure import OwnerTls, ReaderTls
 from services.transports.shm import ShmTransport

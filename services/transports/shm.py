@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from baton.engine.v1 import handoff_pb2
 
-from services.engine import BlockMemory
+from services.kv import BlockMemory
 from services.settle import settle
 from services.transports.transport import Transfer, TransferFailed, TransportUnavailable
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import structlog
 from baton.engine.v1 import handoff_pb2
 
-from services.engine import BlockMemory
+from services.kv import BlockMemory
 from services.transports.frames import COUNT, MAGIC, TOKEN_BYTES, limit_waits, receive_exactly, send_all, shut
 from services.transports.secure import OwnerTls
 

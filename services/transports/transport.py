@@ -6,7 +6,7 @@ from typing import Protocol
 
 from baton.engine.v1 import handoff_pb2
 
-from services.engine import BlockMemory
+from services.kv import BlockMemory
 
 
 @dataclass(frozen=True, slots=True)

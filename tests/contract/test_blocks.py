@@ -9,7 +9,10 @@ from support.engine_calls import MAX_WAITING, PATIENCE_SECONDS, blocks_used, col
 
 from rpc.aio import timeout
 from rpc.errors import InvalidRequest, Overloaded
-from services.engine import Engine, Prompt, PulledKv, Tokens
+from services.answer import Tokens
+from services.engine import Engine
+from services.kv import PulledKv
+from services.prompt import Prompt
 
 pytestmark = pytest.mark.usefixtures("pool")
 

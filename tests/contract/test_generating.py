@@ -8,7 +8,9 @@ import pytest
 from support.engine_calls import collect, disaggregated, greedy, until
 
 from rpc.errors import InvalidRequest
-from services.engine import Engine, Finished, FinishReason, Prompt, Sampling, Tokens
+from services.answer import Finished, FinishReason, Tokens
+from services.engine import Engine
+from services.prompt import Prompt, Sampling
 
 PROMPT = Prompt(tuple(range(10, 60)))
 SAMPLED = Sampling(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True)

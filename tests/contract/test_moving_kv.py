@@ -7,7 +7,9 @@ import pytest
 from support.engine_calls import MAX_SEQUENCES, MAX_WAITING, blocks_used, collect, fetch, greedy, until
 
 from rpc.errors import HandoffLost, InvalidRequest, LayoutMismatch, Overloaded, Unsupported
-from services.engine import Engine, HandedKv, MovesKv, MovingKv, Prompt
+from services.engine import Engine
+from services.kv_elsewhere import HandedKv, MovesKv, MovingKv
+from services.prompt import Prompt
 
 pytestmark = pytest.mark.usefixtures("moving")
 

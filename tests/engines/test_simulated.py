@@ -10,9 +10,11 @@ from support.engine_calls import collect
 from tokenizers import Tokenizer
 
 from rpc.errors import ConfigError, EngineFailed
-from services.engine import FinishReason, Prompt, PulledKv, Sampling
+from services.answer import FinishReason
 from services.engines.simulated import SimulatedEngine
 from services.engines.simulated_config import SimulatedConfig
+from services.kv import PulledKv
+from services.prompt import Prompt, Sampling
 
 PROMPT = Prompt(tuple(b"a prompt of some length"))
 

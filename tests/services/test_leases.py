@@ -8,10 +8,10 @@ from support.lifetimes import in_one_task
 from support.worker_calls import until
 
 from services import leases
-from services.engine import Prompt, Sampling
 from services.engines.simulated import SimulatedEngine
 from services.engines.simulated_config import SimulatedConfig
 from services.leases import Lease, LeaseTable
+from services.prompt import Prompt, Sampling
 
 
 @pytest.fixture

@@ -6,20 +6,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from rpc.aio import timeout
-from services.engine import (
-    Engine,
-    Finished,
-    HandedKv,
-    HeldKv,
-    MovesKv,
-    MovingKv,
-    Prompt,
-    PulledKv,
-    Reservation,
-    Sampling,
-    TokenLogprob,
-    Tokens,
-)
+from services.answer import Finished, TokenLogprob, Tokens
+from services.engine import Engine
+from services.kv import HeldKv, PulledKv, Reservation
+from services.kv_elsewhere import HandedKv, MovesKv, MovingKv
+from services.prompt import Prompt, Sampling
 
 PATIENCE_SECONDS = 20.0
 

@@ -14,7 +14,8 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from models.demo.generate_data import chat_prompt, raw_prompt
 from models.demo.picture_tasks import PICTURE_TASKS
 from models.demo.scenes import draw, random_scene
-from services.engine import EncodeEngine, Media, MediaSpan, Prompt
+from services.engine import EncodeEngine
+from services.prompt import Media, MediaSpan, Prompt
 
 
 def png(image: Image.Image) -> bytes:

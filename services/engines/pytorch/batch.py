@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.engine import KvLayout
 from services.engines.pytorch.blocks import NULL_BLOCK
 from services.engines.pytorch.sequence import TokenSequence
+from services.kv import KvLayout
 
 MAX_PADDING_BLOCKS = 64
 """Blocks read in vain in one group of decoding sequences, before the shorter ones get a group of their own."""

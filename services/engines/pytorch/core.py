@@ -6,7 +6,8 @@ import time
 import torch
 
 from rpc.errors import BatonError, ConfigError, EngineFailed, HandoffLost, InvalidRequest
-from services.engine import EngineLoad, FinishReason, KvLayout, ModelFacts, Prompt, Sampling
+from services.answer import FinishReason
+from services.engine import EngineLoad, ModelFacts
 from services.engines.pytorch import checkpoint
 from services.engines.pytorch.batch import Chunk, KvCache
 from services.engines.pytorch.blocks import BlockPool, CacheListener
@@ -18,6 +19,8 @@ from services.engines.pytorch.runner import Runner
 from services.engines.pytorch.sampling import Chosen, SamplerState
 from services.engines.pytorch.scheduler import BlockReservation, Limits, Scheduler
 from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence
+from services.kv import KvLayout
+from services.prompt import Prompt, Sampling
 
 _HOST_CACHE_BYTES = 256 << 20
 _DEFAULT_BLOCK_TOKENS = {"cpu": 16, "cuda": 32}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import Self
 
-from services.engine import Embedding, EncoderLoad, Media, ModelFacts
+from services.engine import EncoderLoad, ModelFacts
 from services.engines.pytorch import checkpoint
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.encoder_loop import EncoderLoop
@@ -15,6 +15,7 @@ from services.engines.pytorch.model import eos_token_ids, read_config
 from services.engines.pytorch.pulse import Pulse
 from services.engines.pytorch.support import text_shape
 from services.engines.pytorch.vision import Vision, load_vision
+from services.prompt import Embedding, Media
 
 
 class PyTorchEncoder:

@@ -14,10 +14,11 @@ from typing_extensions import Self
 
 from media.pixels import read_pixels
 from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
-from services.engine import Embedding, EncoderLoad, Media
+from services.engine import EncoderLoad
 from services.engines.pytorch.model import name_of
 from services.engines.pytorch.pulse import Pulse
 from services.engines.pytorch.vision import Vision
+from services.prompt import Embedding, Media
 
 _log = structlog.get_logger(__name__)
 

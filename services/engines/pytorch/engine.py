@@ -8,7 +8,8 @@ import torch
 from typing_extensions import Self
 
 from rpc.errors import BatonError, InvalidRequest
-from services.engine import BlockMemory, EngineLoad, Finished, HeldKv, ModelFacts, Prompt, PulledKv, Sampling, Tokens
+from services.answer import Finished, Tokens
+from services.engine import EngineLoad, ModelFacts
 from services.engines.media_checks import check_computable
 from services.engines.pytorch.blocks import CacheListener
 from services.engines.pytorch.config import PyTorchConfig
@@ -23,6 +24,8 @@ from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
 from services.engines.pytorch.stream import DecodeStream
 from services.footprint import Footprint, current_footprint
+from services.kv import BlockMemory, HeldKv, PulledKv
+from services.prompt import Prompt, Sampling
 
 
 class PyTorchEngine:

@@ -1,9 +1,10 @@
 """Blocks in somebody's hands: a held prefill, and a reservation for a pull."""
 
-from services.engine import FinishReason, HeldKv, Reservation, TokenLogprob
+from services.answer import FinishReason, TokenLogprob
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Held, TokenSequence
+from services.kv import HeldKv, Reservation
 
 
 class HeldPrompt(HeldKv):

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import LlavaConfig, PreTrainedConfig
 
 from rpc.errors import ConfigError
-from services.engine import ImageRules, embedding_layout
+from services.engine import ImageRules
 from services.engines.pytorch import checkpoint
+from services.kv import embedding_layout
 
 FAMILIES = ("llava",)
 """Model types whose images are compared with transformers' own `generate` in the tests."""

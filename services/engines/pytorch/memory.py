@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine import BlockMemory, BlockWriter, KvLayout
+from services.kv import BlockMemory, BlockWriter, KvLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -5,7 +5,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-from services.engine import MediaSpan
+from services.prompt import MediaSpan
 
 HASH_BYTES = 16
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from rpc.errors import FieldViolation, InvalidRequest
-from services.engine import ModelFacts, Prompt, Sampling
+from services.engine import ModelFacts
 from services.engines.media_checks import check_media
+from services.prompt import Prompt, Sampling
 
 
 def check_prompt(prompt: Prompt, facts: ModelFacts) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine import Prompt, Sampling, TokenLogprob
+from services.answer import TokenLogprob
 from services.engines.pytorch import truncation
 from services.engines.pytorch.noise import gumbel, row_key
+from services.prompt import Prompt, Sampling
 
 
 class SamplerState:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from rpc.errors import BatonError
-from services.engine import Finished, FinishReason, MediaSpan, Prompt, Sampling, TokenLogprob
+from services.answer import Finished, FinishReason, TokenLogprob
 from services.engines.pytorch.prefix import HashChain
 from services.engines.pytorch.sampling import SamplerState
+from services.prompt import MediaSpan, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any
 
-from services.engine import Finished, Tokens
+from services.answer import Finished, Tokens
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.mailbox import Mailbox

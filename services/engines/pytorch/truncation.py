@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine import Sampling
+from services.prompt import Sampling
 
 _WIDTHS = (128, 1024, 8192)
 

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from rpc.errors import EngineFailed
-from services.engine import Finished, FinishReason, ModelFacts, Prompt, TokenLogprob
+from services.answer import Finished, FinishReason, TokenLogprob
+from services.engine import ModelFacts
 from services.engines.trtllm import state
 from services.engines.trtllm.generation import Generation
 from services.engines.trtllm.pinned import Prefilled
+from services.prompt import Prompt
 
 # Reasons of an answer that goes on elsewhere, if it goes on: it has not come to its own end.
 _CUT_OFF = ("length", "not_finished")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpc.errors import Unsupported
-from services.engine import Sampling
 from services.engines.trtllm.package import Package
+from services.prompt import Sampling
 
 
 @dataclass(frozen=True, slots=True)

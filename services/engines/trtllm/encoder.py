@@ -19,13 +19,14 @@ from PIL import Image
 from typing_extensions import Self
 
 from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
-from services.engine import Embedding, EncoderLoad, Media, ModelFacts
+from services.engine import EncoderLoad, ModelFacts
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.detached import detached
 from services.engines.trtllm.effective import Effective
 from services.engines.trtllm.facts import encoder_facts
 from services.engines.trtllm.loading import load_encoder, shut_down
 from services.engines.trtllm.package import Package
+from services.prompt import Embedding, Media
 
 _WARM_UP = Image.new("RGB", (64, 64), (128, 128, 128))
 

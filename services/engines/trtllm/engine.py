@@ -13,19 +13,8 @@ from typing_extensions import Self
 
 from rpc.aio import timeout
 from rpc.errors import EngineFailed, HandoffLost, Unsupported
-from services.engine import (
-    EngineLoad,
-    Finished,
-    FinishReason,
-    HandedKv,
-    KvChange,
-    ModelFacts,
-    Prompt,
-    PulledKv,
-    Reservation,
-    Sampling,
-    Tokens,
-)
+from services.answer import Finished, FinishReason, Tokens
+from services.engine import EngineLoad, ModelFacts
 from services.engines.closing_stream import ClosingStream
 from services.engines.purpose import Purpose
 from services.engines.trtllm import answers, metrics, state
@@ -44,6 +33,10 @@ from services.engines.trtllm.pinned import Pinned, TrtllmKv
 from services.engines.trtllm.running import Order, Running
 from services.engines.trtllm.telling import Listeners, Telling
 from services.footprint import current_footprint
+from services.kv import PulledKv, Reservation
+from services.kv_elsewhere import HandedKv
+from services.kv_events import KvChange
+from services.prompt import Prompt, Sampling
 
 _PLAIN_TIMEOUT_SECONDS = 60.0
 _ABORT_SECONDS = 5.0

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rpc.errors import ConfigError
-from services.engine import KvLayout, ModelFacts
+from services.engine import ModelFacts
 from services.engines.pytorch.checkpoint import fingerprint, model_files
 from services.engines.trtllm.arguments import EngineArguments
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.images import image_rules, require_images
 from services.engines.trtllm.package import Package
+from services.kv import KvLayout
 
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 

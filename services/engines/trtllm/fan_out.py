@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from services.engine import KvChange
 from services.engines.trtllm.kv_index import KvIndex
+from services.kv_events import KvChange
 
 _MAX_WAITING = 10_000
 

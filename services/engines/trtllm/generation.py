@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from rpc.errors import BatonError, EngineFailed, Overloaded
-from services.engine import TokenLogprob, Tokens
+from services.answer import TokenLogprob, Tokens
 from services.engines.trtllm import metrics
 
 log = structlog.get_logger(__name__)

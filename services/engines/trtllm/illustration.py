@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rpc.errors import EngineFailed, Unsupported
-from services.engine import Embedding, MediaSpan, Prompt
 from services.engines.trtllm.package import Package
+from services.prompt import Embedding, MediaSpan, Prompt
 
 _DIGEST = struct.Struct("<8i")
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rpc.errors import ConfigError
-from services.engine import ImageRules, embedding_layout
+from services.engine import ImageRules
 from services.engines.pytorch.checkpoint import fingerprint
+from services.kv import embedding_layout
 
 # TensorRT-LLM has no encoder of their own for these.
 _WITHOUT_ENCODER = ("Llama4ForConditionalGeneration",)

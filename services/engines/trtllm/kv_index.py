@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.engine import KvChange, KvRemoved, KvSnapshot, KvStored
 from services.engines.pytorch.prefix import block_hash, root_hash
+from services.kv_events import KvChange, KvRemoved, KvSnapshot, KvStored
 
 _UNSIGNED = 2**64 - 1
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpc.errors import Unsupported
-from services.engine import BlockWriter
+from services.kv import BlockWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpc.errors import InvalidRequest, Overloaded, Unsupported
-from services.engine import ModelFacts, Prompt, Sampling
+from services.engine import ModelFacts
 from services.engines.media_checks import check_computable, check_media
 from services.engines.trtllm.arguments import EngineArguments
 from services.engines.trtllm.asking import Budget, sampling_params
@@ -14,6 +14,7 @@ from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.illustration import Illustration, Illustrator
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.running import Order
+from services.prompt import Prompt, Sampling
 from services.request_trace import current_traceparent
 
 

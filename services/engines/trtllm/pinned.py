@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from services.engine import FinishReason, TokenLogprob
+from services.answer import FinishReason, TokenLogprob
 
 _LOOK_SECONDS = 0.05
 

@@ -10,7 +10,6 @@ from typing import Any
 from typing_extensions import Self
 
 from rpc.errors import Unsupported
-from services.engine import KvChange
 from services.engines.trtllm import metrics
 from services.engines.trtllm.arguments import KvCacheArguments
 from services.engines.trtllm.fan_out import FanOut
@@ -18,6 +17,7 @@ from services.engines.trtllm.kv_index import KvIndex
 from services.engines.trtllm.native import NativeMetrics
 from services.engines.trtllm.poller import Polled, Poller
 from services.engines.trtllm.statistics import Statistics, read_iteration
+from services.kv_events import KvChange
 
 
 @dataclass(frozen=True, slots=True)

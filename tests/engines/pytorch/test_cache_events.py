@@ -3,10 +3,10 @@
 from support.embedded import Checkpoint
 from support.engine_calls import greedy
 
-from services.engine import Prompt
 from services.engines.pytorch.blocks import BlockRemoved, BlockStored
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.prefix import HashChain
+from services.prompt import Prompt
 
 
 async def test_the_full_blocks_of_a_prompt_are_announced_in_order(llama: Checkpoint) -> None:

@@ -11,8 +11,8 @@ from support.embedded import Checkpoint
 from support.engine_calls import blocks_used, collect, greedy, until
 
 from rpc.errors import EngineFailed
-from services.engine import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
+from services.prompt import Prompt
 
 POISON = 300
 GOOD = Prompt(tuple(range(20, 70)))

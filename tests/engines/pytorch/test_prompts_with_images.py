@@ -11,10 +11,11 @@ from support.engine_calls import collect, disaggregated, pull, until, without_em
 from support.image_prompts import PlainVision, Question, encoded_prompt, png, questions, scene_png
 
 from rpc.errors import ConfigError, HandoffLost, InvalidRequest, Overloaded, Unsupported
-from services.engine import Media, Prompt, PulledKv, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.encoder import PyTorchEncoder
 from services.engines.pytorch.engine import PyTorchEngine
+from services.kv import PulledKv
+from services.prompt import Media, Prompt, Sampling
 
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 PAST_THE_END = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -8,8 +8,8 @@ import pytest
 from support.embedded import Checkpoint
 from support.engine_calls import blocks_used, collect, disaggregated, greedy
 
-from services.engine import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
+from services.prompt import Prompt
 
 LENGTHS = [1, 2, 15, 16, 17, 33, 257, 600]
 MAX_TOKENS = 16

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.engine import Prompt, Sampling
 from services.engines.pytorch.sampling import Chosen, SamplerState, sample
+from services.prompt import Prompt, Sampling
 
 VOCABULARY = 500
 EOS = 2

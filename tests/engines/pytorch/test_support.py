@@ -33,10 +33,10 @@ from transformers import (
 )
 
 from rpc.errors import ConfigError
-from services.engine import Prompt
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model import load_model
 from services.engines.pytorch.support import FAMILIES, text_shape
+from services.prompt import Prompt
 
 SMALL = {
     "vocab_size": 200,

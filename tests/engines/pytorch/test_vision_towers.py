@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from rpc.errors import ConfigError
-from services.engine import Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.encoder import PyTorchEncoder
 from services.engines.pytorch.engine import PyTorchEngine
+from services.prompt import Sampling
 
 PLACEHOLDER = 300
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)

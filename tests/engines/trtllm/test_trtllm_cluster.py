@@ -14,8 +14,8 @@ from support.engine_calls import greedy
 from discovery.memory import MemoryRegistry
 from rpc.errors import EngineFailed
 from services.config import WorkerConfig
-from services.engine import Prompt
 from services.host import host_worker
+from services.prompt import Prompt
 
 TOKENS = {"ids": list(range(10, 60))}
 SAMPLED = {"temperature": 0.8, "seed": 7}

@@ -17,10 +17,13 @@ from support import trtllm
 from support.engine_calls import collect, greedy, until
 
 from rpc.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded, Unsupported
-from services.engine import Engine, FinishReason, MovingKv, Prompt, Sampling
+from services.answer import FinishReason
+from services.engine import Engine
 from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.opening import open_trtllm
+from services.kv_elsewhere import MovingKv
+from services.prompt import Prompt, Sampling
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TRANSCEIVER = {"backend": "UCX", "max_tokens_in_buffer": 256, "kv_transfer_timeout_ms": 1000}

@@ -21,7 +21,7 @@ from rpc.channels import open_channel
 from rpc.errors import BatonError, ConfigError, HandoffLost, InvalidRequest, Unsupported
 from rpc.metrics import REGISTRY
 from services.config import WorkerConfig
-from services.engine import Engine, HandedKv, MovesKv, MovingKv, Prompt, Sampling
+from services.engine import Engine
 from services.engines.purpose import Purpose
 from services.engines.trtllm.arguments import EngineArguments
 from services.engines.trtllm.config import TrtllmConfig
@@ -29,6 +29,8 @@ from services.engines.trtllm.engine import TrtllmEngine
 from services.engines.trtllm.facts import model_facts
 from services.engines.trtllm.guards import Surroundings, check
 from services.engines.trtllm.package import open_package
+from services.kv_elsewhere import HandedKv, MovesKv, MovingKv
+from services.prompt import Prompt, Sampling
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TRANSCEIVER = {"backend": "NIXL", "max_tokens_in_buffer": 256, "kv_transfer_timeout_ms": 1000}

@@ -19,12 +19,13 @@ from support.pictures import picture
 
 from rpc.errors import EngineFailed, InvalidRequest, Unsupported
 from services.config import WorkerConfig
-from services.engine import Embedding, Engine, Media, MediaSpan, Prompt
+from services.engine import Engine
 from services.engines.purpose import Purpose
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.encoder import TrtllmEncoder
 from services.engines.trtllm.illustration import collapsed, hash_of
 from services.engines.trtllm.opening import open_trtllm_encoder
+from services.prompt import Embedding, Media, MediaSpan, Prompt
 
 # Tokens that stay the same if their text is tokenized again.
 BEFORE, AFTER, PLACEHOLDER = (1, 300, 301, 302), (303, 304), 6

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from services.engine import KvChange, KvRemoved, KvSnapshot, KvStored
 from services.engines.pytorch.prefix import block_hash, root_hash
 from services.engines.trtllm.fan_out import FanOut
 from services.engines.trtllm.kv_index import KvIndex
+from services.kv_events import KvChange, KvRemoved, KvSnapshot, KvStored
 
 FIRST, SECOND = [1, 2, 3, 4], [5, 6, 7, 8]
 HASH_1 = block_hash(root_hash(""), FIRST)

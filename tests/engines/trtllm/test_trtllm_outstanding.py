@@ -13,8 +13,10 @@ from support.scraping import sample
 
 from discovery.memory import MemoryRegistry
 from services.config import WorkerConfig
-from services.engine import Engine, MovesKv, MovingKv, Prompt
+from services.engine import Engine
 from services.host import host_worker
+from services.kv_elsewhere import MovesKv, MovingKv
+from services.prompt import Prompt
 
 PROMPT = Prompt(tuple(range(10, 60)))
 

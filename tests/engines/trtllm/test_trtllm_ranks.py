@@ -14,8 +14,8 @@ from rpc.calls import unary
 from rpc.channels import open_channel
 from rpc.errors import InvalidRequest
 from services.config import WorkerConfig
-from services.engine import Prompt
 from services.engines.trtllm.arguments import EngineArguments
+from services.prompt import Prompt
 
 PROMPT = tuple(range(10, 60))
 CACHE = {"tokens_per_block": BLOCK_TOKENS, "max_tokens": BLOCKS * BLOCK_TOKENS, "event_buffer_max_size": 1000}

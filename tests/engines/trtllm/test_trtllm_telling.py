@@ -19,8 +19,10 @@ from rpc.channels import open_channel
 from rpc.errors import Unsupported
 from rpc.metrics import REGISTRY
 from services.config import WorkerConfig
-from services.engine import Engine, Prompt, TellsKv
+from services.engine import Engine
 from services.engines.pytorch.prefix import HashChain
+from services.kv_events import TellsKv
+from services.prompt import Prompt
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TOLD = {"tokens_per_block": BLOCK_TOKENS, "max_tokens": BLOCKS * BLOCK_TOKENS, "event_buffer_max_size": 1000}

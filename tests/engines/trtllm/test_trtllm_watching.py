@@ -20,12 +20,13 @@ from rpc.calls import unary
 from rpc.channels import open_channel
 from rpc.errors import EngineFailed, Overloaded
 from services.config import WorkerConfig
-from services.engine import Engine, Prompt
+from services.engine import Engine
 from services.engines.purpose import Purpose
 from services.engines.trtllm import loading
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.detached import detached
 from services.engines.trtllm.opening import open_trtllm
+from services.prompt import Prompt
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
