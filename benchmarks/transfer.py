@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 import numpy as np
 from baton.engine.v1 import handoff_pb2
 
 from services.engines.shared_pool import SharedPool
-from services.transports.factory import offer_pool, open_transports
+from services.transports.factory import Exposure, offer_pool, open_transports
 from services.transports.transport import PoolReader, Transfer
 
 # 48 KiB are the demonstration model's blocks: 6 layers, keys and values, 2 heads, 16 tokens, 32 numbers, float32.
@@ -36,6 +37,12 @@ class Case:
     destination: Sequence[int]
 
 
+def names() -> tuple[str, ...]:
+    """The transports to compare: NIXL too where it is installed."""
+    installed = any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl"))
+    return ("shm", "nixl", "tcp") if installed else ("shm", "tcp")
+
+
 def own(num_blocks: int, block_bytes: int, pipe: Connection) -> None:
     """The other process: fills a pool, offers it, and waits."""
 
@@ -43,7 +50,7 @@ def own(num_blocks: int, block_bytes: int, pipe: Connection) -> None:
         with SharedPool(num_blocks, block_bytes) as pool:
             for block in range(num_blocks):
                 pool.block(block)[:] = block.to_bytes(8, "little") * (block_bytes // 8)
-            async with offer_pool(pool, ("shm", "tcp"), "127.0.0.1", "127.0.0.1") as endpoints:
+            async with offer_pool(pool, names(), Exposure("127.0.0.1", "127.0.0.1")) as endpoints:
                 pipe.send([endpoint.SerializeToString() for endpoint in endpoints])
                 await asyncio.to_thread(pipe.recv)
 
@@ -70,7 +77,7 @@ async def measure(label: str, block_bytes: int, total_bytes: int, rounds: int) -
     owner = multiprocessing.get_context("spawn").Process(target=own, args=(num_blocks, block_bytes, theirs))
     owner.start()
     endpoints = [handoff_pb2.TransportEndpoint.FromString(text) for text in await asyncio.to_thread(ours.recv)]
-    with open_transports(("shm", "tcp")) as transports, SharedPool(num_blocks, block_bytes) as pool:
+    with open_transports(names()) as transports, SharedPool(num_blocks, block_bytes) as pool:
         readers = {
             transport.name: await transport.open(endpoint, num_blocks, block_bytes)
             for transport, endpoint in zip(transports, endpoints, strict=True)

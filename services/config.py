@@ -21,13 +21,22 @@ from services.engines.trtllm.config import TrtllmConfig
 from services.identity import ROLES, Role
 
 EngineConfig = Annotated[PyTorchConfig | SimulatedConfig | TrtllmConfig, Field(discriminator="kind")]
-TransportName = Literal["shm", "tcp"]
+TransportName = Literal["shm", "nixl", "tcp"]
 
 
 class HandoffConfig(Section):
     """The key `handoff`."""
 
     lease_seconds: float = Field(default=10.0, gt=0, description="How long a handoff is held unless it is renewed.")
+
+
+class NixlConfig(Section):
+    """The key `nixl`, of the transport of that name."""
+
+    devices: tuple[Annotated[str, Field(pattern=r"^[\w.:-]+$")], ...] = Field(
+        default=("lo",), min_length=1, description="What UCX may use: interfaces, or RDMA ports such as mlx5_0:1."
+    )
+    unencrypted: bool = Field(default=False, description="Lets it be used beside TLS, which it does not have.")
 
 
 class EncodeConfig(Section):
@@ -66,6 +75,7 @@ class WorkerConfig(Section):
     encode: EncodeConfig = EncodeConfig()
     media: MediaConfig = MediaConfig()
     transports: tuple[TransportName, ...] = Field(default=("shm", "tcp"), min_length=1)
+    nixl: NixlConfig = NixlConfig()
     tls: TlsSection = Field(default=TlsSection(), description="With a `ca` to listen with, callers need certificates.")
     connections: ConnectionLimits = ConnectionLimits()
     metrics_listen: str = Field(default="", description="host:port; without a host 127.0.0.1; empty serves none.")
@@ -92,3 +102,9 @@ class WorkerConfig(Section):
             if role not in ROLES:
                 raise ValueError(f"roles[{index}]: {role!r} is no role; valid are {', '.join(ROLES)}")
         return roles
+
+    @model_validator(mode="after")
+    def _nixl_is_not_mistaken_for_secure(self) -> "WorkerConfig":
+        if "nixl" in self.transports and self.tls.listen is not None and not self.nixl.unencrypted:
+            raise ValueError("transports: nixl has no TLS and asks nobody who he is; nixl.unencrypted=true allows it")
+        return self

@@ -41,7 +41,7 @@ from services.prefill import PrefillServicer
 from services.prefilling import Prefiller
 from services.pull import Puller
 from services.resolving import MediaResolver
-from services.transports.factory import offer_pool, open_transports
+from services.transports.factory import Exposure, offer_pool, open_transports
 from services.worker import WorkerServicer
 from services.worker_engines import WorkerEngines
 
@@ -93,7 +93,7 @@ async def _open_reach(config: WorkerConfig, parts: Parts) -> AsyncIterator[Reach
     engine = parts.engines.engine
     async with AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(_offer(config, parts.identity, *pool)) for pool in _pools(parts)]
-        transports = stack.enter_context(open_transports(config.transports, config.tls.call))
+        transports = stack.enter_context(open_transports(config.transports, config.tls.call, config.nixl.devices))
         peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))
         puller = await stack.enter_async_context(Puller(engine, peers, transports))
         fetcher = Fetcher(engine, engine.facts.layout, peers) if isinstance(engine, MovesKv) else None
@@ -116,9 +116,8 @@ async def _offer(
     config: WorkerConfig, identity: Identity, layout: KvLayout, memory: BlockMemory
 ) -> AsyncIterator[OfferedPool]:
     listen_host = config.listen.rpartition(":")[0].strip("[]")
-    async with offer_pool(
-        memory, config.transports, listen_host, config.advertised_host, config.tls.listen
-    ) as endpoints:
+    exposure = Exposure(listen_host, config.advertised_host, config.tls.listen, config.nixl.devices)
+    async with offer_pool(memory, config.transports, exposure) as endpoints:
         yield OfferedPool(Owner(identity, layout), memory.num_blocks, endpoints)
 
 

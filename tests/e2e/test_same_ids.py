@@ -14,6 +14,7 @@ from support.checkpoints import DEMO, PlainModel, save_llama, save_qwen3
 from support.cluster import Cluster, ClusterPlan, cluster
 from support.etcd_server import EtcdServer
 from support.generation import generate_all, greedy_ids
+from support.nixl import INSTALLED
 
 # Many processes share two cores: slow is not wrong.
 pytestmark = pytest.mark.timeout(400)
@@ -32,7 +33,7 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[("demo", "shm"), ("demo", "tcp"), ("llama", "shm"), ("qwen3", "tcp")],
+    params=[("demo", "shm"), ("demo", "tcp"), ("llama", "nixl" if INSTALLED else "shm"), ("qwen3", "tcp")],
     ids=lambda param: "-".join(param),
 )
 def served(

@@ -9,6 +9,7 @@ from support.faults.cells import all_cells, sample
 from support.faults.table import table
 from support.faults.trials import Shape, Trials
 from support.fleet import FleetPlan, fleet
+from support.nixl import NIXL
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 LEASE_SECONDS = 1.0
@@ -30,7 +31,7 @@ ROUTER = (
 
 
 @pytest.mark.timeout(3600 if FULL else 170)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", NIXL, "tcp"] if FULL else ["shm", "tcp"])
 async def test_whatever_happens_nothing_is_lost_and_nothing_leaks(
     transport: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:

@@ -6,17 +6,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 from baton.inference.v1 import sampling_pb2, timing_pb2
+from support.nixl import NIXL
 from support.worker_calls import TEXT, decode_request, until
 from support.workers import LEASE_SECONDS, Running, Starter
 
 from rpc.errors import HandoffLost
+from services.config import TransportName
 
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", NIXL, "tcp")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_handed_over_request_gives_the_ids_of_one_that_ran_whole(start: Starter, transport: str) -> None:
-    async with start("prefill", transports=(transport,)) as prefill, start("decode") as decode:
+async def test_a_handed_over_request_gives_the_ids_of_one_that_ran_whole(
+    start: Starter, transport: TransportName
+) -> None:
+    async with start("prefill", transports=(transport,)) as prefill, start("decode", transports=(transport,)) as decode:
         whole = await decode.calls.decode(decode_request(request_id="whole", text=b"other words" + TEXT))
         handoff = await prefill.calls.prefill(text=b"other words" + TEXT)
         rest = await decode.calls.decode(decode_request(handoff, text=b"other words" + TEXT))

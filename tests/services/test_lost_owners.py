@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from baton.engine.v1 import handoff_pb2
 from google.protobuf.duration_pb2 import Duration
+from support.nixl import NIXL
 from support.worker_calls import calls_to, decode_request, until
-from support.workers import LEASE_SECONDS, Running, worker_process
+from support.workers import LEASE_SECONDS, Running, Starter, worker_process
 
 from rpc.errors import HandoffLost
+from services.config import TransportName
 
 
 async def test_an_owner_that_was_killed_loses_its_handoffs(decode: Running, tmp_path: Path) -> None:
@@ -20,19 +22,6 @@ async def test_an_owner_that_was_killed_loses_its_handoffs(decode: Running, tmp_
             owner.kill()
             with pytest.raises(HandoffLost):
                 await decode.calls.decode(decode_request(handoff))
-
-
-async def test_an_owner_whose_pool_was_mapped_before_it_was_killed_loses_them_too(
-    decode: Running, tmp_path: Path
-) -> None:
-    with worker_process("prefill", tmp_path) as owner:
-        async with calls_to(owner.address) as calls:
-            mapped = await decode.calls.decode(decode_request(await calls.prefill()))
-            assert mapped.transport == "shm"
-            handoff = await calls.prefill("other", b"other" * 10)
-            owner.kill()
-            with pytest.raises(HandoffLost):
-                await decode.calls.decode(decode_request(handoff, "other", b"other" * 10))
 
 
 async def test_an_owner_that_freezes_is_given_up_within_its_lease(decode: Running, tmp_path: Path) -> None:
@@ -68,14 +57,39 @@ async def test_an_owner_that_froze_for_longer_than_a_lease_denies_it(tmp_path: P
             assert not (await calls.release(handoff)).still_valid
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_processes_hand_over_by_every_transport(decode: Running, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", NIXL, "tcp"])
+async def test_processes_hand_over_by_every_transport(start: Starter, tmp_path: Path, transport: TransportName) -> None:
     with worker_process("prefill", tmp_path, f"transports=[{transport}]") as owner:
-        async with calls_to(owner.address) as calls:
+        async with start("decode", transports=(transport,)) as decode, calls_to(owner.address) as calls:
             decoded = await decode.calls.decode(decode_request(await calls.prefill()))
             whole = await decode.calls.decode(decode_request(None, "whole"))
     assert decoded.transport == transport
     assert decoded.token_ids == whole.token_ids[1:]
+
+
+@pytest.mark.parametrize("transport", ["shm", NIXL, "tcp"])
+async def test_an_owner_whose_pool_was_open_and_that_was_killed_loses_its_handoffs(
+    start: Starter, tmp_path: Path, transport: TransportName
+) -> None:
+    with worker_process("prefill", tmp_path, f"transports=[{transport}]") as owner:
+        async with start("decode", transports=(transport,)) as decode, calls_to(owner.address) as calls:
+            await decode.calls.decode(decode_request(await calls.prefill()))
+            handoff = await calls.prefill("other", b"other" * 10)
+            owner.kill()
+            with pytest.raises(HandoffLost):
+                await decode.calls.decode(decode_request(handoff, "other", b"other" * 10))
+            await until(lambda: decode.blocks_used == 0, LEASE_SECONDS + 1)
+
+
+@pytest.mark.parametrize("transport", [NIXL])
+async def test_a_restarted_owner_is_read_anew(start: Starter, tmp_path: Path, transport: TransportName) -> None:
+    async with start("decode", transports=(transport,)) as decode:
+        for life in ("first", "second"):
+            with worker_process("prefill", tmp_path, f"transports=[{transport}]") as owner:
+                async with calls_to(owner.address) as calls:
+                    handoff = await calls.prefill(life, life.encode() * 10)
+                    decoded = await decode.calls.decode(decode_request(handoff, life, life.encode() * 10))
+                    assert decoded.transport == transport
 
 
 async def test_an_address_where_nobody_listens_loses_the_handoff(decode: Running) -> None:

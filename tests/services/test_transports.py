@@ -1,4 +1,4 @@
-"""Both transports: right bytes, wrong requests, and nothing written after the end of a pull."""
+"""All transports: right bytes, wrong requests, and nothing written after the end of a pull."""
 
 import asyncio
 import random
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from support.certificates import Authority
+from support.nixl import NIXL
 from support.worker_calls import WorkerCalls, decode_request
 from support.workers import Running, Starter
 
@@ -20,13 +21,14 @@ from rpc.health import Health
 from rpc.serve import Service, serve
 from rpc.tls import TlsConfig
 from services.engines.shared_pool import SharedPool
-from services.transports.factory import offer_pool, open_transports
+from services.transports.factory import Exposure, offer_pool, open_transports
 from services.transports.frames import COUNT, MAGIC
 from services.transports.transport import PoolReader, Transfer, TransferFailed, Transport, TransportUnavailable
 
 BLOCKS = 256
 BLOCK_BYTES = 16 * 1024
-NAMES = ("shm", "tcp", "tls")
+LOOPBACK = Exposure("127.0.0.1", "127.0.0.1")
+NAMES = ("shm", NIXL, "tcp", "tls")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ async def wire(
     """`tls` is tcp between workers with certificates."""
     theirs, ours = pools
     name, tls = ("tcp", _worker_tls(tmp_path)) if request.param == "tls" else (request.param, None)
-    async with offer_pool(theirs, (name,), "127.0.0.1", "127.0.0.1", tls) as [endpoint]:
+    async with offer_pool(theirs, (name,), Exposure("127.0.0.1", "127.0.0.1", tls)) as [endpoint]:
         with open_transports((name,), tls) as [transport]:
             reader = await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
             yield Wire(theirs, ours, endpoint, transport, reader)
@@ -132,7 +134,7 @@ async def test_nothing_is_written_after_a_cancelled_pull_has_ended(wire: Wire) -
 @pytest.fixture
 async def tcp(pools: tuple[SharedPool, SharedPool]) -> AsyncIterator[Wire]:
     theirs, ours = pools
-    async with offer_pool(theirs, ("tcp",), "127.0.0.1", "127.0.0.1") as [endpoint]:
+    async with offer_pool(theirs, ("tcp",), LOOPBACK) as [endpoint]:
         with open_transports(("tcp",)) as [transport]:
             reader = await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
             yield Wire(theirs, ours, endpoint, transport, reader)
@@ -233,7 +235,7 @@ async def test_cancelling_a_pull_from_a_silent_owner_ends_it_at_once(pools: tupl
 async def test_a_pool_that_cannot_be_mapped_is_unavailable(
     pools: tuple[SharedPool, SharedPool], field: str, value: object
 ) -> None:
-    async with offer_pool(pools[0], ("shm",), "127.0.0.1", "127.0.0.1") as [endpoint]:
+    async with offer_pool(pools[0], ("shm",), LOOPBACK) as [endpoint]:
         setattr(endpoint.shm, field, value)
         with open_transports(("shm",)) as [transport], pytest.raises(TransportUnavailable):
             await transport.open(endpoint, BLOCKS, BLOCK_BYTES)
@@ -243,7 +245,7 @@ async def test_a_mapped_pool_stays_readable_when_its_owner_has_closed_it() -> No
     with SharedPool(4, BLOCK_BYTES) as ours, ExitStack() as owner:
         theirs = owner.enter_context(SharedPool(4, BLOCK_BYTES))
         theirs.block(2)[:] = b"x" * BLOCK_BYTES
-        async with offer_pool(theirs, ("shm",), "127.0.0.1", "127.0.0.1") as [endpoint]:
+        async with offer_pool(theirs, ("shm",), LOOPBACK) as [endpoint]:
             with open_transports(("shm",)) as [transport]:
                 reader = await transport.open(endpoint, 4, BLOCK_BYTES)
                 owner.close()
