@@ -17,7 +17,8 @@ def constraints() -> list[Requirement]:
 
 def required() -> list[Requirement]:
     # No TOML reader in Python 3.10; the lists of requirements are one string a line.
-    texts = re.findall(r'^    "([A-Za-z][\w.-]*(?:[<>=!].*?)?)",$', (ROOT / "pyproject.toml").read_text(), re.M)
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[0]
+    texts = re.findall(r'^    "([A-Za-z][\w.-]*(?:[<>=!].*?)?)",$', project, re.M)
     return [Requirement(text) for text in texts]
 
 
