@@ -17,7 +17,7 @@ from discovery.etcd.config import EtcdConfig
 from discovery.etcd.registry import EtcdRegistry
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
-AWAY_SECONDS = 60.0 if FULL else 15.0
+AWAY_SECONDS = 60.0 if FULL else 10.0
 REGISTERED_AGAIN_SECONDS = 10.0
 ENGINE = "engine={kind: simulated, name: demo, num_blocks: 2048, block_bytes: 1024, decode_step_seconds: 0.02}"
 

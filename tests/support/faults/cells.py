@@ -59,7 +59,7 @@ def sample(transport: str) -> list[Cell]:
         for index, (what, target) in enumerate((what, target) for what in TO_PROCESSES for target in TARGETS)
     ]
     clients = [Cell("client", _cyclic(STEPS, 2 * index + 1), what) for index, what in enumerate(BY_CLIENTS)]
-    return disturbed[::3] + clients[:2] if transport == "shm" else disturbed[1::3] + clients[2:]
+    return disturbed[::5] + clients[:2] if transport == "shm" else disturbed[2::5] + clients[2:]
 
 
 def _steps(target: Target) -> Sequence[Step]:
