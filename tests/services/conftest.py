@@ -1,11 +1,14 @@
 """A prefill and a decode worker in this process; whatever a test does, no block may be in use after it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from support import nixl
 from support.lifetimes import in_one_task
 from support.worker_calls import until
 from support.workers import LEASE_SECONDS, Running, Starter
+
+from services.engines.shared_pool import SharedPool
 
 
 @pytest.fixture
@@ -27,3 +30,10 @@ async def decode(start: Starter) -> AsyncIterator[Running]:
     async with in_one_task(start("decode")) as running:
         yield running
         await until(lambda: running.blocks_used == 0, 1)
+
+
+@pytest.fixture
+def ours() -> Iterator[SharedPool]:
+    """Blocks to read those of another process into."""
+    with SharedPool(nixl.BLOCKS, nixl.BLOCK_BYTES) as pool:
+        yield pool

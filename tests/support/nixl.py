@@ -1,9 +1,25 @@
-"""Whether NIXL is installed, for tests of the transport that needs it."""
+"""For tests of the transport nixl: whether NIXL is installed, and a pool that another process offers by it."""
 
+import asyncio
+import multiprocessing
 import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import pytest
+from baton.engine.v1 import handoff_pb2
+
+from services.engines.shared_pool import SharedPool
+from services.transports.factory import Exposure, offer_pool
+from services.transports.transport import Transfer
+
+BLOCKS = 64
+BLOCK_BYTES = 256 * 1024
 
 INSTALLED = any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl"))
 
@@ -14,3 +30,49 @@ needs_nixl = pytest.mark.skipif(
 
 # A value of a parameter named `transport`.
 NIXL = pytest.param("nixl", marks=needs_nixl)
+
+
+def is_empty(pool: SharedPool) -> bool:
+    return bytes(pool.block(0).obj) == bytes(BLOCKS * BLOCK_BYTES)
+
+
+def _offer(pipe: Connection) -> None:
+    """The process of an owner, whose blocks are full of ones."""
+
+    async def serve() -> None:
+        with SharedPool(BLOCKS, BLOCK_BYTES) as pool:
+            pool.block(0).obj[:] = b"\x01" * (BLOCKS * BLOCK_BYTES)
+            async with offer_pool(pool, ("nixl",), Exposure("127.0.0.1", "127.0.0.1")) as [endpoint]:
+                pipe.send(endpoint.SerializeToString())
+                await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(serve())
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An owner in a process of its own."""
+
+    process: BaseProcess
+    endpoint: handoff_pb2.TransportEndpoint
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+@asynccontextmanager
+async def owner_process() -> AsyncIterator[Owner]:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_offer, args=(there,))
+    process.start()
+    try:
+        text = await asyncio.to_thread(here.recv)
+        yield Owner(process, handoff_pb2.TransportEndpoint.FromString(text))
+    finally:
+        process.kill()
+        process.join()
+
+
+def transfer(pool: SharedPool, seconds: float = 20) -> Transfer:
+    return Transfer(range(BLOCKS), pool, range(BLOCKS), time.monotonic() + seconds)
