@@ -81,7 +81,7 @@ doctor: $(STUBS) ## Say what is wrong with this installation
 	@$(BIN)/baton doctor
 
 test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(RERUNS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(RERUNS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults)
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1)
 
 faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
