@@ -64,7 +64,8 @@ CODES: dict[type[BatonError], StatusCode] = {
 
 # What a status without our ErrorInfo means: it comes from gRPC itself, from a proxy, or from a foreign server.
 FOREIGN: dict[StatusCode, type[BatonError]] = {
-    StatusCode.CANCELLED: Cancelled,
+    # gRPC's answer to calls that reach a server as it stops. What was cancelled on this side is a CancelledError.
+    StatusCode.CANCELLED: Unavailable,
     StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     StatusCode.INVALID_ARGUMENT: InvalidRequest,
     StatusCode.OUT_OF_RANGE: InvalidRequest,

@@ -171,7 +171,7 @@ async def test_a_long_message_is_cut_and_says_so() -> None:
     [
         (StatusCode.UNAVAILABLE, errors.Unavailable),
         (StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
-        (StatusCode.CANCELLED, errors.Cancelled),
+        (StatusCode.CANCELLED, errors.Unavailable),
         (StatusCode.INVALID_ARGUMENT, errors.InvalidRequest),
         (StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
         (StatusCode.UNIMPLEMENTED, errors.Unsupported),
