@@ -25,6 +25,7 @@ from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
+from rpc.settle import finish
 from rpc.tls import TlsConfig, is_loopback
 from rpc.tracing.tracer import NO_TRACER, Tracer
 
@@ -105,8 +106,8 @@ async def serve(
     server = aio.server(interceptors=[WrapMethods(wrappers)], options=options)
     _add(server, services, health)
     port = _bind(server, listen, tls)
-    await server.start()
     try:
+        await finish(server.start())
         yield Server(f"{listen.rpartition(':')[0]}:{port}", port)
     finally:
         health.close()
@@ -143,10 +144,11 @@ async def _stop(server: aio.Server, running: RunningCalls, announce_seconds: flo
     try:
         if announce_seconds:
             await asyncio.sleep(announce_seconds)
-        await server.stop(drain_seconds)
+        # gRPC's core writes into what gRPC's own task owns, and a cancelled stop() would cancel that task.
+        await asyncio.shield(server.stop(drain_seconds))
     except asyncio.CancelledError:
         # The second signal: no more waiting.
-        await server.stop(None)
+        await asyncio.shield(server.stop(None))
         raise
     finally:
         await _wait_for_cleanup(running)

@@ -9,8 +9,8 @@ from typing import Any
 import structlog
 
 from rpc.errors import EngineFailed
+from rpc.settle import do_while, settle
 from services.host import Worker
-from services.settle import do_while, settle
 
 log = structlog.get_logger(__name__)
 

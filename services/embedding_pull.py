@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.inference.v1 import timing_pb2
 
 from rpc.errors import BatonError, EmbeddingLost, HandoffLost, LayoutMismatch, StaleEpoch
+from rpc.settle import do_while
 from rpc.tracing.span import stage_span
 from services import metrics, traces
 from services.engine import ModelFacts
@@ -14,7 +15,6 @@ from services.engines.scratch import Scratch
 from services.handoffs import LeasedBlocks, Timing, check_blocks
 from services.peers import Peer, Peers, Pool
 from services.remote_lease import RemoteLease
-from services.settle import do_while
 from services.spans import GivenEmbedding
 from services.transports.transport import Transfer, TransferFailed, Transport
 

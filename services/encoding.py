@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from media.item import MediaItem
 from media.loader import MediaLoader
 from rpc.arrival import arrived_at
+from rpc.settle import settle
 from services import metrics
 from services.embedding_pool import EmbeddingPool
 from services.engine import Encoder
 from services.leases import Lease, LeaseTable
 from services.prompt import Embedding, Media
-from services.settle import settle
 
 
 @dataclass(frozen=True, slots=True)

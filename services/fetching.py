@@ -10,6 +10,7 @@ from typing import Any
 from baton.inference.v1 import timing_pb2
 
 from rpc.errors import Overloaded
+from rpc.settle import do_while, finish
 from rpc.tracing.span import stage_span
 from services import metrics, traces
 from services.answer import Finished, Tokens
@@ -20,7 +21,6 @@ from services.kv_elsewhere import HandedKv, MovesKv
 from services.peers import Peers
 from services.prompt import Prompt, Sampling
 from services.remote_lease import RemoteLease
-from services.settle import do_while, finish
 
 _TRANSPORT = "engine"
 Events = AsyncGenerator[Tokens | Finished, None]

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from rpc.aio import TaskGroup
 from rpc.errors import BatonError, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
+from rpc.settle import do_while, finish
 from rpc.tracing.span import stage_span
 from services import metrics, traces
 from services.calls import Call
@@ -22,7 +23,6 @@ from services.kv import PulledKv, Reservation
 from services.peers import Peer, Peers, Pool
 from services.prompt import Prompt
 from services.remote_lease import RemoteLease
-from services.settle import do_while, finish
 from services.transports.transport import Transfer, TransferFailed, Transport
 
 # A pull of the largest prompts takes a second; one that takes this long will not come to an end.

@@ -12,7 +12,7 @@ from types import TracebackType
 from baton.engine.v1 import handoff_pb2
 
 from rpc.aio import timeout
-from services.settle import settle
+from rpc.settle import settle
 from services.transports.nixl_agent import NixlFailed, open_agent
 from services.transports.nixl_reading import Reading, Unwanted, batches, scatter
 from services.transports.transport import Transfer, TransferFailed, TransportUnavailable

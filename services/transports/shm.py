@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from baton.engine.v1 import handoff_pb2
 
+from rpc.settle import settle
 from services.kv import BlockMemory
-from services.settle import settle
 from services.transports.transport import Transfer, TransferFailed, TransportUnavailable
 
 Bytes = npt.NDArray[np.uint8]

@@ -13,7 +13,7 @@ from types import TracebackType
 from baton.engine.v1 import handoff_pb2
 
 from rpc.aio import timeout
-from services.settle import settle
+from rpc.settle import settle
 from services.transports.frames import COUNT, MAGIC, is_silent, limit_waits, receive_all, send_all, shut
 from services.transports.secure import ReaderTls
 from services.transports.transport import Transfer, TransferFailed, TransportUnavailable

@@ -162,6 +162,51 @@ async def test_a_second_cancel_cuts_the_drain_short() -> None:
         assert ended == ["cancelled"]
 
 
+@asynccontextmanager
+async def grpc_ends_its_own_task() -> AsyncGenerator[None, None]:
+    """What began to serve meanwhile has ended, and nobody cancelled it: gRPC's core writes into what it owns."""
+    began: list[asyncio.Task[Any]] = []
+    create_task = (loop := asyncio.get_running_loop()).create_task
+
+    def remember(coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+        task = create_task(coroutine, **more)
+        if getattr(coroutine, "__qualname__", "") == "AioServer._server_main_loop":
+            began.append(task)
+        return task
+
+    loop.create_task = remember  # type: ignore[assignment]
+    yield
+    async with timeout(5):
+        while not all(task.done() for task in began):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert began
+    assert not any(task.cancelled() for task in began)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_server_that_is_cancelled_while_it_starts_ends_in_order(turns: int) -> None:
+    async with grpc_ends_its_own_task():
+        starting = asyncio.ensure_future(serve("127.0.0.1:0", [], health=Health()).__aenter__())
+        await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_server_that_is_cancelled_while_it_stops_ends_in_order(turns: int) -> None:
+    async with grpc_ends_its_own_task():
+        serving = serve("127.0.0.1:0", [], health=Health())
+        await serving.__aenter__()
+        stopping = asyncio.ensure_future(serving.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+
+
 async def test_a_port_is_free_again_when_its_server_has_ended() -> None:
     async with scripted() as peer:
         address = peer.server.address
