@@ -1,6 +1,7 @@
 """Workers that are lost, hang, or do not fit: where requests go instead, and what clients notice."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, eventually, simulated
+from support.bench import DECODE, FAST_ROUTER, PREFILL, PROBE, Bench, Stream, bench, eventually, simulated
 from support.scraping import sample
 
 from router.config import LimitsConfig, ProbeConfig, RetryConfig
@@ -187,6 +188,20 @@ async def test_a_worker_that_hangs_is_left_out_within_the_probe_period_and_comes
         assert states["d1"] == cluster_service_pb2.WORKER_STATE_UNHEALTHY
         await running.proxies["d1"].restore()
         await running.ready(3)
+
+
+async def test_a_router_that_stood_still_does_not_blame_a_worker() -> None:
+    async with bench(PREFILL, DECODE) as running:
+        [worker] = [one for one in running.cluster.workers if one.record.worker_id == "d1"]
+        # A check is on its way while this whole process stands still, for longer than one may take.
+        running.proxies["d1"].freeze()
+        await asyncio.sleep(2 * PROBE.interval_seconds)
+        time.sleep(3 * PROBE.timeout_seconds)  # noqa: ASYNC251
+        await running.proxies["d1"].restore()
+        until = time.monotonic() + 5 * PROBE.interval_seconds
+        while time.monotonic() < until:
+            assert worker.problem == ""
+            await asyncio.sleep(0)  # sees it even if it is soon taken back
 
 
 async def test_a_decode_that_hangs_goes_on_elsewhere() -> None:
