@@ -1,6 +1,5 @@
 """The GPUs that this process may use, as metrics: read by NVML at each scrape, and absent where there are none."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import pynvml
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from rpc.gpus import visible_gpus
 from rpc.metrics import REGISTRY
 
 
@@ -81,12 +81,10 @@ def watched_gpus() -> Iterator[None]:
 
 def _visible_gpus() -> dict[str, Any]:
     """Those that CUDA shows to this process, by index or UUID. NVML itself shows all of the host."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = map(str, range(pynvml.nvmlDeviceGetCount())) if chosen is None else chosen.split(",")
     gpus = {}
-    for name in names:
+    for name in visible_gpus():
         try:
-            gpus[name] = _find(name.strip())
+            gpus[name] = _find(name)
         except pynvml.NVMLError:
             # As CUDA does: a name that is none hides all that come after it.
             break

@@ -1,23 +1,6 @@
-"""The GPUs of this machine, and which of them a worker of a local cluster gets."""
+"""Which GPU a worker of a local cluster gets."""
 
-import os
 from collections.abc import Mapping, Sequence
-
-import pynvml
-
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """What CUDA would show to a process of ours, by index or UUID: all there are, unless the variable names some."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen is not None:
-        return tuple(name.strip() for name in chosen.split(",") if name.strip())
-    try:
-        pynvml.nvmlInit()
-        return tuple(map(str, range(pynvml.nvmlDeviceGetCount())))
-    except pynvml.NVMLError:
-        return ()
 
 
 def pinned(workers: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Mapping[tuple[str, int], str]:

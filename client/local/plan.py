@@ -12,9 +12,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from client.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
-from client.local.gpus import pinned, visible_gpus
+from client.local.gpus import pinned
 from client.local.ports import free_port, port_or_another, router_port
 from rpc.errors import ConfigError
+from rpc.gpus import visible_gpus
 
 # The checkout: workers and router take their configuration from it.
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from client.local.gpus import VARIABLE
 from client.local.plan import ProcessPlan
 from client.local.state import ProcessState
 from rpc.aio import TaskGroup
+from rpc.gpus import VARIABLE
 
 STOP_SECONDS = 8.0
 FIRST_BACKOFF_SECONDS = 0.5
