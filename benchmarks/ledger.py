@@ -14,7 +14,6 @@ hands it to a busy router's Python, and, on a machine with fewer cores than proc
 import argparse
 import asyncio
 import itertools
-import multiprocessing
 import os
 import random
 import statistics
@@ -31,11 +30,9 @@ import grpc
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, media_pb2, timing_pb2
 from PIL import Image
 
-from benchmarks.router_overhead import run_process, until_told
-from benchmarks.trace_overhead import child
+from benchmarks.processes import child, received, run_process, until_told
+from benchmarks.router_overhead import run_router
 from discovery.memory import MemoryRegistry
-from router.config import RouterConfig
-from router.host import host_router
 from services.config import EncodeConfig, EngineConfig, WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated_config import SimulatedConfig
@@ -64,8 +61,6 @@ SIMULATED = SimulatedConfig(
     prefill_tokens_per_second=10_000,
     decode_step_seconds=0.005,
 )
-
-context = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +107,6 @@ def run_worker(pipe: Connection) -> None:
             await until_told(pipe)
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    run_process(serve)
-
-
-def run_router(pipe: Connection) -> None:
-    """Routes to the workers whose records come first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        records = pipe.recv()
-        registry = MemoryRegistry("benchmark")
-        async with AsyncExitStack() as stack:
-            for record in records:
-                await stack.enter_async_context(registry.register(record))
-            config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0)
-            router = await stack.enter_async_context(host_router(config, registry))
-            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            pipe.send(router.address)
-            await until_told(pipe)
-
     run_process(serve)
 
 
@@ -234,10 +210,10 @@ async def run(count: int, engine: EngineConfig) -> bool:
         workers = [await stack.enter_async_context(child(run_worker)) for _ in ROLES]
         for (pipe, _), role in zip(workers, ROLES, strict=True):
             pipe.send((role, engine))
-        records = [await asyncio.to_thread(pipe.recv) for pipe, _ in workers]
+        records = [await received(pipe) for pipe, _ in workers]
         router, _ = await stack.enter_async_context(child(run_router))
         router.send(records)
-        address = await asyncio.to_thread(router.recv)
+        address = await received(router)
         clients = [(await stack.enter_async_context(child(run_client)))[0] for _ in range(CLIENTS)]
         await spread(clients, address, 96, FLOOD)  # whatever is done once is done now
         seen = [one for way in (ONE, USERS) for one in await spread(clients, address, count // 2, way)]

@@ -17,12 +17,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 
-from benchmarks.router_overhead import FLAT, PACED, Client, cpu_seconds, run_process, run_workers, until_told
-from benchmarks.trace_overhead import child, cpu_nanoseconds
-from discovery.memory import MemoryRegistry
+from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process, until_told
+from benchmarks.router_overhead import FLAT, PACED, Client, cpu_seconds, run_workers
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from router.host import host_router
 from rpc.event_loop import watched_event_loop
 from rpc.telemetry import serve_metrics
 
@@ -41,19 +39,13 @@ def run_router(pipe: Connection) -> None:
 
     async def serve() -> None:
         records, measures = pipe.recv()
-        registry = MemoryRegistry("benchmark")
         metrics_listen = "127.0.0.1:0" if measures else ""
+        config = RouterConfig(listen="127.0.0.1:0", metrics_listen=metrics_listen, drain_seconds=0)
         async with AsyncExitStack() as stack:
-            for record in records:
-                await stack.enter_async_context(registry.register(record))
             port = stack.enter_context(serve_metrics(metrics_listen))
             if measures:
                 await stack.enter_async_context(watched_event_loop())
-            config = RouterConfig(listen="127.0.0.1:0", metrics_listen=metrics_listen, drain_seconds=0)
-            router = await stack.enter_async_context(host_router(config, registry))
-            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            pipe.send((router.address, port))
+            pipe.send((await stack.enter_async_context(routing(config, records)), port))
             await until_told(pipe)
 
     run_process(serve)
@@ -88,7 +80,7 @@ class Router:
 async def start_router(stack: AsyncExitStack, records: Sequence[WorkerRecord], name: str) -> Router:
     pipe, pid = await stack.enter_async_context(child(run_router))
     pipe.send((records, name == ON))
-    address, metrics_port = await asyncio.to_thread(pipe.recv)
+    address, metrics_port = await received(pipe)
     client = Client(address, pid, records[0].address)
     stack.push_async_callback(client.close)
     await client.streams("warm-up", FLAT, STREAMS)
@@ -119,7 +111,7 @@ async def run(rounds: int, turns: Mapping[str, int]) -> None:
     scrapes = []
     async with AsyncExitStack() as stack:
         workers, _ = await stack.enter_async_context(child(run_workers))
-        records = await asyncio.to_thread(workers.recv)
+        records = await received(workers)
         for _ in range(rounds):
             # New processes each time: two equal ones differ by some percent, for as long as they live.
             async with AsyncExitStack() as routers_stack:

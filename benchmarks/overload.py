@@ -15,29 +15,23 @@ Exit code 1 if with admission under 95 % are in time, or 5 % of prefill or more 
 
 import argparse
 import asyncio
-import multiprocessing
-import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from grpc import aio
 
+from benchmarks.processes import child, received, routing, run_process, until_told
 from discovery.memory import MemoryRegistry
-from discovery.record import WorkerRecord
 from router.config import AdmissionConfig, RouterConfig
-from router.host import host_router
 from rpc.channels import open_channel
 from rpc.errors import BatonError
 from rpc.status import from_rpc_error
-from rpc.telemetry import configure_logging
 from services.config import WorkerConfig
 from services.engines.simulated_config import SimulatedConfig
 from services.host import host_worker
@@ -81,7 +75,7 @@ def run_workers(pipe: Connection) -> None:
             for role in ("prefill", "decode"):
                 await stack.enter_async_context(host_worker(worker_config(role), registry))
             pipe.send(registry.workers())
-            await asyncio.to_thread(pipe.poll, None)
+            await until_told(pipe)
 
     run_process(serve)
 
@@ -90,26 +84,12 @@ def run_router(pipe: Connection, admission: AdmissionConfig) -> None:
     """Routes to the workers whose records come first through the pipe, until it ends."""
 
     async def serve() -> None:
-        records: tuple[WorkerRecord, ...] = await asyncio.to_thread(pipe.recv)
-        registry = MemoryRegistry("benchmark")
-        async with AsyncExitStack() as stack:
-            for record in records:
-                await stack.enter_async_context(registry.register(record))
-            config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, admission=admission)
-            router = await stack.enter_async_context(host_router(config, registry))
-            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            pipe.send(router.address)
-            await asyncio.to_thread(pipe.poll, None)
+        config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, admission=admission)
+        async with routing(config, await received(pipe)) as address:
+            pipe.send(address)
+            await until_told(pipe)
 
     run_process(serve)
-
-
-def run_process(main: Callable[[], Awaitable[None]]) -> None:
-    with open(os.devnull, "w") as sink:
-        os.dup2(sink.fileno(), 2)
-    configure_logging("json", "info")
-    asyncio.run(main())  # type: ignore[arg-type]
 
 
 def worker_config(role: str) -> WorkerConfig:
@@ -190,31 +170,14 @@ def _reason(error: BatonError, is_admitted: bool) -> str:
 
 async def measure(admission: AdmissionConfig, load: float, seconds: float) -> tuple[float, Outcome]:
     """The capacity, and what became of `load` times that."""
-    context = multiprocessing.get_context("spawn")
-    workers_pipe, workers_end = context.Pipe()
-    router_pipe, router_end = context.Pipe()
-    workers = context.Process(target=run_workers, args=(workers_end,))
-    router = context.Process(target=run_router, args=(router_end, admission))
-    workers.start()
-    router.start()
-    try:
-        router_pipe.send(await _received(workers_pipe))
-        client = Client(await _received(router_pipe))
+    async with AsyncExitStack() as stack:
+        workers, _ = await stack.enter_async_context(child(run_workers))
+        router, _ = await stack.enter_async_context(child(run_router, admission))
+        router.send(await received(workers))
+        client = Client(await received(router))
+        stack.push_async_callback(client.close)
         capacity = await client.capacity(5.0)
-        outcome = await client.load(load * capacity, seconds)
-        await client.close()
-        return capacity, outcome
-    finally:
-        for process, pipe in ((router, router_pipe), (workers, workers_pipe)):
-            pipe.send("stop")
-            process.join(10)
-            process.kill()
-
-
-async def _received(pipe: Connection) -> Any:
-    if not await asyncio.to_thread(pipe.poll, 60.0):
-        raise SystemExit("a process did not start")
-    return pipe.recv()
+        return capacity, await client.load(load * capacity, seconds)
 
 
 async def run(arguments: argparse.Namespace) -> bool:

@@ -10,11 +10,10 @@ Added time to first token is that through the router minus that of a plain Prefi
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,12 +23,11 @@ from pathlib import Path
 from baton.engine.v1 import prefill_pb2, prefill_pb2_grpc, prompt_pb2
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 
+from benchmarks.processes import child, received, routing, run_process, until_told
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from router.host import host_router
 from rpc.channels import open_channel
-from rpc.telemetry import configure_logging
 from services.config import WorkerConfig
 from services.engines.simulated_config import SimulatedConfig
 from services.host import host_worker
@@ -79,34 +77,12 @@ def run_router(pipe: Connection) -> None:
     """Routes to the workers whose records come first through the pipe, until it ends."""
 
     async def serve() -> None:
-        records: tuple[WorkerRecord, ...] = pipe.recv()
-        registry = MemoryRegistry("benchmark")
-        async with AsyncExitStack() as stack:
-            for record in records:
-                await stack.enter_async_context(registry.register(record))
-            config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0)
-            router = await stack.enter_async_context(host_router(config, registry))
-            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            pipe.send(router.address)
+        config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0)
+        async with routing(config, pipe.recv()) as address:
+            pipe.send(address)
             await until_told(pipe)
 
     run_process(serve)
-
-
-def run_process(main: Callable[[], Awaitable[None]]) -> None:
-    """As the real processes run: with uvloop, one log line a request, in JSON, into a file."""
-    import uvloop
-
-    with open(os.devnull, "w") as sink:
-        os.dup2(sink.fileno(), 2)
-    configure_logging("json", "info")
-    uvloop.run(main())  # type: ignore[arg-type]
-
-
-async def until_told(pipe: Connection) -> None:
-    """Waits for the end of the pipe, or a word through it."""
-    await asyncio.to_thread(pipe.poll, None)
 
 
 def worker_config(model: str, role: str, step_seconds: float) -> WorkerConfig:
@@ -146,6 +122,7 @@ class Client:
     async def requests(self, name: str, requests: int, concurrency: int) -> Load:
         """Requests for one token each, one after another in each of several lanes."""
         load = Load(name)
+        concurrency = min(concurrency, requests)
 
         async def lane() -> None:
             for _ in range(requests // concurrency):
@@ -255,27 +232,15 @@ HEADER = (
 
 
 async def run(arguments: argparse.Namespace) -> str:
-    context = multiprocessing.get_context("spawn")
-    workers_pipe, workers_end = context.Pipe()
-    router_pipe, router_end = context.Pipe()
-    workers = context.Process(target=run_workers, args=(workers_end,))
-    router = context.Process(target=run_router, args=(router_end,))
-    workers.start()
-    router.start()
-    try:
-        records: tuple[WorkerRecord, ...] = await asyncio.to_thread(workers_pipe.recv)
-        router_pipe.send(records)
-        address: str = await asyncio.to_thread(router_pipe.recv)
-        assert router.pid
+    async with AsyncExitStack() as stack:
+        workers, _ = await stack.enter_async_context(child(run_workers))
+        router, pid = await stack.enter_async_context(child(run_router))
+        records: Sequence[WorkerRecord] = await received(workers)
+        router.send(records)
         prefill = next(record.address for record in records if record.worker_id == f"{PACED}-prefill")
-        client = Client(address, router.pid, prefill)
+        client = Client(await received(router), pid, prefill)
+        stack.push_async_callback(client.close)
         rows = await measure(client, arguments.streams, arguments.requests)
-        await client.close()
-    finally:
-        for process, pipe in ((router, router_pipe), (workers, workers_pipe)):
-            pipe.send("stop")
-            process.join(10)
-            process.kill()
     return "\n".join([HEADER, *rows])
 
 

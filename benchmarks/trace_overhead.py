@@ -12,21 +12,18 @@ several tokens share a message and a token costs the least.
 
 import argparse
 import asyncio
-import multiprocessing
 import random
 import statistics
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from benchmarks.router_overhead import FLAT, PACED, Client, run_process, run_workers, until_told
+from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process, until_told
+from benchmarks.router_overhead import FLAT, PACED, Client, run_workers
 from client.traces.store import Bounds
 from client.traces.viewer import open_viewer
-from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from router.host import host_router
 from rpc.tracing.config import TracingConfig
 
 OFF, OFF_TOO = "off", "off, once more"
@@ -40,8 +37,6 @@ ROUTERS: dict[str, float | None] = {
 STREAMS = 64
 TURNS = 6
 FLAT_TURNS = 4  # for each paced one, which takes so much longer
-
-context = multiprocessing.get_context("spawn")
 
 
 def run_viewer(pipe: Connection) -> None:
@@ -60,34 +55,12 @@ def run_router(pipe: Connection) -> None:
 
     async def serve() -> None:
         records, tracing = pipe.recv()
-        registry = MemoryRegistry("benchmark")
-        async with AsyncExitStack() as stack:
-            for record in records:
-                await stack.enter_async_context(registry.register(record))
-            config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
-            router = await stack.enter_async_context(host_router(config, registry))
-            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            pipe.send(router.address)
+        config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
+        async with routing(config, records) as address:
+            pipe.send(address)
             await until_told(pipe)
 
     run_process(serve)
-
-
-@asynccontextmanager
-async def child(target: object) -> AsyncIterator[tuple[Connection, int]]:
-    """A process, its pipe, and its id."""
-    pipe, end = context.Pipe()
-    process = context.Process(target=target, args=(end,))  # type: ignore[arg-type]
-    process.start()
-    end.close()  # so that a process that fails is noticed
-    try:
-        assert process.pid
-        yield pipe, process.pid
-    finally:
-        pipe.send("stop")
-        await asyncio.to_thread(process.join, 10)
-        process.kill()
 
 
 async def start_router(
@@ -95,7 +68,7 @@ async def start_router(
 ) -> tuple[Client, int]:
     pipe, pid = await stack.enter_async_context(child(run_router))
     pipe.send((records, tracing))
-    address = await asyncio.to_thread(pipe.recv)
+    address = await received(pipe)
     client = Client(address, pid, records[0].address)
     stack.push_async_callback(client.close)
     await client.streams("warm-up", FLAT, STREAMS)
@@ -106,8 +79,8 @@ async def run(turns: int) -> None:
     async with AsyncExitStack() as stack:
         workers, _ = await stack.enter_async_context(child(run_workers))
         viewer, _ = await stack.enter_async_context(child(run_viewer))
-        records = await asyncio.to_thread(workers.recv)
-        endpoint = await asyncio.to_thread(viewer.recv)
+        records = await received(workers)
+        endpoint = await received(viewer)
         clients = {}
         for name, ratio in ROUTERS.items():
             tracing = TracingConfig() if ratio is None else TracingConfig(endpoint=endpoint, sample_ratio=ratio)
@@ -139,11 +112,6 @@ def row(name: str, costs: Sequence[float], off: Sequence[float]) -> str:
     more = [cost / without - 1 for cost, without in zip(costs, off, strict=True)]
     low, median, high = statistics.quantiles(more, n=4)
     return f"| {name} | {statistics.median(costs):.2f} | {median:+.1%} | {low:+.1%} to {high:+.1%} |"
-
-
-def cpu_nanoseconds(pid: int) -> int:
-    """What the threads of a process have run so far; finer than the ticks of /proc/PID/stat."""
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 if __name__ == "__main__":

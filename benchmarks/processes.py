@@ -1,0 +1,76 @@
+"""Processes of benchmarks: workers, routers and clients each have one of their own, and are spoken to through pipes."""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from discovery.memory import MemoryRegistry
+from discovery.record import WorkerRecord
+from router.config import RouterConfig
+from router.host import host_router
+from rpc.telemetry import configure_logging
+
+_PATIENCE_SECONDS = 60.0
+
+_context = multiprocessing.get_context("spawn")
+
+
+@asynccontextmanager
+async def child(target: Callable[..., None], *arguments: object) -> AsyncIterator[tuple[Connection, int]]:
+    """A process that runs `target(pipe, *arguments)`: our end of the pipe, and its id. Leaving it says "stop"."""
+    pipe, end = _context.Pipe()
+    process = _context.Process(target=target, args=(end, *arguments))
+    process.start()
+    end.close()  # so that a process that fails is noticed
+    try:
+        assert process.pid
+        yield pipe, process.pid
+    finally:
+        pipe.send("stop")
+        await asyncio.to_thread(process.join, 10)
+        process.kill()
+
+
+async def received(pipe: Connection) -> Any:
+    """What comes through a pipe. Raises EOFError if its process ends first, SystemExit if nothing comes."""
+    if not await asyncio.to_thread(pipe.poll, _PATIENCE_SECONDS):
+        raise SystemExit("a process says nothing")
+    return pipe.recv()
+
+
+def run_process(main: Callable[[], Awaitable[None]]) -> None:
+    """As the real processes run: with uvloop, one log line a request, in JSON, into a file."""
+    with open(os.devnull, "w") as sink:
+        os.dup2(sink.fileno(), 2)
+    configure_logging("json", "info")
+    uvloop.run(main())  # type: ignore[arg-type]
+
+
+async def until_told(pipe: Connection) -> None:
+    """Waits for the end of the pipe, or a word through it."""
+    await asyncio.to_thread(pipe.poll, None)
+
+
+@asynccontextmanager
+async def routing(config: RouterConfig, records: Sequence[WorkerRecord]) -> AsyncIterator[str]:
+    """The address of a router in this process, which is ready to send work to these workers."""
+    registry = MemoryRegistry("benchmark")
+    async with AsyncExitStack() as stack:
+        for record in records:
+            await stack.enter_async_context(registry.register(record))
+        router = await stack.enter_async_context(host_router(config, registry))
+        while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        yield router.address
+
+
+def cpu_nanoseconds(pid: int) -> int:
+    """What the threads of a process have run so far; finer than the ticks of /proc/PID/stat."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
