@@ -28,7 +28,7 @@ from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.engine import TrtllmEngine
 from services.engines.trtllm.facts import model_facts
 from services.engines.trtllm.guards import Surroundings, check
-from services.engines.trtllm.package import open_package
+from services.engines.trtllm.package import Package, open_package
 from services.kv_elsewhere import HandedKv, MovesKv, MovingKv
 from services.prompt import Prompt, Sampling
 
@@ -120,12 +120,17 @@ def test_sides_that_do_not_fit_have_other_layouts(newest: None, checkpoint: Path
     assert digests[0] != digests[1]
 
 
+def prefiller(checkpoint: Path, package: Package) -> TrtllmEngine:
+    """An engine on a package of which a test may have left something out."""
+    config = TrtllmConfig.model_validate(trtllm.settings(checkpoint))
+    effective = check(config, Surroundings(("prefill",), package.version, gpus=2)).effective
+    return TrtllmEngine(config, effective, package, Purpose(node=int))
+
+
 async def test_versions_that_cannot_hand_log_probabilities_over_refuse_them(newest: None, checkpoint: Path) -> None:
     package = open_package()
     package = replace(package, handoff_fields=package.handoff_fields - {"first_gen_log_probs"})
-    config = TrtllmConfig.model_validate(trtllm.settings(checkpoint))
-    effective = check(config, Surroundings(("prefill",), package.version, gpus=2)).effective
-    async with TrtllmEngine(config, effective, package, Purpose(node=int)) as engine:
+    async with prefiller(checkpoint, package) as engine:
         with pytest.raises(Unsupported, match="cannot hand log probabilities over"):
             await engine.prefill(PROMPT, replace(greedy(9), logprobs=1))
         await engine.prefill(PROMPT, replace(greedy(1)))
@@ -162,9 +167,7 @@ async def test_every_parameter_reaches_both_sides(engine: Engine, decoder: Engin
 async def test_a_parameter_that_a_version_does_not_know_is_refused(newest: None, checkpoint: Path) -> None:
     package = open_package()
     package = replace(package, sampling_arguments=package.sampling_arguments - {"min_p"})
-    config = TrtllmConfig.model_validate(trtllm.settings(checkpoint))
-    effective = check(config, Surroundings(("prefill",), package.version, gpus=2)).effective
-    async with TrtllmEngine(config, effective, package, Purpose(node=int)) as engine:
+    async with prefiller(checkpoint, package) as engine:
         with pytest.raises(Unsupported, match="cannot sample by min_p"):
             await engine.prefill(PROMPT, replace(greedy(9), min_p=0.2))
 
