@@ -22,7 +22,7 @@ from benchmarks.router_overhead import FLAT, PACED, Client, cpu_seconds, run_wor
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
 from rpc.event_loop import watched_event_loop
-from rpc.telemetry import serve_metrics
+from rpc.monitor import serve_monitor
 
 OFF, CONTROL, ON = "off", "off again", "on"
 STREAMS = 16
@@ -42,7 +42,7 @@ def run_router(pipe: Connection) -> None:
         metrics_listen = "127.0.0.1:0" if measures else ""
         config = RouterConfig(listen="127.0.0.1:0", metrics_listen=metrics_listen, drain_seconds=0)
         async with AsyncExitStack() as stack:
-            port = stack.enter_context(serve_metrics(metrics_listen))
+            port = stack.enter_context(serve_monitor(metrics_listen)).port
             if measures:
                 await stack.enter_async_context(watched_event_loop())
             pipe.send((await stack.enter_async_context(routing(config, records)), port))

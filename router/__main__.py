@@ -11,8 +11,9 @@ from router.config import RouterConfig
 from router.host import host_router
 from rpc.config import Loaded, load
 from rpc.errors import ConfigError
+from rpc.monitor import serve_monitor
 from rpc.run import run
-from rpc.telemetry import configure_logging, serve_metrics
+from rpc.telemetry import configure_logging
 
 log = structlog.get_logger(__name__)
 
@@ -46,8 +47,9 @@ def _load(path: str, overrides: list[str]) -> Loaded[RouterConfig]:
 
 
 async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:
-    with serve_metrics(config.metrics_listen, config.metrics_tls):
+    with serve_monitor(config.metrics_listen, config.metrics_tls) as monitor:
         async with host_router(config) as router:
+            monitor.answer_with(router.report)
             log.info("router listens", address=router.address, namespace=config.namespace)
             await stopping.wait()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -73,6 +74,18 @@ class Cluster:
         if not name or any(worker.record.model == name for worker in self.workers):
             raise NoWorker(f"no worker is ready yet: {self._problems()}")
         raise ModelNotFound(f"no worker serves {name!r}; served are {_names(served) or 'none'}")
+
+    def summary(self) -> dict[str, object]:
+        """How many workers there are in each role and state, and the models, each with the roles that are ready."""
+        counts = Counter(_roles_and_states(self.workers))
+        models: dict[str, set[str]] = {worker.record.model: set() for worker in self.workers}
+        for worker in self.workers:
+            if worker.state == "ready":
+                models[worker.record.model].update(worker.record.roles)
+        return {
+            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in metrics.ROLES},
+            "models": {name: sorted(models[name]) for name in sorted(models)},
+        }
 
     async def readiness(self) -> AsyncGenerator[bool, None]:
         """Whether any model has a ready decode worker: now, and after each change."""

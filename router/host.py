@@ -34,6 +34,7 @@ from rpc.access import open_access
 from rpc.aio import TaskGroup
 from rpc.channels import dialer
 from rpc.health import Health
+from rpc.monitor import Report, status
 from rpc.serve import Service, serve
 from rpc.tracing.tracer import configure_tracing
 
@@ -47,6 +48,11 @@ class Router:
 
     address: str
     cluster: Cluster
+    health: Health
+
+    def report(self) -> Report:
+        """What it says of itself at /health."""
+        return {"status": status(self.health.serving), **self.cluster.summary()}
 
 
 @asynccontextmanager
@@ -82,7 +88,7 @@ async def host_router(config: RouterConfig, registry: Registry | None = None) ->
                 connections=config.connections,
             )
         )
-        yield Router(server.address, cluster)
+        yield Router(server.address, cluster, health)
 
 
 def _services(config: RouterConfig, cluster: Cluster, loader: MediaLoader, embeddings: EmbeddingCache) -> list[Service]:

@@ -11,8 +11,8 @@ from rpc.metrics import REGISTRY
 
 _CLASS = ("model", "request_class")
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
-_WORKER_STATES = ("ready", "unhealthy", "draining")
-_ROLES = ("encode", "prefill", "decode")
+WORKER_STATES = ("ready", "unhealthy", "draining")
+ROLES = ("encode", "prefill", "decode")
 
 REQUESTS = Counter(
     "baton_router_requests_total",
@@ -109,14 +109,14 @@ EMBEDDING_CACHE_EVICTIONS = Counter(
 def observe_workers(workers: Iterable[tuple[str, str]]) -> None:
     """Counts the workers that there are, each one as its role and its state, once for every role that it has."""
     counts = Count(workers)
-    for role in _ROLES:
-        for state in _WORKER_STATES:
+    for role in ROLES:
+        for state in WORKER_STATES:
             WORKERS.labels(role, state).set(counts[role, state])
 
 
 def _begin_at_zero() -> None:
     """What has never happened is zero and not unknown: otherwise the first time is no increase."""
-    for stage in _ROLES:
+    for stage in ROLES:
         RETRIES.labels(stage)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)

@@ -42,6 +42,11 @@ class Health:
         self._known.update(services)
         self._announce()
 
+    @property
+    def serving(self) -> bool:
+        """Whether the process is."""
+        return self._status("") == SERVING
+
     def close(self) -> None:
         """Makes everything NOT_SERVING for good, tells the watchers, and ends their streams."""
         self._closed = True

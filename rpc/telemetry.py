@@ -1,18 +1,11 @@
-"""What a process tells its operators: structured logs on stderr, and metrics for Prometheus."""
+"""What a process tells its operators as it goes: structured logs on stderr."""
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import structlog
-from prometheus_client import start_http_server
 from structlog.typing import EventDict, Processor, WrappedLogger
-
-from rpc.errors import ConfigError
-from rpc.metrics import REGISTRY
-from rpc.tls import TlsConfig
 
 LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -42,39 +35,6 @@ def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) 
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-
-
-@contextmanager
-def serve_metrics(listen: str, tls: TlsConfig | None = None) -> Iterator[int]:
-    """Serves the metrics of this process over HTTP at `host:port` while the context is open, and gives the port.
-
-    Port 0 is any free one; an empty `listen` serves nothing and gives 0. Without a host it is 127.0.0.1. With `tls` it
-    is HTTPS, and with its `ca` only for callers with a certificate. Raises ConfigError if it cannot listen there.
-    """
-    if not listen:
-        yield 0
-        return
-    host, _, port = listen.rpartition(":")
-    try:
-        address = host.strip("[]") or "127.0.0.1"
-        server, thread = start_http_server(int(port), address, registry=REGISTRY, **_files(tls))
-    except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"metrics_listen: cannot listen on {listen!r}: {error}") from error
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def _files(tls: TlsConfig | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    if tls.cert is None or tls.key is None:
-        raise ConfigError("metrics_tls: a server needs cert and key")
-    verifying = {} if tls.ca is None else {"client_cafile": str(tls.ca), "client_auth_required": True}
-    return {"certfile": str(tls.cert), "keyfile": str(tls.key), **verifying}
 
 
 def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:

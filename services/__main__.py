@@ -10,8 +10,9 @@ from typing import Any
 
 from rpc.config import Loaded, load
 from rpc.errors import ConfigError
+from rpc.monitor import serve_monitor
 from rpc.run import run
-from rpc.telemetry import configure_logging, serve_metrics
+from rpc.telemetry import configure_logging
 from services.attending import attend
 from services.config import WorkerConfig
 from services.engines.factory import describe
@@ -52,10 +53,11 @@ def _described(config: WorkerConfig) -> list[str]:
 
 
 async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
-    metrics = serve_metrics(config.metrics_listen, config.metrics_tls)
-    with watched_gpus(), metrics, _abandoned_on(stopping) as ready:
+    serving = serve_monitor(config.metrics_listen, config.metrics_tls)
+    with watched_gpus(), serving as monitor, _abandoned_on(stopping) as ready:
         async with host_worker(config) as worker:
             ready.set()
+            monitor.answer_with(worker.report)
             await attend(worker, stopping)
 
 

@@ -11,6 +11,7 @@ from discovery.registry import Registry, WorkerRecord
 from rpc.access import Access
 from rpc.errors import EngineFailed
 from rpc.health import Health
+from rpc.monitor import Report, status
 from rpc.serve import serve
 from rpc.tracing.tracer import configure_tracing
 from services import metrics
@@ -70,6 +71,15 @@ class Worker:
     @property
     def epoch(self) -> int:
         return self.identity.epoch
+
+    def report(self) -> Report:
+        """What it says of itself at /health."""
+        return {
+            "status": status(self.health.serving),
+            "worker_id": self.worker_id,
+            "roles": self.identity.roles,
+            "model": self.engine.facts.name,
+        }
 
     async def supervise(self) -> None:
         """Keeps the metrics up to date, until cancelled. Raises EngineFailed once the engine is not healthy."""

@@ -2,17 +2,12 @@
 
 import json
 import logging
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import structlog
-from prometheus_client import Counter
-from support.scraping import scrape
 
-from rpc.errors import ConfigError
-from rpc.metrics import REGISTRY
-from rpc.telemetry import LogFormat, configure_logging, serve_metrics
+from rpc.telemetry import LogFormat, configure_logging
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -82,55 +77,6 @@ def test_the_console_format_is_for_people(capsys: pytest.CaptureFixture[str]) ->
     assert "model loaded" in text
     assert "worker_id=w-1" in text
     assert "{" not in text
-
-
-def test_metrics_are_served_where_they_are_asked_for() -> None:
-    counter = Counter("baton_test_things", "Things of this test.", registry=REGISTRY)
-    counter.inc(3)
-    with serve_metrics("127.0.0.1:0") as port:
-        scraped = scrape(f"127.0.0.1:{port}")
-    REGISTRY.unregister(counter)
-    assert scraped.sum("baton_test_things_total") == 3
-    assert scraped.has("baton_build_info", version=version("baton-serving"))
-
-
-def test_what_libraries_count_in_their_registry_is_not_served() -> None:
-    Counter("some_library_things", "Things of a library.").inc()
-    with serve_metrics("127.0.0.1:0") as port:
-        scraped = scrape(f"127.0.0.1:{port}")
-    assert not scraped.has("some_library_things_total")
-
-
-def test_every_process_tells_what_it_uses() -> None:
-    with serve_metrics("127.0.0.1:0") as port:
-        scraped = scrape(f"127.0.0.1:{port}")
-    assert scraped.sum("process_resident_memory_bytes") > 10e6
-    assert scraped.sum("process_cpu_seconds_total") > 0
-
-
-def test_metrics_stop_with_their_context() -> None:
-    with serve_metrics("127.0.0.1:0") as port:
-        pass
-    with serve_metrics(f"127.0.0.1:{port}") as again:
-        assert again == port
-
-
-def test_an_empty_address_serves_no_metrics() -> None:
-    with serve_metrics("") as port:
-        assert port == 0
-
-
-def test_a_taken_port_of_metrics_is_a_config_error() -> None:
-    with serve_metrics("127.0.0.1:0") as port:
-        again = serve_metrics(f"127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match=f"metrics_listen.*{port}"):
-            again.__enter__()
-
-
-@pytest.mark.parametrize("listen", ["localhost", "127.0.0.1:http", "127.0.0.1:99999"])
-def test_an_address_of_metrics_that_is_none_is_a_config_error(listen: str) -> None:
-    with pytest.raises(ConfigError, match=f"metrics_listen.*{listen}"), serve_metrics(listen):
-        pass
 
 
 @pytest.mark.parametrize("format", ["json", "console"])

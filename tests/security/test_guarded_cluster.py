@@ -32,7 +32,8 @@ from router.config import RouterConfig
 from router.host import Router, host_router
 from rpc.access import AuthConfig
 from rpc.channels import open_channel
-from rpc.telemetry import configure_logging, serve_metrics
+from rpc.monitor import serve_monitor
+from rpc.telemetry import configure_logging
 from rpc.tls import TlsConfig, TlsSection
 from services.config import WorkerConfig
 from services.engines.simulated_config import SimulatedConfig
@@ -279,8 +280,8 @@ def test_metrics_are_for_those_with_a_certificate(tmp_path: Path) -> None:
     own, scraper = authority.issue("router"), authority.issue("scraper")
     tls = TlsConfig(ca=authority.ca, cert=own.cert, key=own.key)
     trusting = ssl.create_default_context(cafile=authority.ca)
-    with serve_metrics(":0", tls) as port:
-        url = f"https://127.0.0.1:{port}/metrics"
+    with serve_monitor(":0", tls) as monitor:
+        url = f"https://127.0.0.1:{monitor.port}/metrics"
         with pytest.raises(OSError):  # noqa: PT011 - TLS 1.3 says it with whichever read comes next
             urllib.request.urlopen(url, context=trusting, timeout=5).read()
         trusting.load_cert_chain(scraper.cert, scraper.key)

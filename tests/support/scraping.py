@@ -1,8 +1,11 @@
-"""The metrics of this process, and those that another one serves, as numbers."""
+"""The metrics of this process, and those that another one serves, as numbers; and its health."""
 
+import json
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,3 +60,12 @@ def scrape(address: str) -> Scrape:
         for each in family.samples:
             samples.setdefault(each.name, {})[frozenset(each.labels.items())] = each.value
     return Scrape(samples)
+
+
+def get_health(address: str) -> tuple[int, Any]:
+    """What /health answers: the HTTP status, and the JSON."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=5) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
