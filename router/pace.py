@@ -67,9 +67,10 @@ class Throughput:
 
 
 class Average:
-    """A value that changes slowly. None as long as it is not known."""
+    """A value that changes slowly, of the last `of` measurements or so. None as long as it is not known."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: int = 8) -> None:
+        self._of = of
         self._value = 0.0
         self._count = 0
         self._measured_at = -math.inf
@@ -81,19 +82,23 @@ class Average:
         return self._value
 
     def add(self, value: float) -> None:
-        """One more measurement; the last eight or so count."""
+        """One more measurement."""
         self._count += 1
-        self._value += (value - self._value) / min(self._count, 8)
+        self._value += (value - self._value) / min(self._count, self._of)
         self._measured_at = time.monotonic()
 
 
 class Pace:
-    """A worker's: prompts, the wait for a decode's first step, and the seconds from token to token."""
+    """A worker's: prompts, the wait for a decode's first step, and the seconds from token to token.
+
+    These are known of whole answers from the worker itself, and of the last tokens from how long they were waited for.
+    """
 
     def __init__(self) -> None:
         self.prompts = Throughput()
         self.entry_seconds = Average()
         self.token_seconds = Average()
+        self.recent_token_seconds = Average(of=32)
 
 
 class DecodeTimer:
@@ -104,6 +109,7 @@ class DecodeTimer:
         self._emitted = emitted
         self._prompt_tokens = prompt_tokens
         self._started = time.monotonic()
+        self._waiting_since = 0.0  # for tokens after the first ones
         if prompt_tokens:
             pace.prompts.begin(prompt_tokens)
 
@@ -112,10 +118,16 @@ class DecodeTimer:
         if not self._prompt_tokens:
             self._pace.entry_seconds.add(time.monotonic() - self._started)
 
-    def got_tokens(self) -> None:
+    def got_tokens(self, count: int) -> None:
         """So the prompt is done."""
+        if self._waiting_since and count:
+            self._pace.recent_token_seconds.add((time.monotonic() - self._waiting_since) / count)
         if self._prompt_tokens:
             self._end_prompt(is_done=True)
+
+    def waits_for_more(self) -> None:
+        """The tokens have been passed on, however long our reader took."""
+        self._waiting_since = time.monotonic()
 
     def finished(self, timings: Iterable[timing_pb2.StageTiming], generated: int) -> None:
         """After so many tokens in all. How long they took is the worker's to say: our reader may be slow."""

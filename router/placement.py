@@ -85,7 +85,9 @@ class Placer:
         for role in ("prefill", "decode"):
             filtered = policy.filter(workers, _need(role, demand))
             able = [workers[index] for index in filtered.able]
-            lines += [f"{role} {worker.record.worker_id}: {policy.score(worker, wish):.3g}" for worker in able]
+            for worker, times in zip(able, policy.slowness(able), strict=True):
+                slow = f", {times:.3g} times as slow as usual" if times > 1 else ""
+                lines.append(f"{role} {worker.record.worker_id}: {policy.score(worker, wish, times):.3g}{slow}")
             others = [one for one in filtered.left_out if one.reason != f"has no {role} role"]
             lines += [f"{role} {one.worker_id}: {one.reason}" for one in others]
         return lines

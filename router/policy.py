@@ -1,11 +1,17 @@
 """Which worker a request goes to: filter, score and pick, three pure functions."""
 
 import hashlib
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from discovery.registry import WorkerRecord
+
+# A worker that takes so many times as long from token to token as the others is slow. Batches make smaller differences.
+_SLOW = 3.0
+# Nobody feels less, and it is mostly chance.
+_QUICK_SECONDS = 0.005
 
 
 class Candidate(Protocol):
@@ -33,6 +39,10 @@ class Candidate(Protocol):
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that wait for it, as far as can be known here."""
+
+    @property
+    def token_seconds(self) -> float | None:
+        """From token to token, of late; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +100,34 @@ def filter(workers: Sequence[Candidate], need: Need) -> Filtered:
     )
 
 
-def score(worker: Candidate, wish: Wish) -> float:
+def slowness(workers: Sequence[Candidate]) -> list[float]:
+    """How many times as long as the usual one among them each worker takes from token to token; 1 unless it is slow."""
+    known = [seconds for worker in workers if (seconds := worker.token_seconds) is not None]
+    if len(known) < 2:
+        return [1.0] * len(workers)
+    usual = max(statistics.median_low(known), _QUICK_SECONDS)
+    ratios = [(worker.token_seconds or 0.0) / usual for worker in workers]
+    return [ratio if ratio >= _SLOW else 1.0 for ratio in ratios]
+
+
+def score(worker: Candidate, wish: Wish, slowness: float = 1.0) -> float:
     """How long a request would wait there, in requests; less is better.
 
-    Prompt tokens that wait count as requests of this prompt's length: that many must be computed before it.
+    Prompt tokens that wait count as requests of this prompt's length: that many must be computed before it. Where
+    everything takes longer, the request itself counts too.
     """
-    return worker.requests + worker.waiting_tokens / max(1, wish.prompt_tokens)
+    before = worker.requests + worker.waiting_tokens / max(1, wish.prompt_tokens)
+    return before if slowness == 1.0 else (before + 1) * slowness
 
 
 def pick(workers: Sequence[Candidate], wish: Wish) -> int:
-    """The position of the worker to take: a session's own unless it is too busy, else the least busy, by turns."""
-    scores = [score(worker, wish) for worker in workers]
+    """The position of the worker to take: a session's own unless it is slow or too busy, else the best, by turns."""
+    slow = slowness(workers)
+    scores = [score(worker, wish, times) for worker, times in zip(workers, slow, strict=True)]
     least = min(scores)
     if wish.session_key:
         own = max(range(len(workers)), key=lambda index: _affinity(wish.session_key, workers[index].record.worker_id))
-        if scores[own] <= least + wish.slack:
+        if slow[own] == 1.0 and scores[own] <= least + wish.slack:
             return own
     equals = [index for index, value in enumerate(scores) if value == least]
     return equals[wish.turn % len(equals)]

@@ -215,9 +215,10 @@ class Race:
         async for response in calling.responses:
             match response.WhichOneof("event"):
                 case "tokens":
-                    timer.got_tokens()
+                    timer.got_tokens(len(response.tokens.token_ids))
                     self._prompt.put_away()
                     await self._take(response.tokens.token_ids, response.tokens.logprobs)
+                    timer.waits_for_more()
                     if self._answer.end and self._answer.end.stop_string:
                         return self._answer.end
                 case "accepted":

@@ -101,6 +101,11 @@ class Worker:
         return max(0, self.load.waiting_prefill_tokens + self._sent_tokens - self._sent_tokens_at_load)
 
     @property
+    def token_seconds(self) -> float | None:
+        """From token to token, of late, in the answers of this router; None if it is not known."""
+        return self.pace.recent_token_seconds.value
+
+    @property
     def load_age_seconds(self) -> float:
         """How old the reported load is."""
         return time.monotonic() - self._load_at

@@ -1,6 +1,8 @@
 """Filter, score, pick."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import pytest
 
 from discovery.record import WorkerRecord
 from router import policy
@@ -18,6 +20,7 @@ class Seen:
     waiting_tokens: int = 0
     embedding_layout: str = ""
     encoder: str = ""
+    token_seconds: float | None = None
 
 
 def worker(
@@ -111,6 +114,33 @@ def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
     own = policy.pick(workers, Wish(1, "key", slack=5))
     busy = [worker(name, requests=6 if index == own else 0) for index, name in enumerate("ab")]
     assert policy.pick(busy, Wish(1, "key", slack=5)) == 1 - own
+
+
+def test_a_worker_that_decodes_slowly_gets_little() -> None:
+    quick, slow = replace(worker("quick"), token_seconds=0.02), replace(worker("slow"), token_seconds=0.1)
+    assert policy.pick([replace(quick, requests=4), slow], Wish(100)) == 0
+    assert policy.pick([replace(quick, requests=6), slow], Wish(100)) == 1
+
+
+def test_a_session_does_not_stay_with_a_worker_that_has_become_slow() -> None:
+    workers = [replace(worker(f"w{index}"), token_seconds=0.02) for index in range(4)]
+    own = policy.pick(workers, Wish(100, session_key="me", slack=8))
+    workers[own] = replace(workers[own], token_seconds=0.1)
+    assert policy.pick(workers, Wish(100, session_key="me", slack=8)) != own
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        (0.02, 0.05),  # as batches differ
+        (0.0001, 0.004),  # nobody feels it
+        (None, 0.1),  # there is nothing to compare it with
+        (None, None),
+    ],
+)
+def test_small_differences_in_speed_do_not_count(seconds: tuple[float | None, float | None]) -> None:
+    workers = [replace(worker(str(index)), token_seconds=each) for index, each in enumerate(seconds)]
+    assert policy.slowness(workers) == [1, 1]
 
 
 def test_a_retry_budget_ends_and_is_earned_by_requests() -> None:
