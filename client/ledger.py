@@ -1,27 +1,42 @@
 """The ledger of an answer, drawn: how long each stage took, and which were the longest."""
 
+from collections.abc import Iterable, Sequence
+from typing import cast
+
 from baton.inference.v1 import generate_pb2, timing_pb2
 from google.protobuf.duration_pb2 import Duration
+from grpc import aio
 from rich.table import Table
 
 from client.terminal import table
+from rpc.errors import BatonError
+from rpc.metadata import LEDGER_KEY
 
 BAR_WIDTH = 30
 
 
-def ledger_table(finished: generate_pb2.Finished) -> Table:
+def ledger_table(stages: Sequence[timing_pb2.StageTiming], usage: generate_pb2.Usage | None = None) -> Table:
     """A row a stage, in the order of the ledger, with bars in proportion, and the total."""
-    longest = max((_seconds(each.duration) for each in finished.ledger), default=0.0)
-    rows = [_row(each, longest) for each in finished.ledger]
-    first = sum(_seconds(each.before_first_token) for each in finished.ledger)
-    total = sum(_seconds(each.duration) for each in finished.ledger) - _overlap(finished)
-    rows.append(["total", _milliseconds(total), _milliseconds(first), "", "", _counts(finished)])
+    longest = max((_seconds(each.duration) for each in stages), default=0.0)
+    rows = [_row(each, longest) for each in stages]
+    first = sum(_seconds(each.before_first_token) for each in stages)
+    total = sum(_seconds(each.duration) for each in stages) - _overlap(stages)
+    rows.append(["total", _milliseconds(total), _milliseconds(first), "", "", _counts(usage) if usage else ""])
     return table(["stage", "ms", "to first token", "", "worker", "moved"], rows, numbers=["ms", "to first token"])
 
 
-def _overlap(finished: generate_pb2.Finished) -> float:
+def ledger_of(error: BatonError) -> Sequence[timing_pb2.StageTiming]:
+    """The stages of a request that failed, as far as it came; empty if the router could not say."""
+    cause = error.__cause__
+    if not isinstance(cause, aio.AioRpcError):
+        return []
+    trailers = dict(cast("Iterable[tuple[str, bytes]]", cause.trailing_metadata() or ()))
+    return timing_pb2.Ledger.FromString(trailers.get(LEDGER_KEY, b"")).stages
+
+
+def _overlap(stages: Sequence[timing_pb2.StageTiming]) -> float:
     """What was turned into text while the workers went on."""
-    text = (each for each in finished.ledger if each.stage == timing_pb2.STAGE_DETOKENIZE)
+    text = (each for each in stages if each.stage == timing_pb2.STAGE_DETOKENIZE)
     return sum(_seconds(each.duration) - _seconds(each.before_first_token) for each in text)
 
 
@@ -62,8 +77,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
-def _counts(finished: generate_pb2.Finished) -> str:
-    usage = finished.usage
+def _counts(usage: generate_pb2.Usage) -> str:
     prompt = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached"
     if usage.media_tokens:
         prompt += f", {usage.media_tokens} for media"

@@ -10,9 +10,7 @@ from baton.inference.v1 import timing_pb2
 from router.ledger import Ledger
 from router.outbox import Send
 from router.stages import Stage
-from rpc.metadata import remaining_seconds
-
-LEDGER_KEY = "x-baton-ledger-bin"
+from rpc.metadata import LEDGER_KEY, remaining_seconds
 
 # HTTP/2 peers drop trailers over 8 KiB, and a status may have 7 of them (rpc/status.py). In base64 this is under one.
 _MOST_BYTES = 640

@@ -8,6 +8,9 @@ from grpc import aio
 TENANT_KEY = "x-baton-tenant"
 PRIORITY_KEY = "x-baton-priority"
 
+# At the end of an answer, however it ended: a Ledger.
+LEDGER_KEY = "x-baton-ledger-bin"
+
 
 def remaining_seconds(context: "aio.ServicerContext[Any, Any]") -> float | None:
     """How long the caller will still wait; None if it set no deadline."""

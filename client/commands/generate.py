@@ -8,13 +8,26 @@ from baton.inference.v1 import generate_pb2
 from google.protobuf.json_format import MessageToJson
 
 from client.connection import connect
-from client.ledger import ledger_table
+from client.ledger import ledger_of, ledger_table
 from client.request import build
 from client.terminal import errors
+from rpc.errors import BatonError
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Streams one answer to standard output. Ctrl-C stops it on the workers too."""
+    try:
+        finished = await _stream(arguments)
+    except BatonError as error:
+        if arguments.timing and (stages := ledger_of(error)):
+            errors().print(ledger_table(stages))
+        raise
+    if arguments.timing:
+        errors().print(ledger_table(finished.ledger, finished.usage))
+    return 0
+
+
+async def _stream(arguments: argparse.Namespace) -> generate_pb2.Finished:
     request = build(arguments)
     show = _print_json if arguments.json else _print_text
     finished = generate_pb2.Finished()
@@ -25,9 +38,7 @@ async def run(arguments: argparse.Namespace) -> int:
         async for event in events:
             show(event)
             finished = event.finished
-    if arguments.timing:
-        errors().print(ledger_table(finished))
-    return 0
+    return finished
 
 
 def _print_text(event: generate_pb2.GenerateResponse) -> None:

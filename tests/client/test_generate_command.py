@@ -40,6 +40,14 @@ async def test_timing_shows_the_ledger_on_standard_error(baton: Baton, cluster: 
     assert {"prefill compute", "handoff transfer", "decode", "total"} <= set(stages)
 
 
+async def test_timing_shows_how_far_a_request_came_that_failed(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("generate", "-", "--timing", "--address", cluster.address, stdin=b"x" * 100_000)
+    assert outcome.code == 2
+    stages = [line.split("  ")[0] for line in outcome.err.splitlines()]
+    assert {"admission", "unattributed", "total"} <= set(stages)
+    assert stages[-1].startswith("error: INVALID_REQUEST")
+
+
 async def test_a_prompt_of_token_ids_is_sent_as_ids(baton: Baton, cluster: SmallCluster) -> None:
     words = ["--token-ids", "--max-tokens", "2", "--json", "--address", cluster.address]
     outcome = await baton("generate", "104, 101 108", *words)

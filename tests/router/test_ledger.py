@@ -13,7 +13,8 @@ from support.bench import DECODE, PREFILL, Bench, bench, eventually, simulated
 from support.pictures import picture
 from support.seeing import about, leasing, seeing
 
-LEDGER_KEY = "x-baton-ledger-bin"
+from rpc.metadata import LEDGER_KEY
+
 OVERLAPPING = (timing_pb2.STAGE_DETOKENIZE, timing_pb2.STAGE_UNATTRIBUTED)
 REQUEST = {"prompt": "hello " * 40, "stopping": {"max_tokens": 6}}
 
