@@ -31,6 +31,8 @@ CLIENTS ?= python node go java cpp
 INPUTS ?= 10000
 # CI runs a failed test once more, and says so; docs/decisions.md says why.
 RERUNS := $(if $(CI),--reruns 1)
+# A test process that is stuck where its own time limits cannot reach it is ended, and another one goes on.
+STUCK := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 INSTALLED := $(VENV)/.installed
 PROTOS := $(shell find protos -name '*.proto')
@@ -81,7 +83,7 @@ doctor: $(STUBS) ## Say what is wrong with this installation
 	@$(BIN)/baton doctor
 
 test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(RERUNS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(STUCK) $(RERUNS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults)
 	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1)
 
 faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
