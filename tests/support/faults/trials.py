@@ -64,12 +64,16 @@ class Trials:
         self._session = session_for("prefill-0", "decode-0")
 
     async def learn(self, *, images: bool = False) -> None:
-        """Runs every prompt once without a disturbance: what is right from then on."""
-        for kind in self._kinds(images=images):
-            outcome = Outcome("undisturbed")
-            await follow(self._fleet.stub.Generate(self._request(kind, "undisturbed"), timeout=60), outcome)
-            assert outcome.is_right, outcome
-            self._expected[kind] = outcome.ids
+        """Runs every prompt once without a disturbance, side by side: what is right from then on."""
+        kinds = list(self._kinds(images=images))
+        answers = await asyncio.gather(*(self._undisturbed(kind) for kind in kinds))
+        self._expected.update(zip(kinds, answers, strict=True))
+
+    async def _undisturbed(self, kind: "_Kind") -> list[int]:
+        outcome = Outcome(f"undisturbed-{uuid.uuid4().hex[:6]}")
+        await follow(self._fleet.stub.Generate(self._request(kind, outcome.request_id), timeout=60), outcome)
+        assert outcome.is_right, outcome
+        return outcome.ids
 
     def _kinds(self, *, images: bool) -> Iterator["_Kind"]:
         for length in (self._shape.long_tokens, self._shape.short_tokens):
