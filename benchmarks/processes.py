@@ -4,7 +4,7 @@ import asyncio
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ async def child(target: Callable[..., None], *arguments: object) -> AsyncIterato
         assert process.pid
         yield pipe, process.pid
     finally:
-        pipe.send("stop")
+        with suppress(OSError):  # It may have ended.
+            pipe.send("stop")
         await asyncio.to_thread(process.join, 10)
         process.kill()
 

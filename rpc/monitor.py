@@ -41,8 +41,8 @@ class Monitor:
             if environ["PATH_INFO"] != "/health":
                 return metrics(environ, start_response)
             report = self._ask()
-            status = "200 OK" if report["status"] == "SERVING" else "503 Service Unavailable"
-            start_response(status, [("Content-Type", "application/json")])
+            line = "200 OK" if report["status"] == status(True) else "503 Service Unavailable"
+            start_response(line, [("Content-Type", "application/json")])
             return [json.dumps(report).encode() + b"\n"]
 
         return answer
