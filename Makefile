@@ -29,8 +29,8 @@ CLIENTS ?= python node go java cpp
 
 # How much `make fuzz` sends.
 INPUTS ?= 10000
-# CI runs a failed test once more, and says so; docs/decisions.md says why.
-RERUNS := $(if $(CI),--reruns 1)
+# CI runs a failed test once more, and shows what failed at first; docs/decisions.md says why.
+RERUNS := $(if $(CI),--reruns 1 --rerun-show-tracebacks -rfER)
 # A test process that is stuck where its own time limits cannot reach it is ended, and another one goes on.
 STUCK := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
