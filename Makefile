@@ -1,4 +1,4 @@
-# Every task of the project. `make` alone lists them.
+# All tasks of the project; `make` lists them.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,33 +6,62 @@ BIN := $(VENV)/bin
 
 # What `make up` starts.
 # ENVOY=1 puts Envoy before the routers: gRPC-Web and JSON too, at one port.
-# ENCODE is by default 1 for a model that sees pictures, as the demonstration's does.
-# MODE names one of the usual topologies: agg (whole requests on decode workers), disagg (prefill apart), epd (encode too).
+# MODE, ENCODE, PREFILL, DECODE, EMBED, ROUTERS and ENGINE are the options of `baton up`, which has their defaults.
 MODE ?=
-ENCODE ?= $(if $(MODE),$(if $(filter epd,$(MODE)),1,0))
-PREFILL ?= $(if $(filter agg,$(MODE)),0,1)
-ifneq ($(filter-out agg disagg epd,$(MODE)),)
-$(error MODE=$(MODE): there are agg, disagg and epd)
-endif
-DECODE ?= 1
-ROUTERS ?= 1
+ENCODE ?=
+PREFILL ?=
+DECODE ?=
+EMBED ?=
+ROUTERS ?=
 ENVOY ?=
-ENGINE ?= pytorch
+# OPENAI is the port of OpenAI's API over HTTP, 8000 if empty; 0 serves none.
+OPENAI ?=
+ENGINE ?=
 MODEL ?= models/demo
+UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PREFILL),--prefill $(PREFILL)) $(if $(DECODE),--decode $(DECODE)) $(if $(EMBED),--embed $(EMBED)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(ENVOY),--envoy) $(if $(OPENAI),--openai $(OPENAI)) $(if $(ENGINE),--engine $(ENGINE)) --model $(MODEL)
 
-# What `make test` runs: `make test TESTS="tests/client -k doctor"`.
+# What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
 JOBS ?= 2
+# Which implementation of gRPC's server they run on: grpcio or http2; empty is the default.
+SERVER ?=
+
+# What of the tests `make test` leaves out, unless ALL=1 or TESTS= asks for it: the last -m counts.
+ALL ?=
+MARKS := $(if $(ALL)$(filter-out tests,$(TESTS)),,-m 'not slow and not requires_trtllm and not requires_vllm')
 
 # Which programs of examples/ `make clients` builds and tests.
 CLIENTS ?= python node go java cpp
 
+# The trace of `make bench-routing`; generated if empty.
+TRACE ?=
 # How much `make fuzz` sends.
 INPUTS ?= 10000
-# CI runs a failed test once more, and shows what failed at first; docs/decisions.md says why.
-RERUNS := $(if $(CI),--reruns 1 --rerun-show-tracebacks -rfER)
-# A test process that is stuck where its own time limits cannot reach it is ended, and another one goes on.
+# How much `make fuzz-http2` sends.
+FRAMES ?= 1000000
+# CI reruns a test once if its process crashed, and reports it. The pattern matches no failure, so failed tests are not rerun.
+RERUNS := $(if $(CI),--reruns 1 --only-rerun '(?!)' --rerun-show-tracebacks -rfER)
+# A test process that hangs where its own time limits cannot stop it is killed, and another one continues.
 STUCK := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
+# What `make gpu` runs, with the engine on the GPU.
+ON_A_GPU := tests/services/engines/pytorch tests/services/engines/contract tests/services/transports/test_cuda_ipc.py tests/services/transports/test_nixl_on_a_gpu.py \
+	tests/e2e/test_same_ids.py tests/faults/test_embedded_engine.py
+
+# What `make images` builds: of router, cpu, cuda and trtllm. BASE= is an image with Python, TORCH_INDEX= an index with a torch
+# without CUDA, HOST_PIP=1 uses this machine's pip configuration. BASE=debian makes one from Debian's packages.
+TARGETS ?= router cpu
+BASE ?=
+HOST_PIP ?=
+IMAGE_OPTIONS = $(if $(BASE),--base $(BASE)) $(if $(filter undefined,$(origin TORCH_INDEX)),,--torch-index "$(TORCH_INDEX)") $(if $(HOST_PIP),--host-pip)
+
+# What `make vllm` runs, and the environment that it runs in.
+VLLM_PYTHON ?= python3.11
+VLLM_VENV := .venv-vllm
+ON_VLLM := tests/services/engines/contract tests/services/engines/vllm/test_vllm_handoff.py \
+	tests/services/engines/vllm/test_vllm_options.py
+# Two engines serve all tests of a run, so all of them share an event loop.
+VLLM_LOOP := -o asyncio_default_test_loop_scope=session -o asyncio_default_fixture_loop_scope=session
 
 INSTALLED := $(VENV)/.installed
 PROTOS := $(shell find protos -name '*.proto')
@@ -41,16 +70,16 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults clients web fuzz lint check format clean
+.PHONY: help install protos docs envoy up down status logs doctor test faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers dashboards clients web fuzz fuzz-http2 lint check format clean check-all mutations
 
-help: ## List what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+help: ## List all tasks
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  make up ENCODE=$(or $(ENCODE),1) PREFILL=$(PREFILL) DECODE=$(DECODE) ENGINE=$(ENGINE) MODEL=$(MODEL)   (these are the defaults)"
+	@echo "  make up takes MODE=agg|disagg|epd, ENCODE=, PREFILL=, DECODE=, EMBED=, ROUTERS=, ENVOY=1, OPENAI=PORT, ENGINE=pytorch|simulated|vllm, MODEL=FOLDER"
 
-install: $(INSTALLED) ## Create or renew .venv, at the versions of constraints.txt
+install: $(INSTALLED) ## Create or update .venv, at the versions of constraints.txt
 
-$(INSTALLED): pyproject.toml constraints.txt tools/install.py
+$(INSTALLED): pyproject.toml packaging/client/pyproject.toml constraints.txt tools/install.py
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
@@ -62,15 +91,15 @@ $(STUBS): $(PROTOS) $(INSTALLED) tools/stubs.py
 docs: $(STUBS) ## Write docs/api.md from the comments of the protos
 	@$(BIN)/python tools/api_docs.py
 
-envoy: $(TRANSCODING) ## Write the descriptors that deploy/envoy/envoy.yaml transcodes JSON with
+envoy: $(TRANSCODING) ## Write the descriptors with which deploy/envoy/envoy.yaml transcodes JSON
 
 $(TRANSCODING): $(STUBS) deploy/envoy/http_rules.yaml tools/transcoding.py
 	@$(BIN)/python tools/transcoding.py $@
 
-up: $(STUBS) $(if $(ENVOY),$(TRANSCODING)) ## Start etcd, the workers and a router here, and wait for a first answer
-	@$(BIN)/baton up$(if $(ENCODE), --encode $(ENCODE)) --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --model $(MODEL)$(if $(filter-out 1,$(ROUTERS)), --routers $(ROUTERS))$(if $(ENVOY), --envoy)
+up: $(STUBS) $(if $(ENVOY),$(TRANSCODING)) ## Start etcd, the workers and a router here, and wait for a first completion
+	@$(BIN)/baton up $(strip $(UP))
 
-down: ## End everything that `make up` started
+down: ## Stop everything that `make up` started
 	@test ! -x $(BIN)/baton || $(BIN)/baton down
 
 status: $(STUBS) ## Show the processes of `make up`
@@ -79,15 +108,49 @@ status: $(STUBS) ## Show the processes of `make up`
 logs: $(STUBS) ## Follow the logs of `make up`
 	@$(BIN)/baton logs --follow
 
-doctor: $(STUBS) ## Say what is wrong with this installation
+doctor: $(STUBS) ## Diagnose this installation
 	@$(BIN)/baton doctor
 
-test: $(STUBS) ## Run the tests (TESTS= selects, JOBS= runs so many at once)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(STUCK) $(RERUNS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults)
-	@$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1)
+test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= sets how many run at once, SERVER=http2 uses our own server)
+	@BATON_TEST_SERVER=$(SERVER) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(STUCK) $(RERUNS) $(MARKS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults --ignore tests/containers)
+	@$(if $(ALL),,$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1))
 
-faults: $(STUBS) ## Kill, pause, cut off and cancel everything at every step (SAMPLE=1: a few minutes of it)
-	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 $(RERUNS) tests/faults
+faults: $(STUBS) ## Inject faults at every step of requests (SAMPLE=1: a few minutes of it)
+	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 tests/faults
+
+gpu: $(STUBS) ## On a machine with an NVIDIA GPU: the suites that compute run on it, then the benchmarks
+	@BATON_TEST_DEVICE=cuda BATON_FAULTS=full $(BIN)/python -m pytest -n 0 $(STUCK) $(ON_A_GPU)
+	@PYTHONPATH=. $(BIN)/python benchmarks/gpu.py
+
+vllm-install: $(STUBS) ## Create or complete .venv-vllm, with vLLM's build for CPUs (3.4 GB)
+	@$(VLLM_PYTHON) tools/install_vllm.py $(VLLM_VENV)
+
+vllm: vllm-install ## Run vLLM's contract, handoffs and faults, on CPUs (5 to 10 minutes)
+	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider --timeout=900 $(VLLM_LOOP) -m requires_vllm $(ON_VLLM)
+	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider -m requires_vllm tests/services/engines/vllm/test_vllm_process.py
+
+vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes)
+	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -s -p no:cacheprovider -m requires_vllm tests/faults/test_vllm.py
+
+bench-router: $(STUBS) ## Compare the router with vllm-router and sglang-router, which it installs from PyPI (takes minutes)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.compare --output benchmarks/results
+
+bench-routing: $(STUBS) ## Compare the routing policies in simulated time (TRACE=FILE replays one in Mooncake's format)
+	@PYTHONPATH=. $(BIN)/python benchmarks/routing/simulation.py $(if $(TRACE),--trace $(TRACE),--seeds 1 2)
+
+images: ## Build images with docker or podman (TARGETS="router cpu cuda trtllm", BASE=IMAGE|debian, TORCH_INDEX=URL, HOST_PIP=1)
+	@$(PYTHON) -m tools.containers.images $(TARGETS) $(IMAGE_OPTIONS)
+
+compose: $(STUBS) $(TRANSCODING) ## Run a Compose topology of these images through its life (MODE=agg|disagg|epd|envoy)
+	@$(BIN)/python -m tools.containers.compose $(or $(MODE),disagg)
+
+containers: $(STUBS) $(TRANSCODING) ## Build images and test them in containers; as root, with podman: tools/install_system_packages.sh containers
+	@$(BIN)/python -m pytest -s -n 0 --timeout=0 tests/containers
+
+dashboards: $(STUBS) ## Draw Grafana's dashboards from a run with a fault, as docs/images/dashboard_*.png; needs prometheus
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt "matplotlib>=3.8"
+	@PYTHONPATH=tests:. $(BIN)/python -m tools.dashboards
 
 clients: $(STUBS) ## Build and test the clients in other languages (CLIENTS="python node" selects)
 	@BATON_CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest -n 0 tests/examples
@@ -99,7 +162,10 @@ web: ## Serve the chat page of examples/web at http://127.0.0.1:8090, for `make 
 fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
-mutations: $(STUBS) ## Take each guard of the TensorRT-LLM engine away, and see that a test misses it (a quarter of an hour)
+fuzz-http2: $(STUBS) ## Send FRAMES (1,000,000) mutated frames to our own HTTP/2 server
+	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/rpc/http2/test_mutated_frames.py
+
+mutations: $(STUBS) ## Remove each guard of the TensorRT-LLM engine, and verify that a test fails (15 minutes)
 	@$(BIN)/python tools/mutate.py tools/mutations/trtllm.yaml --jobs $(JOBS)
 
 lint: $(STUBS) ## Check style, types, import directions and protos
@@ -111,13 +177,20 @@ lint: $(STUBS) ## Check style, types, import directions and protos
 
 check: lint test ## Everything that CI runs
 
-format: $(STUBS) ## Put the code into shape
+check-all: lint ## Everything: also slow tests, on both servers, all faults, and fuzzing in full (hours)
+	@$(MAKE) --no-print-directory test ALL=1 SERVER=grpcio
+	@$(MAKE) --no-print-directory test ALL=1 SERVER=http2
+	@$(MAKE) --no-print-directory faults
+	@$(MAKE) --no-print-directory fuzz
+	@$(MAKE) --no-print-directory fuzz-http2
+
+format: $(STUBS) ## Format the code
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-clean: down ## Remove what was generated, except .venv
+clean: down ## Remove generated files, except .venv
 	@rm -rf .baton dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis tools/buf/node_modules
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
-	@find protos -name '*_pb2*.py*' -delete
+	@rm -rf baton/engine baton/etcd baton/inference
 	@for each in $(CLIENTS) web; do $(MAKE) --silent -C examples/$$each clean; done
 	@rm -f $(STUBS) $(TRANSCODING)

@@ -1,8 +1,8 @@
-"""What the embedded engine costs beside a plain transformers loop, on one random 20M Llama; prints ratios of one run.
+"""The embedded engine compared with a plain transformers loop, on a random 20M Llama; prints ratios of one run.
 
     python benchmarks/engine.py [--rounds 60] [--threads 2]
 
-Every figure is the least of interleaved rounds, and the median beside it. Needs a quiet machine.
+Every figure is the minimum of interleaved rounds, with the median beside it. Needs an idle machine.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from services.answer import Tokens
+from services.engines.answer import Tokens
+from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
-from services.prompt import Prompt, Sampling
 
 BATCHES = (1, 16, 64)
 PROMPT_TOKENS = 128
@@ -88,7 +88,7 @@ def plain_step(folder: Path, batch: int) -> Step:
 
 
 class ConstantModel:
-    """Answers without computing: what remains is the engine's own cost."""
+    """A model that computes nothing: what remains is the engine's own cost."""
 
     def __init__(self) -> None:
         self._logits = torch.randn(1, max(BATCHES), VOCABULARY)
@@ -110,7 +110,7 @@ def engine_step(folder: Path, batch: int, sampling: Sampling = GREEDY, *, consta
 
 
 def measure(steps: Sequence[Step], rounds: int) -> list[Timing]:
-    """Times each in turn, round after round, so that what disturbs one disturbs all."""
+    """Times each in turn, round after round, so that a disturbance affects all of them."""
     times: list[list[float]] = [[] for _ in steps]
     with torch.inference_mode():
         for _ in range(rounds):
@@ -122,7 +122,7 @@ def measure(steps: Sequence[Step], rounds: int) -> list[Timing]:
 
 
 async def tokens_per_second(engine: PyTorchEngine, streams: int, tokens: int) -> float:
-    """What so many streams get together, from the first token of the last one on."""
+    """Tokens a second of all streams together, measured from the last stream's first token."""
 
     async def read(prompt: tuple[int, ...]) -> int:
         count = 0
@@ -139,7 +139,7 @@ async def tokens_per_second(engine: PyTorchEngine, streams: int, tokens: int) ->
 
 
 async def streams_together(folder: Path) -> None:
-    """32 streams against one, through the asynchronous face."""
+    """32 streams compared with one, through the asynchronous interface."""
     async with PyTorchEngine(PyTorchConfig(model=folder, device="cpu", prefix_cache=False)) as engine:
         alone = max([await tokens_per_second(engine, 1, 100) for _ in range(3)])
         together = max([await tokens_per_second(engine, 32, 100) for _ in range(3)])

@@ -1,4 +1,4 @@
-"""How many questions about pictures a running cluster answers exactly, of those the demonstration model never saw.
+"""The share of held-out questions about pictures that a running cluster answers exactly.
 
     make up && .venv/bin/python benchmarks/image_accuracy.py [--pictures 200] [--at-once 16] [--address HOST:PORT]
 
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from io import BytesIO
 from random import Random
 
+from baton import AsyncClient
+from baton.images import user_message
 from baton.inference.v1 import generate_pb2
-
-from client.address import find_address
-from client.api import Client
-from client.images import user_message
-from models.demo.exercise import IMAGE, Exercise
-from models.demo.picture_tasks import PICTURE_TASKS
-from models.demo.scenes import draw
+from cli.address import find_address
+from models.demo.exercises.exercise import IMAGE, Exercise
+from models.demo.exercises.picture_tasks import PICTURE_TASKS
+from models.demo.exercises.scenes import draw
 
 REQUIRED = 0.95
 MAX_TOKENS = 48
@@ -28,14 +27,14 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An answer, and whether it is the right one."""
+    """An answer, and whether it is correct."""
 
     task: str
     is_right: bool
 
 
 def exercises(pictures: int, seed: int) -> list[tuple[str, Exercise]]:
-    """Held-out exercises of all tasks in turn, until they have so many pictures together."""
+    """Held-out exercises of all tasks in turn, until they have `pictures` pictures together."""
     random, found, shown = Random(seed), list[tuple[str, Exercise]](), 0
     while shown < pictures:
         task = PICTURE_TASKS[len(found) % len(PICTURE_TASKS)]
@@ -60,7 +59,7 @@ def _file(exercise: Exercise, index: int) -> bytes:
     return file.getvalue()
 
 
-async def ask(client: Client, task: str, exercise: Exercise, room: asyncio.Semaphore) -> Result:
+async def ask(client: AsyncClient, task: str, exercise: Exercise, room: asyncio.Semaphore) -> Result:
     """Asks one question."""
     async with room, aclosing(client.generate(request(exercise), timeout_seconds=120)) as events:
         text = "".join([event.token.text async for event in events])
@@ -70,13 +69,13 @@ async def ask(client: Client, task: str, exercise: Exercise, room: asyncio.Semap
 async def measure(arguments: argparse.Namespace) -> list[Result]:
     """Asks all of them."""
     room = asyncio.Semaphore(arguments.at_once)
-    async with Client(find_address(arguments.address).value) as client:
+    async with AsyncClient(find_address(arguments.address).value) as client:
         asked = exercises(arguments.pictures, arguments.seed)
         return await asyncio.gather(*(ask(client, task, exercise, room) for task, exercise in asked))
 
 
 def main() -> int:
-    """Prints the share of each task, and of all."""
+    """Prints the share for each task and in total."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=16)

@@ -1,16 +1,16 @@
-"""Twice the load that a cluster can bear: do those that are let in meet their deadlines, and is prefill wasted?
+"""Overload: do admitted requests meet their deadlines at twice a cluster's capacity, and is prefill wasted?
 
-A router and simulated workers in processes of their own. First the capacity is measured: requests one after another in
-as many lanes as the workers take. Then requests come at twice that rate, at random moments, each with a deadline, and
-nobody waits for the others. It prints, for the router with and without its admission:
+A router and simulated workers run in separate processes. First the capacity is measured: requests one after another in
+as many lanes as the workers take. Then requests arrive at twice that rate, at random times, each with a deadline,
+without waiting for the others. It prints, for the router with and without admission control:
 
-    admitted in time   of the requests whose Started message came, those that were complete before their deadline
+    admitted in time   of the requests whose Started message came, those that completed before their deadline
     prefill wasted     of the prompt tokens of these requests, those of requests that were not (an upper bound: a
-                       prompt that was never begun counts too)
+                       prompt that never started counts too)
 
     python -m benchmarks.overload [--seconds 20] [--load 2.0]
 
-Exit code 1 if with admission under 95 % are in time, or 5 % of prefill or more is wasted.
+Exit code 1 if with admission control under 95 % are in time, or 5 % of prefill or more is wasted.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from grpc import aio
 
+from baton.error_details import from_rpc_error
+from baton.errors import BatonError
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.processes import child, received, routing, run_process, until_told
 from discovery.memory import MemoryRegistry
 from router.config import AdmissionConfig, RouterConfig
 from rpc.channels import open_channel
-from rpc.errors import BatonError
-from rpc.status import from_rpc_error
 from services.config import WorkerConfig
-from services.engines.simulated_config import SimulatedConfig
-from services.host import host_worker
+from services.engines.simulated.config import SimulatedConfig
+from services.server import host_worker
 
 PREFILL_TOKENS_PER_SECOND = 8000.0
 DECODE_STEP_SECONDS = 0.02
@@ -47,7 +47,7 @@ LANES = 16
 
 @dataclass
 class Outcome:
-    """What became of the requests of one run."""
+    """The outcomes of the requests of one run."""
 
     sent: int = 0
     admitted: int = 0
@@ -81,7 +81,7 @@ def run_workers(pipe: Connection) -> None:
 
 
 def run_router(pipe: Connection, admission: AdmissionConfig) -> None:
-    """Routes to the workers whose records come first through the pipe, until it ends."""
+    """A router to the workers whose records arrive first through the pipe, until it ends."""
 
     async def serve() -> None:
         config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, admission=admission)
@@ -109,7 +109,7 @@ def worker_config(role: str) -> WorkerConfig:
 
 
 class Client:
-    """Sends requests whose sizes and deadlines are drawn, the same ones in every run."""
+    """Sends requests of random sizes and deadlines, the same in every run."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -134,7 +134,7 @@ class Client:
         return outcome.in_time / (time.monotonic() - started)
 
     async def load(self, rate: float, seconds: float) -> Outcome:
-        """Requests that come at random moments, `rate` a second."""
+        """Requests that arrive at random times, `rate` a second."""
         outcome = Outcome()
         started = time.monotonic()
         tasks = []
@@ -165,11 +165,11 @@ class Client:
 
 
 def _reason(error: BatonError, is_admitted: bool) -> str:
-    return f"{error.reason} {'inside' if is_admitted else 'at the gate'}"
+    return f"{error.reason} {'after admission' if is_admitted else 'at admission'}"
 
 
 async def measure(admission: AdmissionConfig, load: float, seconds: float) -> tuple[float, Outcome]:
-    """The capacity, and what became of `load` times that."""
+    """The capacity, and the outcomes at `load` times that."""
     async with AsyncExitStack() as stack:
         workers, _ = await stack.enter_async_context(child(run_workers))
         router, _ = await stack.enter_async_context(child(run_router, admission))
@@ -186,7 +186,7 @@ async def run(arguments: argparse.Namespace) -> bool:
     print("|---|---|---|---|---|---|---|")
     lets_all_in = AdmissionConfig(predict_deadlines=False)
     admits = AdmissionConfig(max_running_per_worker=MAX_BATCH)
-    for name, admission in (("lets all in", lets_all_in), ("admits", admits)):
+    for name, admission in (("without admission control", lets_all_in), ("with admission control", admits)):
         capacity, outcome = await measure(admission, arguments.load, arguments.seconds)
         print(
             f"| {name} | {capacity:.1f} | {outcome.sent / outcome.seconds:.1f} | {outcome.admitted} of {outcome.sent} "

@@ -1,4 +1,4 @@
-"""Processes of benchmarks: workers, routers and clients each have one of their own, and are spoken to through pipes."""
+"""Processes for benchmarks: workers, routers and clients run separately, and are controlled through pipes."""
 
 import asyncio
 import multiprocessing
@@ -14,8 +14,9 @@ import uvloop
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from router.host import host_router
-from rpc.telemetry import configure_logging
+from router.server import host_router
+from runtime.garbage import exempt_living_objects
+from runtime.logs import configure_logging
 
 _PATIENCE_SECONDS = 60.0
 
@@ -24,11 +25,11 @@ _context = multiprocessing.get_context("spawn")
 
 @asynccontextmanager
 async def child(target: Callable[..., None], *arguments: object) -> AsyncIterator[tuple[Connection, int]]:
-    """A process that runs `target(pipe, *arguments)`: our end of the pipe, and its id. Leaving it says "stop"."""
+    """A process that runs `target(pipe, *arguments)`: our end of the pipe, and its id. Sends "stop" on exit."""
     pipe, end = _context.Pipe()
     process = _context.Process(target=target, args=(end, *arguments))
     process.start()
-    end.close()  # so that a process that fails is noticed
+    end.close()  # so that we notice if the process fails
     try:
         assert process.pid
         yield pipe, process.pid
@@ -40,28 +41,29 @@ async def child(target: Callable[..., None], *arguments: object) -> AsyncIterato
 
 
 async def received(pipe: Connection) -> Any:
-    """What comes through a pipe. Raises EOFError if its process ends first, SystemExit if nothing comes."""
+    """The next object from a pipe. Raises EOFError if its process exits first, SystemExit on a timeout."""
     if not await asyncio.to_thread(pipe.poll, _PATIENCE_SECONDS):
-        raise SystemExit("a process says nothing")
+        raise SystemExit("a benchmark process does not respond")
     return pipe.recv()
 
 
 def run_process(main: Callable[[], Awaitable[None]]) -> None:
-    """As the real processes run: with uvloop, one log line a request, in JSON, into a file."""
+    """Runs `main` like the real processes: with uvloop, and one JSON log line for each request in a file."""
     with open(os.devnull, "w") as sink:
         os.dup2(sink.fileno(), 2)
     configure_logging("json", "info")
+    exempt_living_objects()
     uvloop.run(main())  # type: ignore[arg-type]
 
 
 async def until_told(pipe: Connection) -> None:
-    """Waits for the end of the pipe, or a word through it."""
+    """Waits for the end of the pipe, or for a message through it."""
     await asyncio.to_thread(pipe.poll, None)
 
 
 @asynccontextmanager
 async def routing(config: RouterConfig, records: Sequence[WorkerRecord]) -> AsyncIterator[str]:
-    """The address of a router in this process, which is ready to send work to these workers."""
+    """The address of a router in this process that finds all these workers ready."""
     registry = MemoryRegistry("benchmark")
     async with AsyncExitStack() as stack:
         for record in records:
@@ -73,5 +75,5 @@ async def routing(config: RouterConfig, records: Sequence[WorkerRecord]) -> Asyn
 
 
 def cpu_nanoseconds(pid: int) -> int:
-    """What the threads of a process have run so far; finer than the ticks of /proc/PID/stat."""
+    """CPU time of a process's threads so far; more precise than the ticks of /proc/PID/stat."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))

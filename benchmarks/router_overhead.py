@@ -1,11 +1,11 @@
-"""What the router costs: CPU time a token and a request, time to first token, and tokens a message.
+"""The cost of the router: CPU time for each token and request, time to first token, and tokens for each message.
 
     python benchmarks/router_overhead.py [--output FILE] [--streams 64 256] [--requests 2000]
 
-Three processes: simulated workers, the router, and this one, which is the client. The CPU time, user and system, is
-that of the router's process alone, from /proc. "Per token" is all of it divided by the tokens, requests included.
+Three processes: simulated workers, the router, and this one, which is the client. CPU time is user and system time
+of the router's process alone, from /proc. "Per token" is all of it divided by the tokens, including requests.
 Prompts are texts of 512 tokens that differ, so they are tokenized, prefilled on one worker and decoded on another.
-Added time to first token is that through the router minus that of a plain Prefill call by this client.
+Added time to first token is the difference between a request through the router and a direct Prefill call.
 """
 
 import argparse
@@ -22,26 +22,27 @@ from pathlib import Path
 
 from baton.engine.v1 import prefill_pb2, prefill_pb2_grpc, prompt_pb2
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
-
 from benchmarks.processes import child, received, routing, run_process, until_told
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
-from router.config import RouterConfig
+from router.config import RouterConfig, RoutingConfig
 from rpc.channels import open_channel
 from services.config import WorkerConfig
-from services.engines.simulated_config import SimulatedConfig
-from services.host import host_worker
+from services.engines.simulated.config import SimulatedConfig
+from services.server import host_worker
 
 PROMPT_TOKENS = 512
 TOKENS = 128
 TOKENS_PER_SECOND = 30
 CONNECTIONS = 8  # of the client
 PACED, FLAT = "paced", "flat"
+# Every prompt is prefilled on one worker and decoded on another, whatever that would gain.
+SEPARATE = RoutingConfig(policy="least_loaded")
 
 
 @dataclass
 class Load:
-    """What a client saw while it ran one load, and what that cost the router."""
+    """A client's measurements during one load, and the router's CPU time for it."""
 
     name: str
     tokens: int = 0
@@ -74,10 +75,10 @@ def run_workers(pipe: Connection) -> None:
 
 
 def run_router(pipe: Connection) -> None:
-    """Routes to the workers whose records come first through the pipe, until it ends."""
+    """A router to the workers whose records arrive first through the pipe, until it ends."""
 
     async def serve() -> None:
-        config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0)
+        config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0, routing=SEPARATE)
         async with routing(config, pipe.recv()) as address:
             pipe.send(address)
             await until_told(pipe)
@@ -90,7 +91,12 @@ def worker_config(model: str, role: str, step_seconds: float) -> WorkerConfig:
         worker_id=f"{model}-{role}",
         roles=(role,),  # type: ignore[arg-type]
         engine=SimulatedConfig(
-            name=model, num_blocks=16384, block_bytes=64, decode_step_seconds=step_seconds, max_context_tokens=1024
+            name=model,
+            num_blocks=65536,
+            block_bytes=64,
+            decode_step_seconds=step_seconds,
+            max_context_tokens=1024,
+            max_batch=1024,
         ),
         transports=("shm",),
         drain_seconds=0,
@@ -113,7 +119,7 @@ class Client:
             await channel.close()
 
     async def streams(self, name: str, model: str, streams: int) -> Load:
-        """Streams that begin within one second, each of many tokens."""
+        """Streams of many tokens that start within one second."""
         load = Load(name)
         spread = 1.0 / streams if model == PACED else 0.0
         await self._measure(load, [self._stream(load, model, TOKENS, index * spread) for index in range(streams)])
@@ -132,7 +138,7 @@ class Client:
         return load
 
     async def direct(self, streams: int) -> list[float]:
-        """Times to first token of plain Prefill calls that begin within one second. Their handoffs end by lease."""
+        """Times to first token of direct Prefill calls that start within one second. Their leases expire."""
         seconds: list[float] = []
 
         async def call(delay: float) -> None:
@@ -175,7 +181,7 @@ class Client:
 
 
 def prompts() -> Iterator[str]:
-    """Texts of 512 bytes, which are tokens here, no two with the same beginning."""
+    """Texts of 512 bytes, which are tokens here, without common prefixes."""
     for number in count():
         yield f"{number:08d} {'the quick brown fox jumps over the lazy dog ' * 12}"[:PROMPT_TOKENS]
 
@@ -202,7 +208,7 @@ async def measure(client: Client, streams: Sequence[int], requests: int) -> list
 
 
 def row(load: Load, direct: list[float] | None, per_request: float) -> str:
-    """One line of the table; the added time to first token only where a direct call was timed in the same load."""
+    """One line of the table, with the added time to first token if direct calls were timed in the same load."""
     p50, p99 = quantiles(load.first_token_seconds)
     plain = quantiles(direct) if direct else None
     own = load.cpu_seconds - per_request * load.requests if per_request else 0.0

@@ -1,9 +1,9 @@
-"""How fast a handoff's bytes move between two processes, as a multiple of a memcpy of the same bytes in the same run.
+"""The speed of each transport between two processes, as a multiple of a memcpy of the same bytes in the same run.
 
     python benchmarks/transfer.py [--mebibytes 64] [--rounds 15]
 
-The owner is a process of its own; blocks are read in permuted and in contiguous order, into permuted and contiguous
-places. All methods take turns, round by round, so that a busy machine is busy for all of them. Medians, and the least.
+The owner is a separate process; blocks are read from permuted and contiguous places into permuted and contiguous
+places. All methods take turns, round by round, so that other load affects all of them. Prints medians and minimums.
 """
 
 import argparse
@@ -12,17 +12,17 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 import numpy as np
-from baton.engine.v1 import handoff_pb2
 
-from services.engines.shared_pool import SharedPool
-from services.transports.factory import Exposure, offer_pool, open_transports
-from services.transports.transport import PoolReader, Transfer
+from baton.engine.v1 import handoff_pb2
+from services.engines.memory.shared_pool import SharedPool
+from services.transports.base import Exposure, PoolReader, PoolShape, Transfer
+from services.transports.registry import offer_pool, open_transports
 
 # 48 KiB are the demonstration model's blocks: 6 layers, keys and values, 2 heads, 16 tokens, 32 numbers, float32.
 _BLOCK_BYTES = {"128 KiB": 128 * 1024, "48 KiB": 48 * 1024, "8 KiB": 8 * 1024}
@@ -43,14 +43,22 @@ def names() -> tuple[str, ...]:
     return ("shm", "nixl", "tcp") if installed else ("shm", "tcp")
 
 
+class _Everything:
+    """Lets every reader read."""
+
+    def may_read(self, handoff_id: str, certificate: str, block_ids: Collection[int]) -> bool:
+        return True
+
+
 def own(num_blocks: int, block_bytes: int, pipe: Connection) -> None:
-    """The other process: fills a pool, offers it, and waits."""
+    """The owner's process: fills a pool, offers it, and waits."""
 
     async def serve() -> None:
         with SharedPool(num_blocks, block_bytes) as pool:
             for block in range(num_blocks):
                 pool.block(block)[:] = block.to_bytes(8, "little") * (block_bytes // 8)
-            async with offer_pool(pool, names(), Exposure("127.0.0.1", "127.0.0.1")) as endpoints:
+            async with open_transports(names()) as transports:
+                endpoints = await offer_pool(transports, pool, Exposure("127.0.0.1", "127.0.0.1", _Everything()))
                 pipe.send([endpoint.SerializeToString() for endpoint in endpoints])
                 await asyncio.to_thread(pipe.recv)
 
@@ -77,13 +85,14 @@ async def measure(label: str, block_bytes: int, total_bytes: int, rounds: int) -
     owner = multiprocessing.get_context("spawn").Process(target=own, args=(num_blocks, block_bytes, theirs))
     owner.start()
     endpoints = [handoff_pb2.TransportEndpoint.FromString(text) for text in await asyncio.to_thread(ours.recv)]
-    with open_transports(names()) as transports, SharedPool(num_blocks, block_bytes) as pool:
-        readers = {
-            transport.name: await transport.open(endpoint, num_blocks, block_bytes)
-            for transport, endpoint in zip(transports, endpoints, strict=True)
-        }
-        for case in cases(num_blocks, count):
-            await compare(label, case, pool, readers, rounds)
+    async with open_transports(names()) as transports:
+        with SharedPool(num_blocks, block_bytes) as pool:
+            readers = {
+                transport.name: await transport.open(endpoint, PoolShape(num_blocks, block_bytes))
+                for transport, endpoint in zip(transports, endpoints, strict=True)
+            }
+            for case in cases(num_blocks, count):
+                await compare(label, case, pool, readers, rounds)
     ours.send("enough")
     owner.join()
 
@@ -107,13 +116,13 @@ async def compare(label: str, case: Case, pool: SharedPool, readers: dict[str, P
 
 
 def check(case: Case, pool: SharedPool) -> None:
-    """Every block must be the one that was asked for."""
+    """Raises unless every block is the requested one."""
     for source, destination in zip(case.source, case.destination, strict=True):
         assert pool.block(destination)[-8:] == source.to_bytes(8, "little"), (source, destination)
 
 
 def report(label: str, case: Case, total: int, seconds: dict[str, list[float]]) -> None:
-    """Multiples of memcpy: of the medians, and of the least."""
+    """Multiples of memcpy, by medians and by minimums."""
     base, least = statistics.median(seconds["memcpy"]), min(seconds["memcpy"])
     line = f"{total >> 20} MiB in {label:>8}, {case.name:<22}  memcpy {total / base / 1e9:5.1f} GB/s"
     for name, times in seconds.items():

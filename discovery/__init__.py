@@ -1,0 +1,15 @@
+"""Worker discovery: workers register, routers watch.
+
+| module | subject |
+|---|---|
+| registry | the Protocols: `Registry`, `Registration`, `AllocatedId` |
+| record | `WorkerRecord`, and its JSON |
+| config | the key `registry` |
+| etcd/ | the registry in etcd |
+| file/ | the registry in a shared folder |
+| memory | the registry in memory |
+| membership | the workers as a watcher sees them, through outages |
+| pairing | workers that cannot hand KV over to one another |
+| renewal, retry, backoff | records and ids under a lease; the first call; waits between attempts |
+| keys, latest | the registry's keys; the newest value for a slow reader |
+"""

@@ -1,4 +1,4 @@
-"""Who is registered, as seen by one watcher who may lose sight of the registry for a while."""
+"""The registered workers, as one watcher sees them through outages of the registry."""
 
 from collections.abc import Mapping
 
@@ -6,48 +6,48 @@ from discovery.record import WorkerRecord
 
 
 class Membership:
-    """The workers by key. While in doubt, who is gone is kept; who comes or changes is believed at once.
+    """The workers by key. While removals are held, removed workers stay; new and changed ones are applied at once.
 
-    After an outage leases may have expired, or data been lost, only because the registry was away: the workers live and
-    need a moment to register again.
+    During an outage of the registry leases may expire, or data be lost, while the workers live; they need a moment to
+    register again.
     """
 
     def __init__(self) -> None:
         self._records: dict[bytes, WorkerRecord] = {}
-        self._absent: set[bytes] = set()
-        self._in_doubt = False
+        self._removed: set[bytes] = set()
+        self._holds_removals = False
 
     @property
     def workers(self) -> tuple[WorkerRecord, ...]:
-        """Everyone, in the order of their keys."""
+        """All workers, in the order of their keys."""
         return tuple(self._records[key] for key in sorted(self._records))
 
-    def doubt(self) -> None:
-        """From now on, until `settle`, nobody is taken for gone."""
-        self._in_doubt = True
+    def hold_removals(self) -> None:
+        """Keeps removed workers until `apply_removals`."""
+        self._holds_removals = True
 
-    def settle(self) -> None:
-        """Ends the doubt: who is still absent is gone."""
-        self._in_doubt = False
-        for key in self._absent:
+    def apply_removals(self) -> None:
+        """Removes the workers that were removed meanwhile and have not come back."""
+        self._holds_removals = False
+        for key in self._removed:
             self._records.pop(key, None)
-        self._absent.clear()
+        self._removed.clear()
 
     def replace(self, records: Mapping[bytes, WorkerRecord]) -> None:
-        """Takes over a listing of everyone."""
+        """Replaces all workers by a listing."""
         for key in self._records.keys() - records.keys():
             self.remove(key)
         for key, record in records.items():
             self.put(key, record)
 
     def put(self, key: bytes, record: WorkerRecord) -> None:
-        """A worker has come, or has changed."""
-        self._absent.discard(key)
+        """Adds or changes a worker."""
+        self._removed.discard(key)
         self._records[key] = record
 
     def remove(self, key: bytes) -> None:
-        """A worker has gone; without effect if it was not there."""
-        if self._in_doubt:
-            self._absent.add(key)
+        """Removes a worker, if it is there."""
+        if self._holds_removals:
+            self._removed.add(key)
         else:
             self._records.pop(key, None)

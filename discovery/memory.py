@@ -1,22 +1,22 @@
-"""A registry within one process, for tests and for systems that run in one."""
+"""A registry in memory, for tests and for systems in one process."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+from baton.errors import Unavailable
 from discovery.keys import WorkerKeys
 from discovery.latest import Latest
-from discovery.record import WorkerRecord
-from rpc.errors import Unavailable
+from discovery.record import WorkerRecord, epoch_after
 
 
 class MemoryRegistry:
-    """A Registry whose workers are those registered on this very object. Nothing is ever lost, so nothing heals."""
+    """A Registry of the workers that are registered on this object."""
 
     def __init__(self, namespace: str) -> None:
         self._keys = WorkerKeys(namespace)
         self._registrations: list[MemoryRegistration] = []
-        self._numbers: dict[bytes, set[int]] = {}
+        self._ids: dict[bytes, set[int]] = {}
         self._watchers: list[Latest[tuple[WorkerRecord, ...]]] = []
 
     @asynccontextmanager
@@ -32,16 +32,21 @@ class MemoryRegistry:
             self._registrations.remove(registration)
             self.publish()
 
+    async def next_epoch(self, worker_id: str) -> int:
+        """See `Registry.next_epoch`."""
+        self._keys.of(worker_id)
+        return epoch_after(max((one.epoch for one in self.workers() if one.worker_id == worker_id), default=-1))
+
     @asynccontextmanager
-    async def number(self, kind: str, limit: int) -> "AsyncIterator[MemoryNumber]":
-        """See `Registry.number`."""
-        taken = self._numbers.setdefault(self._keys.numbers(kind), set())
-        free = next((number for number in range(limit) if number not in taken), None)
+    async def allocate_id(self, kind: str, limit: int) -> "AsyncIterator[MemoryAllocatedId]":
+        """See `Registry.allocate_id`."""
+        taken = self._ids.setdefault(self._keys.ids(kind), set())
+        free = next((one for one in range(limit) if one not in taken), None)
         if free is None:
-            raise Unavailable(f"all {limit} numbers of {kind} are taken")
+            raise Unavailable(f"all {limit} ids of kind {kind} are in use")
         taken.add(free)
         try:
-            yield MemoryNumber(free)
+            yield MemoryAllocatedId(free)
         finally:
             taken.discard(free)
 
@@ -58,21 +63,21 @@ class MemoryRegistry:
             self._watchers.remove(latest)
 
     def workers(self) -> tuple[WorkerRecord, ...]:
-        """Who is registered, by worker id; of several under one id the highest epoch."""
+        """The registered workers, in the order of their ids; of several with one id the one of the highest epoch."""
         records = sorted((registration.record for registration in self._registrations), key=lambda one: one.epoch)
         by_id = {record.worker_id: record for record in records}
         return tuple(by_id[worker_id] for worker_id in sorted(by_id))
 
     def publish(self) -> None:
-        """Tells every watcher who is registered now."""
+        """Sends the registered workers to every watcher."""
         workers = self.workers()
         for latest in self._watchers:
             latest.set(workers)
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryNumber:
-    """A Number that never changes."""
+class MemoryAllocatedId:
+    """An AllocatedId that never changes."""
 
     value: int
 

@@ -1,23 +1,31 @@
-"""The worker record: what a worker says of itself to whoever looks for one, and its form as JSON."""
+"""The worker record that a worker registers, and its JSON."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 _Json: TypeAlias = object
 
-_INTEGER_LIMIT = 2**64  # a record's integers travel on as uint64
+_INTEGER_LIMIT = 2**64  # integers are sent on as uint64
+_MAX_RANKS = 4096  # routers keep a count for each
+
+# The capability of workers that take the calls of one router over a shared stream.
+MULTIPLEX = "multiplex"
+
+# The capability of workers that serve adapters, and tell which by WorkerService.WatchLoras.
+LORA = "lora"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker as others find it. `epoch` is of its process: another epoch is another process under the same id."""
+    """A worker as others find it. `epoch` is its process's incarnation: a restarted worker has a higher one."""
 
     worker_id: str
     epoch: int
     address: str  # host:port of its gRPC server
-    roles: tuple[str, ...]  # encode, prefill, decode
+    roles: tuple[str, ...]  # encode, prefill, decode, embed
     model: str
     engine: str
     layout_digest: str
@@ -25,22 +33,26 @@ class WorkerRecord:
     capabilities: tuple[str, ...] = ()
     data_parallel_ranks: int = 1
     draining: bool = False
-    certificate: str = ""  # the URI in its certificate, by which other workers know it
+    certificate: str = ""  # the URI in its certificate, by which other workers identify it
+    layout: str = ""  # describes the layout of `layout_digest`
+    offers: tuple[str, ...] | None = None  # transports by which its KV can be read; None if it does not say
+    reads: tuple[str, ...] | None = None  # transports by which it reads others'; None if it does not say
 
     @property
     def process(self) -> str:
-        """Names one life of a worker: after a restart it is another."""
+        """The name of this process of the worker: a restart changes it."""
         return f"{self.worker_id}@{self.epoch}"
 
     def to_json(self) -> bytes:
-        """The record as stored; unknown keys are for newer versions to add."""
+        """The record as stored."""
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "WorkerRecord":
-        """Reads a stored record, ignoring keys it does not know. Raises ValueError naming what is missing or wrong.
+        """Reads a stored record. Raises ValueError naming the key that is missing or wrong.
 
-        Keys that have a default may be missing: an older version did not write them.
+        Ignores unknown keys, which newer versions may add. Keys with a default may be missing: older versions did not
+        write them.
         """
         fields = _parse(text)
         return cls(
@@ -53,10 +65,21 @@ class WorkerRecord:
             layout_digest=_text(fields, "layout_digest"),
             max_context_tokens=_integer(fields, "max_context_tokens"),
             capabilities=_texts({"capabilities": [], **fields}, "capabilities"),
-            data_parallel_ranks=_integer({"data_parallel_ranks": 1, **fields}, "data_parallel_ranks"),
+            data_parallel_ranks=_ranks({"data_parallel_ranks": 1, **fields}, "data_parallel_ranks"),
             draining=_flag({"draining": False, **fields}, "draining"),
             certificate=_text({"certificate": "", **fields}, "certificate"),
+            layout=_text({"layout": "", **fields}, "layout"),
+            offers=None if fields.get("offers") is None else _texts(fields, "offers"),
+            reads=None if fields.get("reads") is None else _texts(fields, "reads"),
         )
+
+
+def epoch_after(seen: int) -> int:
+    """An epoch above `seen`, the epoch of an earlier process of this worker; -1 if there was none.
+
+    It is the wall clock's nanoseconds, unless that clock is behind `seen`.
+    """
+    return min(max(time.time_ns(), seen + 1), _INTEGER_LIMIT - 1)
 
 
 def _parse(text: bytes) -> Mapping[str, _Json]:
@@ -78,21 +101,28 @@ def _value(fields: Mapping[str, _Json], key: str) -> _Json:
 def _text(fields: Mapping[str, _Json], key: str) -> str:
     value = _value(fields, key)
     if not isinstance(value, str) or not _is_unicode(value):
-        raise ValueError(f"{key} is not a text: {value!r:.100}")
+        raise ValueError(f"{key} is not a string: {value!r:.100}")
     return value
 
 
 def _texts(fields: Mapping[str, _Json], key: str) -> tuple[str, ...]:
     value = _value(fields, key)
     if not isinstance(value, list):
-        raise ValueError(f"{key} is not a list of texts: {value!r:.100}")
+        raise ValueError(f"{key} is not a list of strings: {value!r:.100}")
     return tuple(_text({f"{key}[{index}]": item}, f"{key}[{index}]") for index, item in enumerate(value))
 
 
 def _integer(fields: Mapping[str, _Json], key: str) -> int:
     value = _value(fields, key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INTEGER_LIMIT:
-        raise ValueError(f"{key} is not an integer of 0 to 2^64 - 1: {value!r:.100}")
+        raise ValueError(f"{key} is not an integer from 0 to 2^64 - 1: {value!r:.100}")
+    return value
+
+
+def _ranks(fields: Mapping[str, _Json], key: str) -> int:
+    value = _integer(fields, key)
+    if not 1 <= value <= _MAX_RANKS:
+        raise ValueError(f"{key} is not 1 to {_MAX_RANKS}: {value}")
     return value
 
 
@@ -104,5 +134,5 @@ def _flag(fields: Mapping[str, _Json], key: str) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    # JSON can spell half of a surrogate pair, which no message could carry on.
+    # JSON can contain half of a surrogate pair, which a protobuf string cannot.
     return not any(0xD800 <= ord(character) < 0xE000 for character in text)

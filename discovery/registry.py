@@ -1,4 +1,4 @@
-"""Where workers make themselves known: the Protocol that etcd and memory fulfil."""
+"""Worker discovery: the Protocols that the registries in etcd, in a folder and in memory implement."""
 
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
@@ -6,55 +6,61 @@ from typing import Protocol
 
 from discovery.record import WorkerRecord
 
-__all__ = ["Number", "Registration", "Registry", "WorkerRecord"]
+__all__ = ["AllocatedId", "Registration", "Registry", "WorkerRecord"]
 
 
 class Registration(Protocol):
-    """A record that is being kept in the registry."""
+    """A worker's record, which is kept in the registry."""
 
     @property
     def registered(self) -> bool:
-        """Whether the record is, as far as can be known here, in the registry now."""
+        """Whether the record is in the registry now, as far as this process knows."""
 
     async def update(self, record: WorkerRecord) -> None:
-        """Replaces the record; it must have the same worker id, else ValueError.
+        """Replaces the record. Raises ValueError if the worker id differs.
 
-        Returns when it is written. While the registry cannot be reached it returns after a few seconds, and the record
-        is written when the registry is back.
+        Returns when the record is written; if the registry cannot be reached, after a few seconds, and the record is
+        written once it is back.
         """
 
 
-class Number(Protocol):
-    """A number that is ours for as long as its context is open."""
+class AllocatedId(Protocol):
+    """A small number that no other process holds while its context is open."""
 
     @property
     def value(self) -> int:
-        """The number now. It can change: after an outage of the registry another process may have the old one."""
+        """The id now. It may change after an outage of the registry, if another process got the old one."""
 
 
 class Registry(Protocol):
-    """A namespace of workers. Two namespaces never see each other's."""
+    """A namespace of workers. Namespaces do not see each other's workers."""
 
     def register(self, record: WorkerRecord) -> AbstractAsyncContextManager[Registration]:
-        """Keeps `record` registered while the context is open, healing it after every loss; removes it at the end.
+        """Keeps `record` registered while the context is open, also after losses; removes it at the end.
 
-        Entering waits until it is registered for the first time, and raises Unavailable if that takes too long,
-        Unauthenticated or PermissionDenied at once if the registry refuses us. Once entered nothing is raised any more:
-        `Registration.registered` says how it stands. Of two processes under one worker id the higher epoch stays.
-        Raises ConfigError if the worker id cannot be a part of a key.
+        Entering waits for the first registration. It raises Unavailable if that takes too long, Unauthenticated or
+        PermissionDenied at once if the registry refuses this process, and ConfigError if the worker id cannot be part
+        of a key. After that nothing is raised: see `Registration.registered`. Of two processes with one worker id the
+        one of the higher epoch stays registered.
         """
 
-    def number(self, kind: str, limit: int) -> AbstractAsyncContextManager["Number"]:
-        """A number from 0 up to, not including, `limit` that no other process of this namespace has of this kind.
+    async def next_epoch(self, worker_id: str) -> int:
+        """An epoch for a process that is about to register: higher than the registered one's, if there is one.
 
-        Entering raises Unavailable if the registry cannot be reached, or if all numbers are taken. Raises ConfigError
-        if the kind cannot be a part of a key.
+        Raises Unavailable if the registry cannot be reached, and ConfigError if the id cannot be part of a key.
+        """
+
+    def allocate_id(self, kind: str, limit: int) -> AbstractAsyncContextManager[AllocatedId]:
+        """A number in [0, limit) that no other process of this namespace holds for this kind.
+
+        Entering raises Unavailable if the registry cannot be reached, or if all ids are in use. Raises ConfigError if
+        `kind` cannot be part of a key.
         """
 
     def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        """The whole set of registered workers, at once and after every change, for as long as it is read.
+        """Yields all registered workers, at once and after every change.
 
-        Changes that come while the reader is busy are merged. While the registry cannot be reached nothing is yielded:
-        the reader keeps its last view. Raises Unauthenticated or PermissionDenied if the registry refuses us from the
-        start. Close it after use: `async with aclosing(registry.watch()) as views: ...`.
+        Changes that come while the reader is busy are merged. While the registry cannot be reached nothing is yielded,
+        so the reader keeps its last view. Raises Unauthenticated or PermissionDenied if the registry refuses this
+        process from the start. Close it after use: `async with aclosing(registry.watch()) as views: ...`.
         """

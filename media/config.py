@@ -1,4 +1,4 @@
-"""What media are accepted, and from where they may be fetched."""
+"""The limits of media, and the sources that are allowed."""
 
 import re
 from ipaddress import ip_network
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
-from rpc.config import Section
+from runtime.config import Section
 
 ImageType = Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
 _ALL_TYPES: tuple[ImageType, ...] = get_args(ImageType)
@@ -15,13 +15,13 @@ _HOST_PATTERN = re.compile(r"(\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5
 
 
 class FetchConfig(Section):
-    """Which URIs are fetched. As it stands here only `data:` is: `https:` needs a host and `file:` a folder."""
+    """Which URIs are fetched. By default only `data:`; `https:` needs an allowed host, `file:` an allowed folder."""
 
-    timeout_seconds: float = Field(default=5.0, gt=0)  # for everything: names, connections, redirects, the body
+    timeout_seconds: float = Field(default=5.0, gt=0)  # in all: name resolution, connections, redirects, the body
     allowed_hosts: tuple[str, ...] = ()  # `example.org`, `*.example.org`, `*`; without `:port` it is 443
     allowed_folders: tuple[str, ...] = ()
     max_redirects: int = Field(default=3, ge=0)
-    allowed_private_networks: tuple[str, ...] = ()  # such as `10.1.0.0/16`: whoever sends requests can reach into them
+    allowed_private_networks: tuple[str, ...] = ()  # such as `10.1.0.0/16`: clients can then reach hosts in it
     ca_file: str = ""  # trusted in place of the system's certificates
 
     @field_validator("allowed_hosts")
@@ -30,14 +30,14 @@ class FetchConfig(Section):
         lowered = tuple(host.lower() for host in hosts)
         for host in lowered:
             if not _HOST_PATTERN.fullmatch(host):
-                raise ValueError(f"{host!r} is no host: expected example.org, *.example.org or *, and perhaps a :port")
+                raise ValueError(f"{host!r} is not a host: expected example.org, *.example.org or * (and :port)")
         return lowered
 
     @field_validator("allowed_private_networks")
     @classmethod
     def _networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
         for network in networks:
-            ip_network(network)  # its error says what is wrong
+            ip_network(network)  # raises an error that names the fault
         return networks
 
     @field_validator("allowed_folders")

@@ -1,23 +1,23 @@
-"""Checking that an image is what it is said to be, whole, and small enough. Pillow reads it; limits come before."""
+"""Checks that an image has its declared type, is complete, and is within the limits; and reads its pixels."""
 
 import hashlib
 import struct
 import zlib
 from io import BytesIO
 
-from PIL import Image
+from PIL import Image, ImageOps
 
+from baton.errors import BatonError, InvalidRequest, Unsupported
 from media import content as contents
-from media import jpeg, mime
+from media import mime
 from media.config import MediaConfig
-from media.item import Media, MediaItem
-from rpc.errors import BatonError, InvalidRequest, Unsupported
+from media.item import CheckedMedia, MediaItem
 
-# A JPEG with further pictures inside, such as a depth map, is the first of them to all who do not look for more.
+# MPO is a JPEG with further pictures inside, such as a depth map; only the first one is used.
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
-# What Pillow's readers raise for files that are broken, each in its own way.
+# The errors that Pillow's readers raise for damaged files.
 BROKEN = (
     OSError,
     SyntaxError,
@@ -31,7 +31,7 @@ BROKEN = (
 )
 
 
-def check_image(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
+def check_image(item: MediaItem, content: bytes, config: MediaConfig) -> CheckedMedia:
     """The image in `content`, which has come from the item's source. Blocking; decodes all pixels and drops them.
 
     An item without a MIME type gets the one that its content has. Orientation is not applied. Raises InvalidRequest
@@ -45,21 +45,21 @@ def check_image(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
         raise InvalidRequest.of(item.source_field, f"is larger than the limit of {config.max_bytes} bytes")
     if not contents.is_known_image(content):
         raise _no_image(item, content, config)
-    if jpeg.is_laborious(content):
+    if contents.is_laborious(content):
         raise InvalidRequest.of(item.source_field, "has too many scans or too much padding")
     return _decoded(item, content, config)
 
 
-def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
+def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> CheckedMedia:
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
             mime_type = _TYPES[image.format or ""]
             _check_type(item, mime_type, config)
             _check_size(item, image.width, image.height, config)
             if image.format != "MPO" and getattr(image, "is_animated", False):
-                raise InvalidRequest.of(item.source_field, "has more than one frame; only stills are accepted")
+                raise InvalidRequest.of(item.source_field, "has more than one frame; only still images are accepted")
             image.load()
-            return Media(content, mime_type, image.width, image.height, hashlib.sha256(content).digest())
+            return CheckedMedia(content, mime_type, image.width, image.height, hashlib.sha256(content).digest())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels(item, config) from None
     except BROKEN:
@@ -68,7 +68,8 @@ def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> Media:
 
 def _check_type(item: MediaItem, mime_type: str, config: MediaConfig) -> None:
     if item.mime_type and mime.normal(item.mime_type) != mime_type:
-        raise InvalidRequest.of(item.mime_type_field, f"says {mime.normal(item.mime_type)}, the content is {mime_type}")
+        declared = mime.normal(item.mime_type)
+        raise InvalidRequest.of(item.mime_type_field, f"is {declared}, but the content is {mime_type}")
     if mime_type not in config.allowed_types:
         raise Unsupported(f"{item.source_field}: {mime_type} is not accepted; {mime.accepted(config.allowed_types)}")
 
@@ -90,7 +91,18 @@ def _no_image(item: MediaItem, content: bytes, config: MediaConfig) -> BatonErro
     found = contents.describe(content)
     if item.mime_type:
         said = mime.normal(item.mime_type)
-        return InvalidRequest.of(item.mime_type_field, f"says {said}, the content is {found or 'something else'}")
+        return InvalidRequest.of(item.mime_type_field, f"is {said}, but the content is {found or 'something else'}")
     if found:
         return Unsupported(f"{item.source_field}: {found} is not accepted; {mime.accepted(config.allowed_types)}")
-    return InvalidRequest.of(item.source_field, f"is no image; {mime.accepted(config.allowed_types)}")
+    return InvalidRequest.of(item.source_field, f"is not an image; {mime.accepted(config.allowed_types)}")
+
+
+def read_pixels(content: bytes, field: str) -> Image.Image:
+    """The image in RGB, with its EXIF orientation applied. Blocking. Raises InvalidRequest if it is damaged."""
+    try:
+        with Image.open(BytesIO(content), formats=FORMATS) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise InvalidRequest.of(field, "has too many pixels") from None
+    except BROKEN:
+        raise InvalidRequest.of(field, "is truncated or damaged") from None

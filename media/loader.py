@@ -8,20 +8,21 @@ from typing import TypeVar
 
 from typing_extensions import Self
 
-from media import data_uri, files, mime, uri
+from baton.errors import DeadlineExceeded, Unsupported
+from media import mime
 from media.config import MediaConfig
-from media.https import HttpsFetcher
 from media.image import check_image
-from media.item import Media, MediaItem
-from media.resolver import Resolver, SystemResolver
-from rpc.aio import timeout
-from rpc.errors import DeadlineExceeded, Unsupported
+from media.item import CheckedMedia, MediaItem
+from media.sources import files, uri
+from media.sources.addresses import Resolver, SystemResolver
+from media.sources.https import HttpsFetcher
+from runtime.aio import timeout
 
 Result = TypeVar("Result")
 
 
-async def load(item: MediaItem, config: MediaConfig) -> Media:
-    """Loads a single item; see `MediaLoader.load`. Whoever loads more than one keeps a MediaLoader."""
+async def load(item: MediaItem, config: MediaConfig) -> CheckedMedia:
+    """Loads a single item; see `MediaLoader.load`. To load several, keep a MediaLoader."""
     async with MediaLoader(config) as loader:
         return await loader.load(item)
 
@@ -58,8 +59,8 @@ class MediaLoader:
         file = ("file",) if self._config.fetch.allowed_folders else ()
         return ("data", *https, *file)
 
-    async def load(self, item: MediaItem) -> Media:
-        """Gets the item's content and checks it: type, whole, size, one frame.
+    async def load(self, item: MediaItem) -> CheckedMedia:
+        """Loads the item's content and checks it: type, completeness, size, one frame.
 
         Raises InvalidRequest naming the field that is wrong, Unsupported for a type or a scheme that is not accepted,
         PermissionDenied for a host, address or folder that may not be read, MediaUnavailable and DeadlineExceeded when
@@ -72,11 +73,11 @@ class MediaLoader:
             case str() as address:
                 return await self._load_from(address, item)
 
-    async def _load_from(self, address: str, item: MediaItem) -> Media:
+    async def _load_from(self, address: str, item: MediaItem) -> CheckedMedia:
         field = item.source_field
         match uri.scheme(address, field, self.schemes):
             case "data":
-                found = await self._in_thread(lambda: data_uri.decode(address, field, self._config.max_bytes))
+                found = await self._in_thread(lambda: uri.decode_data(address, field, self._config.max_bytes))
                 declared = replace(item, mime_type=mime.agreed(item, found.mime_type))
                 return await self._check(declared, found.content)
             case "https" if self._https is not None:
@@ -89,7 +90,7 @@ class MediaLoader:
     async def _read_file(self, address: str, field: str) -> bytes:
         fetch, max_bytes = self._config.fetch, self._config.max_bytes
         try:
-            # A network file system may not answer at all.
+            # A network file system may never answer.
             async with timeout(fetch.timeout_seconds):
                 return await self._in_thread(
                     lambda: files.read(address, field, folders=fetch.allowed_folders, max_bytes=max_bytes)
@@ -97,7 +98,7 @@ class MediaLoader:
         except TimeoutError:
             raise DeadlineExceeded(f"{field}: not read within {fetch.timeout_seconds:g} s") from None
 
-    async def _check(self, item: MediaItem, content: bytes) -> Media:
+    async def _check(self, item: MediaItem, content: bytes) -> CheckedMedia:
         return await self._in_thread(lambda: check_image(item, content, self._config))
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:

@@ -1,0 +1,23 @@
+"""The router: `python -m router CONFIG`. The request path, in the order of reading:
+
+service.py       gRPC services: one context for each request, then the pipeline
+context.py       RequestContext: tenant, priority, deadline, stats, fault plan; the table of running requests
+pipeline.py      a request: validate, tokenize, admit, encode, execute
+execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails
+answers.py       several answers to one prompt
+validation.py    checks of requests, defaults of sampling
+cancellation.py  stops a request on all its workers
+server.py        assembles a router and serves it; config.py is its configuration
+
+embedding/   requests for embeddings of texts
+admission/   quotas, the waiting queue, predicted deadlines
+processes/   a router of several processes behind the same ports
+kserve/      KServe's protocol, for Triton's clients
+openai/      OpenAI's API over HTTP
+stream/      the answer: messages, unary responses, trailing timings
+text/        tokenizer, chat templates, detokenizer, stop strings
+multimodal/  media: validation, encoding, the embedding cache, prompts with media
+routing/     which workers run a request: filters, policies, placement, retries
+workers/     the cluster as this router sees it, and the calls to its workers
+telemetry/   stats, timings, metrics and spans of requests
+"""

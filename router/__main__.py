@@ -1,4 +1,4 @@
-"""`python -m router CONFIG.yaml key=value...`: a router, until SIGTERM."""
+"""`python -m router CONFIG.yaml key=value...`: runs a router until SIGTERM."""
 
 import argparse
 import asyncio
@@ -7,19 +7,19 @@ from functools import partial
 
 import structlog
 
+from baton.errors import ConfigError
 from router.config import RouterConfig
-from router.host import host_router
-from rpc.config import Loaded, load
-from rpc.errors import ConfigError
-from rpc.monitor import serve_monitor
-from rpc.run import run
-from rpc.telemetry import configure_logging
+from router.processes.supervisor import supervise
+from runtime.config import Loaded, load
+from runtime.logs import configure_logging
+from runtime.monitor import serve_monitor
+from runtime.process import run
 
 log = structlog.get_logger(__name__)
 
 
 def main() -> None:
-    """Exit codes: 0 after a drain, 1 after a failure, 2 if the configuration is wrong."""
+    """Exits with 0 after draining, 1 after a failure, 2 for a wrong configuration."""
     arguments = _parse_arguments()
     loaded = _load(arguments.config, arguments.overrides)
     if arguments.print_config:
@@ -27,14 +27,14 @@ def main() -> None:
         return
     config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
-    run(partial(_serve, config))
+    run(partial(_serve if config.processes == 1 else supervise, config))
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="Routes requests to prefill and decode.")
     parser.add_argument("config", help="a YAML file, such as deploy/config/router.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as listen=127.0.0.1:7071")
-    parser.add_argument("--print-config", action="store_true", help="print every value and where it is from, and stop")
+    parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
     return parser.parse_args()
 
 
@@ -47,7 +47,11 @@ def _load(path: str, overrides: list[str]) -> Loaded[RouterConfig]:
 
 
 async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:
-    with serve_monitor(config.metrics_listen, config.metrics_tls) as monitor:
+    # Here: a supervisor of processes needs none of it.
+    from router.server import host_router
+
+    tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
+    with serve_monitor(config.metrics_listen, tls) as monitor:
         async with host_router(config) as router:
             monitor.answer_with(router.report)
             log.info("router listens", address=router.address, namespace=config.namespace)

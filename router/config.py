@@ -1,4 +1,4 @@
-"""The router's configuration, as deploy/config/router.yaml holds it."""
+"""The router's configuration. deploy/config/router.yaml is an example with the defaults."""
 
 import secrets
 
@@ -6,107 +6,146 @@ from pydantic import Field
 
 from discovery.config import RegistryConfig
 from media.config import MediaConfig
-from rpc.access import AuthConfig
-from rpc.config import Section
-from rpc.serve import ConnectionLimits
-from rpc.telemetry import LogFormat, LogLevel
-from rpc.tls import TlsConfig, TlsSection
+from rpc.auth.access import AuthConfig
+from rpc.auth.tls import TlsConfig, TlsSection
+from rpc.server import ConnectionLimits, ServerKind, default_server
 from rpc.tracing.config import TracingConfig
-
-
-class LogConfig(Section):
-    """How log lines look and which are written."""
-
-    format: LogFormat = "console"
-    level: LogLevel = "info"
+from runtime.config import Section
+from runtime.logs import LogConfig
 
 
 class LimitsConfig(Section):
-    """What one request may ask, whatever the model. Texts are counted in characters."""
+    """Limits of one request, for all models. Lengths of texts are in characters."""
 
     request_timeout_seconds: float = Field(default=600.0, gt=0)  # for clients that set no deadline
+    max_timeout_seconds: float = Field(default=3600.0, gt=0)  # for clients whose deadline is later
+    max_messages: int = Field(default=4096, ge=1)  # of a chat
+    max_message_parts: int = Field(default=8192, ge=1)  # of all its messages
+    max_tools: int = Field(default=128, ge=0)  # of a chat
+    max_logit_biases: int = Field(default=1024, ge=0)
+    max_stop_token_ids: int = Field(default=1024, ge=0)
     max_stop_strings: int = Field(default=16, ge=0)
     max_stop_string_length: int = Field(default=256, ge=1)
-    max_waiting_tokens: int = Field(
-        default=1024, ge=1
-    )  # unread by a slow client, before its decode stream is read no further
-    slow_reader_seconds: float = Field(default=60.0, gt=0)  # without reading anything, before its request is ended
+    max_answers: int = Field(default=16, ge=1)  # of one request
+    max_waiting_tokens: int = Field(default=1024, ge=1)  # unread by a slow client, before its decode stream is paused
+    slow_reader_seconds: float = Field(default=60.0, gt=0)  # without reading anything, before its request is stopped
+    max_tokenizing: int = Field(default=64, ge=1)  # calls of Tokenize and Detokenize at the same time
+    grammar_seconds: float = Field(default=10.0, gt=0)  # to check the grammar of a guided request
     max_images: int = Field(default=16, ge=0)  # of one request
+    max_embed_inputs: int = Field(default=2048, ge=1)  # of one request for embeddings
     max_loading_images: int = Field(default=16, ge=1)  # fetched and checked at the same time, of all requests
 
 
 class AdmissionConfig(Section):
-    """Which requests are let in to the workers, and when."""
+    """When requests may run on workers."""
 
-    max_running_per_worker: int = Field(default=0, ge=0)  # for each that decodes; more wait here; 0 lets all in
+    max_running_per_worker: int = Field(default=0, ge=0)  # for each decode or embed worker; 0 is no limit
     max_waiting: int = Field(default=1024, ge=0)  # of one model
-    predict_deadlines: bool = True  # refuse what cannot be done in the time that its caller gives it
+    outage_seconds: float = Field(default=10.0, ge=0)  # how long they wait while no decode worker is ready
+    predict_deadlines: bool = True  # refuse requests that cannot meet their deadline
 
 
 class QuotaConfig(Section):
-    """What one tenant may use. 0 is no limit."""
+    """The quota of one tenant. 0 is no limit."""
 
     requests_per_second: float = Field(default=0.0, ge=0)
-    tokens_per_second: float = Field(default=0.0, ge=0)  # of prompts and answers
-    burst_seconds: float = Field(default=10.0, gt=0)  # so many seconds' worth may be used at once
-    concurrent: int = Field(default=0, ge=0)  # requests that run or wait
+    tokens_per_second: float = Field(default=0.0, ge=0)  # of prompts and completions
+    burst_seconds: float = Field(default=10.0, gt=0)  # the burst, as seconds of the rates
+    concurrent: int = Field(default=0, ge=0)  # running and waiting requests
 
 
 class QuotasConfig(Section):
-    """What tenants may use: those that are named, and each of the others."""
+    """The quotas of named tenants, and the default for each other tenant."""
 
     default: QuotaConfig = QuotaConfig()
     tenants: dict[str, QuotaConfig] = Field(default_factory=dict)
 
 
 class RetryConfig(Section):
-    """How often a request is run again after a worker has failed it."""
+    """Retries after a worker has failed a request."""
 
-    max_attempts: int = Field(default=3, ge=1)  # of each of prefill and decode, the first one included
-    budget_ratio: float = Field(default=0.1, ge=0)  # retries that each request earns for all
-    budget_floor: int = Field(default=32, ge=1)  # retries to start with, and the least that come back with time
-    wait_seconds: float = Field(default=5.0, ge=0)  # for a worker that a begun answer can go on at, where there is none
+    max_attempts: int = Field(default=3, ge=1)  # of each stage, including the first
+    budget_ratio: float = Field(default=0.1, ge=0)  # of a retry that each request adds to the budget of all
+    budget_floor: int = Field(default=32, ge=1)  # retries at the start, and after a while without any
+    wait_seconds: float = Field(default=5.0, ge=0)  # for a decode worker that can continue an answer
 
 
 class RoutingConfig(Section):
-    """Where requests run."""
+    """Which workers run a request."""
 
-    local_prefill_tokens: int = Field(default=0, ge=0)  # a shorter prompt runs whole on its decode worker; 0 is off
-    session_slack: float = Field(default=8.0, ge=0)  # how much busier, in requests, a session's own worker may be
-    inline_encode: bool = True  # without an encode worker, images go to one that encodes beside prefill or decode
+    policy: str = Field(
+        default="automatic",
+        description="Or predicted_seconds, least_loaded, round_robin, random, an entry point of baton.policies, or"
+        " module:Class.",
+    )
+    policy_options: dict[str, bool | int | float | str] = Field(default_factory=dict)  # its keyword arguments
+    temperature_seconds: float = Field(
+        default=0.0, ge=0, description="Of predicted_seconds: 0 takes the best place, more takes others too."
+    )
+    profile: str = Field(
+        default="",
+        description="A file of `baton bench profile`: what predicted_seconds assumes before it has measured anything.",
+    )
+    local_prefill_tokens: int = Field(default=0, ge=0)  # shorter prompts run on their decode worker; 0 is off
+    session_slack: float = Field(default=8.0, ge=0)  # how many requests busier a session's own worker may be
+    inline_encode: bool = True  # without a dedicated encode worker, use one with other roles
 
 
 class EmbeddingsConfig(Section):
-    """What the router keeps of images that were encoded."""
+    """The cache of embeddings."""
 
-    max_bytes: int = Field(default=256 * 2**20, ge=0)  # of all embeddings, wherever they are; 0 keeps none
-    leased_idle_seconds: float = Field(default=60.0, gt=0)  # then one that lies on an encode worker is given back
+    max_bytes: int = Field(default=256 * 2**20, ge=0)  # of all embeddings, here and on encode workers; 0 is off
+    leased_idle_seconds: float = Field(default=60.0, gt=0)  # then an embedding on an encode worker is released
 
 
 class ProbeConfig(Section):
-    """How the router convinces itself that a worker is there."""
+    """Health checks of workers."""
 
     interval_seconds: float = Field(default=1.0, gt=0)
     timeout_seconds: float = Field(default=1.0, gt=0)
-    hung_seconds: float = Field(default=3.0, gt=0)  # without any answer; then what runs there goes on elsewhere
+    hung_seconds: float = Field(default=3.0, gt=0)  # without a response, then its requests continue on other workers
+
+
+class ClientConnections(ConnectionLimits):
+    """Limits of one client connection.
+
+    Fewer streams than for workers, whose callers are routers: streams that are opened and reset at once still use the
+    event loop, and delay other streams.
+    """
+
+    max_streams: int = Field(default=256, ge=1, description="Calls at once; more wait on the caller's side.")
+
+
+class OpenAIConfig(Section):
+    """OpenAI's API over HTTP. It needs the extra `openai`."""
+
+    listen: str = Field(default="", description="host:port; empty serves it not.")
+    tls: TlsConfig | None = None
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_connections: int = Field(default=4096, ge=1)
 
 
 class RouterConfig(Section):
-    """Everything that can be set for `python -m router`."""
+    """The whole configuration of `python -m router`."""
 
     namespace: str = "default"
     router_id: str = Field(default="", description="On its log lines and spans; generated if empty.")
     listen: str = "127.0.0.1:7070"
-    tls: TlsSection = TlsSection()  # with a `ca` to listen with, callers need certificates
+    tls: TlsSection = TlsSection()  # with a `ca` for listening, callers need certificates
     auth: AuthConfig = AuthConfig()
-    connections: ConnectionLimits = ConnectionLimits()
-    metrics_listen: str = ""  # host:port; without a host 127.0.0.1; empty serves and measures nothing
+    processes: int = Field(
+        default=1, ge=1, le=256, description="Each with its own event loop, behind the same ports: one a core at most."
+    )
+    server: ServerKind = Field(default_factory=default_server, description="`grpcio`, or our own `http2`.")
+    connections: ClientConnections = ClientConnections()
+    openai: OpenAIConfig = OpenAIConfig()
+    metrics_listen: str = ""  # host:port; the host defaults to 127.0.0.1; empty turns metrics off
     metrics_tls: TlsConfig | None = None
     announce_seconds: float = Field(
         default=0.0, ge=0, description="After SIGTERM, NOT_SERVING but taking requests, until balancers have heard."
     )
     drain_seconds: float = Field(default=30.0, ge=0)
-    allow_faults: bool = False  # whether x-baton-fault is passed on to workers: in tests only
+    allow_faults: bool = False  # whether x-baton-fault is accepted; for tests only
     registry: RegistryConfig = RegistryConfig()
     log: LogConfig = LogConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -115,10 +154,11 @@ class RouterConfig(Section):
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
     probe: ProbeConfig = ProbeConfig()
+    multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
     tracing: TracingConfig = TracingConfig()
     media: MediaConfig = MediaConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
 
     def named(self) -> "RouterConfig":
-        """The same, with an id."""
+        """The same configuration, with a router id."""
         return self.model_copy(update={"router_id": self.router_id or f"router-{secrets.token_hex(4)}"})

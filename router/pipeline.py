@@ -1,163 +1,179 @@
-"""The life of a request, top to bottom: admitted, tokenized, encoded, and then the race of its workers to the end.
+"""The life of a request, top to bottom: validate, tokenize, admit, encode, execute.
 
-Read this first, and race.py next: there a request is placed, prefilled, handed over and decoded.
+Read this first and execution.py next: there a request is placed, prefilled, handed over and decoded.
 """
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from baton.engine.v1 import prompt_pb2
-from baton.inference.v1 import generate_pb2, timing_pb2
-
-from router import admission, media_admission, traces
-from router.account import Account
-from router.answer import Answer
-from router.cluster import Cluster
+from baton.errors import Cancelled
+from baton.inference.v1 import lora_pb2, timing_pb2
+from router import validation
+from router.admission.controller import AdmissionController
+from router.admission.predictor import RequestEstimate
+from router.answers import SeveralAnswers, keep_together
 from router.config import LimitsConfig
-from router.deadline import Deadline
-from router.embedder import LoadedMedia
-from router.fault_plan import strike
-from router.forecast import Candidate
-from router.gate import Gate
-from router.hops import Hops
-from router.illustrated_prompt import IllustratedPrompt
-from router.illustrator import Illustrator
-from router.ledger import Ledger
-from router.model import ServedModel
-from router.observation import observe
-from router.outbox import Outbox, Send
-from router.race import Entrant, Race, Track
-from router.reply import Reply
-from router.requests import RequestTable, RunningRequest
-from rpc.errors import Cancelled
-from rpc.tracing.span import stage_span
+from router.context import RequestContext, RequestTable
+from router.execution import Executor
+from router.multimodal.encode import LoadedMedia
+from router.multimodal.processor import MultimodalProcessor
+from router.multimodal.prompt import MultimodalPrompt
+from router.multimodal.validation import media_items
+from router.stream.reply import Pace, Reply
+from router.stream.writer import StreamWriter
+from router.telemetry.request_metrics import record_request
+from router.telemetry.spans import set_request_attributes
+from router.text import request_input
+from router.text.chat_template import LOOP_SECONDS, SlowTemplate
+from router.text.completion import Completion
+from router.text.grammar_check import GrammarCheck
+from router.workers.cluster import Cluster
+from router.workers.model import ServedModel
+from rpc.tracing.span import Span, stage_span
 
-_LONG_INPUT_BYTES = 4096  # from here on tokenizing would hold up the other streams
+_MANY_IDS = 16 * 1024  # copying more takes over a millisecond
+# The router notices the end of a request's time a moment later than gRPC.
+_TIMER_SECONDS = 0.01
+
+Result = TypeVar("Result")
 
 
 class Pipeline:
     """Runs requests on a cluster."""
 
     def __init__(
-        self, cluster: Cluster, gate: Gate, illustrator: Illustrator, track: Track, limits: LimitsConfig
+        self,
+        cluster: Cluster,
+        admission: AdmissionController,
+        processor: MultimodalProcessor,
+        executor: Executor,
+        limits: LimitsConfig,
+        grammars: GrammarCheck,
     ) -> None:
         self._cluster = cluster
-        self._illustrator = illustrator
-        self._gate = gate
-        self._track = track
+        self._admission = admission
+        self._processor = processor
+        self._executor = executor
         self._limits = limits
+        self._grammars = grammars
         self.requests = RequestTable()
 
-    async def generate(self, request: generate_pb2.GenerateRequest, reply: Reply) -> None:
-        """Answers a request: Started, tokens, Finished. Raises a BatonError where it cannot.
+    async def run(self, ctx: RequestContext, reply: Reply) -> None:
+        """Answers a request: Started, tokens, Finished. Raises a BatonError if it fails.
 
-        Cancelling the caller means that the client has left.
+        A cancellation of the caller means that the client has left.
         """
         with (
             stage_span("baton.generate") as span,
-            self.requests.enter(request.request_id) as running,
-            observe(running.request_id, self._track.meter) as account,
-            reply.ending_with(account.ledger),
+            self.requests.enter(ctx),
+            record_request(ctx.stats, ctx.call_id, self._executor.metrics),
+            reply.with_timings_trailer(ctx.timings),
         ):
-            traces.ask(request, span)
-            # A task of its own, so that CancelGeneration can stop it and the call still answers why.
-            running.task = asyncio.create_task(self._run(request, reply, running, account))
+            set_request_attributes(ctx.request, span)
             try:
-                await running.task
+                await ctx.cancellation.run(self._answer(ctx, reply))
             except (asyncio.CancelledError, Cancelled):
-                if running.cancelled_because:
-                    raise Cancelled(running.cancelled_because) from None
-                traces.left(account, reply.client_seconds, span)
+                note_passed_deadline(ctx, span)
                 raise
 
-    async def _run(
-        self,
-        request: generate_pb2.GenerateRequest,
-        reply: Reply,
-        running: RunningRequest,
-        account: Account,
-    ) -> None:
-        ledger, client_seconds = account.ledger, reply.client_seconds
-        seconds = self._limits.request_timeout_seconds if client_seconds is None else client_seconds
-        deadline = Deadline(seconds, ledger, is_callers=client_seconds is not None)
-        async with deadline.enforced():
-            with ExitStack() as serving:
-                admitted = await self._admit(request, running, account, deadline, serving)
-                async with self._gate.inside(_candidate(request, account), deadline, account):
-                    with admitted.prompt as prompt:
-                        await prompt.embed(account)
-                        entrant = _enter(request, admitted, account)
-                        async with self._outbox(running, reply.send, ledger) as outbox:
-                            hops = Hops(running, ledger, deadline, request.routing.session_key)
-                            await Race(entrant, self._track, hops, outbox).run()
+    async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
+        """Validates, tokenizes, admits, encodes and executes, within the deadline and the tenant's quota."""
+        async with ctx.within_deadline():
+            with self._admission.track_tenant(ctx):
+                model = await self._validate(ctx)
+                prompt = await self._tokenize(ctx, model)
+                async with self._admission.admit(ctx, _estimate(ctx, model)):
+                    with prompt:
+                        await prompt.embed()
+                        await self._execute(ctx, model, prompt, reply)
 
-    def _outbox(self, running: RunningRequest, send: Send, ledger: Ledger) -> Outbox:
-        limits = self._limits
-        return Outbox(
-            running.request_id, send, limits.max_waiting_tokens, limits.slow_reader_seconds, ledger.first_token_sent
-        )
+    async def _validate(self, ctx: RequestContext) -> ServedModel:
+        """The model that the request is for. Raises InvalidRequest or Unsupported before any worker is called."""
+        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+            await ctx.inject("admission")
+            model = self._cluster.model(ctx.request.model)
+            ctx.stats.model = model.name
+            await _aside(ctx.is_large, validation.check, ctx.request, model, self._limits)
+            await self._grammars.prepare(ctx.request, model)
+        return model
 
-    async def _admit(
-        self,
-        request: generate_pb2.GenerateRequest,
-        running: RunningRequest,
-        account: Account,
-        deadline: Deadline,
-        serving: ExitStack,
-    ) -> "_Admitted":
-        """Checks, tokenizes, and loads the media; no worker is called before all that."""
-        with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
-            serving.enter_context(self._gate.serving(account))
-            await strike("admission", account.request_id)
-            model = self._cluster.model(request.model)
-            account.model = model.name
-            admission.check(request, model, self._limits)
-        token_ids = await _tokenize(request, model, account)
-        media = await self._load_media(request, account)
-        prompt = prompt_pb2.Prompt(token_ids=token_ids, cache_salt=request.routing.cache_salt)
-        return _Admitted(model, self._illustrator.prompt(prompt, media, model, running, deadline))
+    async def _tokenize(self, ctx: RequestContext, model: ServedModel) -> MultimodalPrompt:
+        """The prompt with its media loaded, but not encoded. Raises InvalidRequest for an unknown adapter."""
+        lora = self._cluster.lora(ctx.request, model)
+        with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
+            await ctx.inject("tokenize")
+            token_ids = await _token_ids(ctx, model)
+        ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
+        media = await self._load_media(ctx)
+        prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
+        multimodal = self._processor.prompt(ctx, model, prompt, media)
+        multimodal.token_ids = token_ids
+        return multimodal
 
-    async def _load_media(self, request: generate_pb2.GenerateRequest, account: Account) -> Sequence[LoadedMedia]:
-        items = media_admission.media_items(request)
+    async def _load_media(self, ctx: RequestContext) -> Sequence[LoadedMedia]:
+        items = media_items(ctx.request)
         if not items:
             return ()
-        with account.ledger.measure(timing_pb2.STAGE_ADMISSION):
-            return await self._illustrator.load(items)
+        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+            return await self._processor.load(items)
+
+    async def _execute(self, ctx: RequestContext, model: ServedModel, prompt: MultimodalPrompt, reply: Reply) -> None:
+        """Runs the request on workers. Encoding has given the prompt its full length, which bounds the answer."""
+        ctx.stats.prompt_tokens = prompt.num_tokens
+        if ctx.request.sampling.n > 1:
+            keep_together(ctx.request)
+            answers = SeveralAnswers(self._executor, self._admission, self._limits, ctx, model, _estimate(ctx, model))
+            await answers.run(prompt, reply)
+            return
+        sampling = validation.resolve_sampling(ctx.request, prompt.num_tokens, model)
+        completion = Completion(ctx.request, sampling, model, prompt.answer_parser(model))
+        async with self._writer(ctx, reply) as stream:
+            await self._executor.run(ctx, prompt, completion, stream)
+
+    def _writer(self, ctx: RequestContext, reply: Reply) -> StreamWriter:
+        limits = self._limits
+        return StreamWriter(
+            ctx.request_id,
+            reply,
+            limits.max_waiting_tokens,
+            limits.slow_reader_seconds,
+            ctx.timings.first_token_sent,
+            pace=Pace.of(ctx.request.response),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Admitted:
-    """A request that nothing is wrong with, as far as can be known before its media are encoded."""
-
-    model: ServedModel
-    prompt: IllustratedPrompt
+def _estimate(ctx: RequestContext, model: ServedModel) -> RequestEstimate:
+    stopping = ctx.request.stopping
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
+    return RequestEstimate(model.name, ctx.stats.prompt_tokens, max_tokens)
 
 
-async def _tokenize(request: generate_pb2.GenerateRequest, model: ServedModel, account: Account) -> tuple[int, ...]:
-    with account.ledger.measure(timing_pb2.STAGE_TOKENIZE):
-        await strike("tokenize", account.request_id)
-        if request.ByteSize() > _LONG_INPUT_BYTES and not request.HasField("token_ids"):
-            token_ids = await asyncio.to_thread(admission.tokenize, request, model)
-        else:
-            token_ids = admission.tokenize(request, model)
-    account.prompt_tokens = admission.expected_tokens(request, token_ids, model)
-    return token_ids
+def note_passed_deadline(ctx: RequestContext, span: Span) -> None:
+    """Records a cancellation as DEADLINE_EXCEEDED if gRPC made it because the client's deadline passed."""
+    is_late = ctx.deadline.is_callers and ctx.deadline.remaining_seconds < _TIMER_SECONDS
+    if is_late and not ctx.cancellation.reason:
+        error = ctx.deadline.exceeded(ctx.timings.stage_name)
+        ctx.stats.outcome = error.reason
+        span.fail(error)
 
 
-def _candidate(request: generate_pb2.GenerateRequest, account: Account) -> Candidate:
-    stopping = request.stopping
-    return Candidate(
-        account.model, account.prompt_tokens, stopping.max_tokens if stopping.HasField("max_tokens") else None
-    )
+async def _token_ids(ctx: RequestContext, model: ServedModel) -> Sequence[int]:
+    """The ids of the request's input. A large input, or a slow chat template, is left to a thread."""
+    if not ctx.is_large:
+        with suppress(SlowTemplate):
+            return request_input.tokenize(ctx.request, model, LOOP_SECONDS)
+    return await asyncio.to_thread(request_input.tokenize, ctx.request, model)
 
 
-def _enter(request: generate_pb2.GenerateRequest, admitted: _Admitted, account: Account) -> Entrant:
-    """Now that the prompt has its full length, says how long the answer may be."""
-    prompt, model = admitted.prompt, admitted.model
-    job = admission.resolve(request, tuple(prompt.bare.token_ids), model)
-    account.prompt_tokens = len(job.token_ids)
-    answer = Answer(request, job, model)
-    account.token_ids = answer.token_ids
-    return Entrant(model.name, request.routing, prompt, job, answer, account)
+async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls `work`, in a thread if it would delay other streams."""
+    if is_large:
+        return await asyncio.to_thread(work, *arguments)
+    return work(*arguments)
+
+
+def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
+    return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)

@@ -1,97 +1,166 @@
-"""The services that a router offers: what clients call, and what operators ask about the fleet."""
+"""The router's gRPC services: InferenceService for clients, ClusterService for operators."""
 
-from collections.abc import Iterable
 from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from grpc import aio
 
 from baton.inference.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,
+    embed_pb2,
     generate_pb2,
     inference_service_pb2_grpc,
+    lora_pb2,
     model_pb2,
+    server_info_pb2,
     tokenize_pb2,
 )
-from grpc import aio
-
-from router import reports
-from router.cluster import Cluster
-from router.fault_plan import take_plan
+from router.context import ContextFactory
+from router.embedding.pipeline import EmbedPipeline
 from router.pipeline import Pipeline
-from router.reply import reply_to
-from router.standing import take_standing
-from router.tokenization import Tokenization
-from router.unary import Collected
+from router.processes.siblings import Siblings, stop_everywhere
+from router.routing.explain import RouteExplainer
+from router.stream.collector import UnaryCollector
+from router.stream.reply import Reply
+from router.text.tokenization import Tokenization
+from router.workers.cluster import Cluster
+from router.workers.handle import WorkerHandle
+from router.workers.lora_operations import LoraOperations, read_change
+from router.workers.offer import DeploymentOffer, model_message, model_messages
+from rpc.auth.caller import current_caller
+from rpc.metadata import remaining_seconds
 
 Context = aio.ServicerContext[Any, Any]
 
+_STATES = {
+    "ready": cluster_service_pb2.WORKER_STATE_READY,
+    "unhealthy": cluster_service_pb2.WORKER_STATE_UNHEALTHY,
+    "draining": cluster_service_pb2.WORKER_STATE_DRAINING,
+}
+
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
-    """What clients call."""
+    """Generation, tokenization and models, for clients."""
 
     def __init__(
         self,
+        contexts: ContextFactory,
         pipeline: Pipeline,
+        embed_pipeline: EmbedPipeline,
         tokenization: Tokenization,
         cluster: Cluster,
-        *,
-        allow_faults: bool = False,
-        proxies: Iterable[str] = (),
+        siblings: Siblings,
+        offer: DeploymentOffer,
     ) -> None:
+        self._offer = offer
+        self._contexts = contexts
         self._pipeline = pipeline
+        self._embed_pipeline = embed_pipeline
         self._tokenization = tokenization
         self._cluster = cluster
-        self._allow_faults = allow_faults
-        self._proxies = frozenset(proxies)
+        self._siblings = siblings
 
-    # Writes instead of yielding: what waits is written together, and a client that leaves stops it all at once.
+    # Writes instead of yielding: waiting tokens become one message, and a client that leaves stops everything at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
-        take_plan(context, is_allowed=self._allow_faults)
-        take_standing(context.invocation_metadata(), self._proxies)
-        await self._pipeline.generate(request, reply_to(context))
+        ctx = self._contexts.create(request, context)
+        await self._pipeline.run(ctx, _reply(context))
 
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
     ) -> generate_pb2.GenerateUnaryResponse:
-        take_plan(context, is_allowed=self._allow_faults)
-        take_standing(context.invocation_metadata(), self._proxies)
-        collected = Collected()
-        await self._pipeline.generate(request.request, reply_to(context, collected.send))
-        return collected.response
+        ctx, collector = self._contexts.create(request.request, context), UnaryCollector()
+        await self._pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
+        return collector.response
 
     async def CancelGeneration(
         self, request: generate_pb2.CancelGenerationRequest, _context: Context
     ) -> generate_pb2.CancelGenerationResponse:
-        running = self._pipeline.requests.find(request.request_id)
-        receipts = await running.cancel("cancelled by CancelGeneration")
+        requests, caller = self._pipeline.requests, current_caller()
+        receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)
 
-    async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, _context: Context) -> tokenize_pb2.TokenizeResponse:
-        return await self._tokenization.tokenize(request)
+    async def Embed(self, request: embed_pb2.EmbedRequest, context: Context) -> embed_pb2.EmbedResponse:
+        return await self._embed_pipeline.run(request, context)
+
+    async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
+        return await self._tokenization.tokenize(request, self._contexts.read_qos(context).tenant)
 
     async def Detokenize(
-        self, request: tokenize_pb2.DetokenizeRequest, _context: Context
+        self, request: tokenize_pb2.DetokenizeRequest, context: Context
     ) -> tokenize_pb2.DetokenizeResponse:
-        return await self._tokenization.detokenize(request)
+        return await self._tokenization.detokenize(request, self._contexts.read_qos(context).tenant)
 
     async def ListModels(
         self, _request: model_pb2.ListModelsRequest, _context: Context
     ) -> model_pb2.ListModelsResponse:
-        models = [reports.model(served, self._cluster) for served in self._cluster.models]
-        return model_pb2.ListModelsResponse(models=models)
+        return model_pb2.ListModelsResponse(models=model_messages(self._cluster))
 
     async def GetModel(self, request: model_pb2.GetModelRequest, _context: Context) -> model_pb2.GetModelResponse:
         served = self._cluster.model(request.name)
-        return model_pb2.GetModelResponse(model=reports.model(served, self._cluster))
+        adapter = self._cluster.lora(generate_pb2.GenerateRequest(model=request.name), served)
+        return model_pb2.GetModelResponse(model=model_message(served, self._cluster, adapter))
+
+    async def GetServerInfo(
+        self, _request: server_info_pb2.GetServerInfoRequest, _context: Context
+    ) -> server_info_pb2.GetServerInfoResponse:
+        return self._offer.message()
 
 
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
-    """What operators ask."""
+    """The state of the cluster, for operators."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, explainer: RouteExplainer) -> None:
         self._cluster = cluster
+        self._explainer = explainer
+        self._loras = LoraOperations(cluster)
+
+    async def ExplainRoute(
+        self, request: cluster_service_pb2.ExplainRouteRequest, _context: Context
+    ) -> cluster_service_pb2.ExplainRouteResponse:
+        return await self._explainer.explain(request.request)
 
     async def ListWorkers(
         self, _request: cluster_service_pb2.ListWorkersRequest, _context: Context
     ) -> cluster_service_pb2.ListWorkersResponse:
         workers = sorted(self._cluster.workers, key=lambda worker: worker.record.worker_id)
-        return cluster_service_pb2.ListWorkersResponse(workers=[reports.worker(worker) for worker in workers])
+        return cluster_service_pb2.ListWorkersResponse(
+            workers=[_worker_message(worker, self._explainer) for worker in workers]
+        )
+
+    async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
+        return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))
+
+    async def LoadLora(self, request: lora_pb2.LoadLoraRequest, context: Context) -> lora_pb2.LoadLoraResponse:
+        workers = await self._loras.load(read_change(request), remaining_seconds(context))
+        return lora_pb2.LoadLoraResponse(workers=workers)
+
+    async def UnloadLora(self, request: lora_pb2.UnloadLoraRequest, context: Context) -> lora_pb2.UnloadLoraResponse:
+        workers = await self._loras.unload(read_change(request), remaining_seconds(context))
+        return lora_pb2.UnloadLoraResponse(workers=workers)
+
+
+def _reply(context: Any) -> Reply:
+    # grpc.aio cannot write without waiting.
+    return Reply(context.write, context.set_trailing_metadata, getattr(context, "write_now", None))
+
+
+def _worker_message(worker: WorkerHandle, explainer: RouteExplainer) -> cluster_service_pb2.Worker:
+    """A worker as this router sees it now."""
+    record = worker.record
+    age = Duration()
+    age.FromNanoseconds(int(worker.load_age_seconds * 1e9))
+    return cluster_service_pb2.Worker(
+        worker_id=record.worker_id,
+        address=record.address,
+        roles=record.roles,
+        model=record.model,
+        state=_STATES[worker.state],
+        engine=record.engine,
+        layout_digest=record.layout_digest,
+        epoch=record.epoch,
+        load=worker.load,
+        load_age=age,
+        problem=worker.problem or worker.unpaired,
+        cache_view=explainer.cache_view(worker),
+    )

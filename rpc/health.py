@@ -1,12 +1,12 @@
-"""`grpc.health.v1` for a process: what is serving now, with a Watch that pushes every change.
+"""`grpc.health.v1` for a process, with a Watch that pushes every change.
 
-The servicer of grpcio-health-checking is not used: when one of several watchers of a service leaves, the others hear
-nothing any more, and one watcher that does not read blocks every change.
+The servicer of grpcio-health-checking is not used: when one of several watchers of a service leaves, the others get no
+further updates, and one watcher that does not read blocks every change.
 """
 
 import asyncio
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2
@@ -21,9 +21,9 @@ _Context: TypeAlias = "aio.ServicerContext[health_pb2.HealthCheckRequest, health
 
 
 class Health:
-    """The health of a process and its services. "" is the process; it is NOT_SERVING until its owner says otherwise.
+    """The health of a process and its services. "" is the process, which is NOT_SERVING until it is set.
 
-    A service that is known but was never set has the health of the process. To be used from one event loop.
+    A service that is known but was never set has the health of the process. Use it from one event loop.
     """
 
     def __init__(self) -> None:
@@ -33,34 +33,44 @@ class Health:
         self._closed = False
 
     def set(self, service: str, serving: bool) -> None:
-        """Tells Check and every Watch. Without effect after `close`."""
+        """Sets the health of a service, and notifies every Watch. Has no effect after `close`."""
         self._serving[service] = serving
         self._announce()
 
     def know(self, services: Iterable[str]) -> None:
-        """Names services that have the health of the process until they are set themselves."""
+        """Adds services, which have the health of the process until they are set."""
         self._known.update(services)
         self._announce()
 
     @property
     def serving(self) -> bool:
-        """Whether the process is."""
+        """Whether the process is SERVING."""
         return self._status("") == SERVING
 
+    @property
+    def statuses(self) -> Mapping[str, int]:
+        """The status of the process, as "", and of each service."""
+        return {service: self._status(service) for service in sorted({*self._serving, *self._known})}
+
     def close(self) -> None:
-        """Makes everything NOT_SERVING for good, tells the watchers, and ends their streams."""
+        """Makes everything NOT_SERVING for good, notifies every Watch, and ends it."""
         self._closed = True
         self._announce()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: _Context) -> health_pb2.HealthCheckResponse:
-        """The status now. NOT_FOUND for a service that is not known."""
+        """The status now. NOT_FOUND for an unknown service."""
         status = self._status(request.service)
         if status == SERVICE_UNKNOWN:
             await context.abort(StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
+    async def List(self, _request: Any, _context: Any) -> Any:
+        """The status of everything now. Only newer versions of grpcio-health-checking than 1.81 know and serve it."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self.statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
-        """The status now and after every change, until `close`; SERVICE_UNKNOWN for one that is not known yet."""
+        """The status now and after every change, until `close`; SERVICE_UNKNOWN for an unknown service."""
         sent: int | None = None
         while True:
             changed = self._changed

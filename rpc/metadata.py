@@ -1,17 +1,23 @@
-"""What travels beside a request."""
+"""The metadata of calls between routers and workers."""
 
 from typing import Any
 
 from grpc import aio
 
-# Whose quota a request counts for, and how urgent it is; docs/admission.md.
-TENANT_KEY = "x-baton-tenant"
-PRIORITY_KEY = "x-baton-priority"
+# The client's request id, in UTF-8, on a router's call to a worker: for logs and spans only. A worker knows the call by
+# an id that the router chose, since ids of clients can be guessed, and used twice.
+REQUEST_KEY = "x-baton-request-id-bin"
 
-# At the end of an answer, however it ended: a Ledger.
-LEDGER_KEY = "x-baton-ledger-bin"
+# How often the request was sent to a worker of this role, from 1: for fault plans.
+ATTEMPT_KEY = "x-baton-attempt"
+
+
+def client_request_id(context: "aio.ServicerContext[Any, Any]") -> str:
+    """The client's id of the request that this call belongs to; empty if the call does not carry it."""
+    named = next((value for key, value in context.invocation_metadata() or () if key == REQUEST_KEY), b"")
+    return named.decode("utf-8", "replace") if isinstance(named, bytes) else ""
 
 
 def remaining_seconds(context: "aio.ServicerContext[Any, Any]") -> float | None:
-    """How long the caller will still wait; None if it set no deadline."""
+    """The time until the caller's deadline; None if it set none."""
     return context.time_remaining()

@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rpc.config import Loaded, load
-from rpc.errors import ConfigError
-from rpc.monitor import serve_monitor
-from rpc.run import run
-from rpc.telemetry import configure_logging
-from services.attending import attend
+from baton.errors import ConfigError
+from runtime.config import Loaded, load
+from runtime.garbage import exempt_living_objects
+from runtime.logs import configure_logging
+from runtime.monitor import serve_monitor
+from runtime.process import run
 from services.config import WorkerConfig
-from services.engines.factory import describe
-from services.gpu import watched_gpus
-from services.host import host_worker
+from services.engines.registry import describe
+from services.server import host_worker
+from services.telemetry.gpu import watched_gpus
+from services.worker import supervise
 
 
 def main() -> None:
@@ -53,12 +54,14 @@ def _described(config: WorkerConfig) -> list[str]:
 
 
 async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
-    serving = serve_monitor(config.metrics_listen, config.metrics_tls)
+    tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
+    serving = serve_monitor(config.metrics_listen, tls)
     with watched_gpus(), serving as monitor, _abandoned_on(stopping) as ready:
         async with host_worker(config) as worker:
+            exempt_living_objects()
             ready.set()
             monitor.answer_with(worker.report)
-            await attend(worker, stopping)
+            await supervise(worker, stopping)
 
 
 @contextmanager

@@ -3,40 +3,36 @@
 import secrets
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
+from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.errors import ConfigError
 from discovery.config import RegistryConfig
 from media.config import MediaConfig
-from rpc.channels import MAX_RECEIVE_BYTES
-from rpc.config import Section
-from rpc.serve import ConnectionLimits
-from rpc.telemetry import LogFormat, LogLevel
-from rpc.tls import TlsConfig, TlsSection
+from rpc.auth.tls import TlsConfig, TlsSection
+from rpc.server import ConnectionLimits, ServerKind, default_server
 from rpc.tracing.config import TracingConfig
-from services.engines.pytorch.config import PyTorchConfig
-from services.engines.simulated_config import SimulatedConfig
-from services.engines.trtllm.config import TrtllmConfig
+from runtime.config import Section
+from runtime.logs import LogConfig
+from services.engines.context import EngineConfig
+from services.engines.registry import read_engine_config
+from services.engines.simulated.config import SimulatedConfig
 from services.identity import ROLES, Role
-
-EngineConfig = Annotated[PyTorchConfig | SimulatedConfig | TrtllmConfig, Field(discriminator="kind")]
-TransportName = Literal["shm", "nixl", "tcp"]
+from services.transports.registry import read_options, transport_class
 
 
 class HandoffConfig(Section):
     """The key `handoff`."""
 
     lease_seconds: float = Field(default=10.0, gt=0, description="How long a handoff is held unless it is renewed.")
-
-
-class NixlConfig(Section):
-    """The key `nixl`, of the transport of that name."""
-
-    devices: tuple[Annotated[str, Field(pattern=r"^[\w.:-]+$")], ...] = Field(
-        default=("lo",), min_length=1, description="What UCX may use: interfaces, or RDMA ports such as mlx5_0:1."
+    held_share: float = Field(
+        default=0.5, gt=0, le=1, description="Of the pool of a worker that also decodes, what handoffs may take."
     )
-    unencrypted: bool = Field(default=False, description="Lets it be used beside TLS, which it does not have.")
+    held_wait_seconds: float = Field(
+        default=1.0, gt=0, description="How long a decode waits for blocks that are held for other workers."
+    )
 
 
 class EncodeConfig(Section):
@@ -53,11 +49,10 @@ class EncodeConfig(Section):
         return self
 
 
-class LogConfig(Section):
-    """The key `log`."""
+class EmbedConfig(Section):
+    """The key `embed`."""
 
-    format: LogFormat = "json"
-    level: LogLevel = "info"
+    max_inputs: int = Field(default=256, ge=1, description="Texts of one call.")
 
 
 class WorkerConfig(Section):
@@ -69,14 +64,20 @@ class WorkerConfig(Section):
     listen: str = "127.0.0.1:0"
     advertise: str = Field(default="", description="Where others reach it; what it really listens on if empty.")
     registry: RegistryConfig = RegistryConfig()
-    engine: EngineConfig = SimulatedConfig()
+    engine: Annotated[EngineConfig, PlainValidator(read_engine_config)] = SimulatedConfig()
     chat_template: Path | None = Field(default=None, description="A Jinja file, in the place of the model's own.")
     handoff: HandoffConfig = HandoffConfig()
     encode: EncodeConfig = EncodeConfig()
+    embed: EmbedConfig = EmbedConfig()
     media: MediaConfig = MediaConfig()
-    transports: tuple[TransportName, ...] = Field(default=("shm", "tcp"), min_length=1)
-    nixl: NixlConfig = NixlConfig()
+    transports: tuple[str, ...] = Field(
+        default=("cuda_ipc", "shm", "tcp"),
+        min_length=1,
+        description="In the order of preference: names, or module:Class.",
+    )
+    transport_options: dict[str, dict[str, Any]] = Field(default={}, description="By the transport's name.")
     tls: TlsSection = Field(default=TlsSection(), description="With a `ca` to listen with, callers need certificates.")
+    server: ServerKind = Field(default_factory=default_server, description="`grpcio`, or our own `http2`.")
     connections: ConnectionLimits = ConnectionLimits()
     metrics_listen: str = Field(default="", description="host:port; without a host 127.0.0.1; empty serves none.")
     metrics_tls: TlsConfig | None = None
@@ -100,11 +101,22 @@ class WorkerConfig(Section):
     def _roles_are_known(cls, roles: object) -> object:
         for index, role in enumerate(roles if isinstance(roles, (list, tuple)) else ()):
             if role not in ROLES:
-                raise ValueError(f"roles[{index}]: {role!r} is no role; valid are {', '.join(ROLES)}")
+                raise ValueError(f"roles[{index}]: unknown role {role!r}; expected one of {', '.join(ROLES)}")
         return roles
 
     @model_validator(mode="after")
-    def _nixl_is_not_mistaken_for_secure(self) -> "WorkerConfig":
-        if "nixl" in self.transports and self.tls.listen is not None and not self.nixl.unencrypted:
-            raise ValueError("transports: nixl has no TLS and asks nobody who he is; nixl.unencrypted=true allows it")
+    def _transports_can_be_used(self) -> "WorkerConfig":
+        try:
+            classes = [transport_class(name) for name in self.transports]
+            for transport in classes:
+                options = read_options(transport, self.transport_options)
+                if self.tls.listen is not None and not transport.supports_tls and not options.unencrypted:
+                    raise ValueError(
+                        f"transports: {transport.name} has neither TLS nor authentication; "
+                        f"set transport_options.{transport.name}.unencrypted=true to allow it"
+                    )
+        except ConfigError as error:
+            raise ValueError(error.message) from error
+        if unused := sorted(set(self.transport_options) - {transport.name for transport in classes}):
+            raise ValueError(f"transport_options.{unused[0]}: the transport is not in transports")
         return self

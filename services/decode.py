@@ -1,26 +1,47 @@
-"""DecodeService: runs a request to its end, from a handoff or from the prompt."""
+"""The decode role: runs a request to its end, from KV that another worker holds, or from its prompt."""
 
-from contextlib import aclosing
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
-from baton.engine.v1 import decode_pb2, decode_pb2_grpc
-from grpc import aio
-
+from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
+from baton.inference.v1 import timing_pb2
+from rpc.multiplex.tokens import Relay, relay_of
 from rpc.tracing.span import current_span
-from services import convert, convert_media
-from services.calls import Calls
-from services.clock import CallClock
-from services.decoding import Decoder, Work
+from services.engines.answer import Finished, Tokens
+from services.engines.base import Engine, StepStream
+from services.engines.prompt import Prompt, Sampling
+from services.handoff.fetcher import Fetcher
+from services.handoff.pull import Puller
+from services.handoff.remote_handoff import Handoff, read_handoff
 from services.identity import Identity
-from services.resolving import MediaResolver
+from services.multimodal.media_resolver import MediaResolver
+from services.multimodal.media_spans import read_spans
+from services.requests.calls import Calls, RunningCall
+from services.requests.fault_injection import NO_FAULTS, Faults
+from services.requests.loras import require_lora, using_lora
+from services.requests.prompts import (
+    FINISH_REASONS,
+    check_limits,
+    logprob_message,
+    prompt_logprobs_message,
+    read_prompt,
+    read_sampling,
+)
+from services.telemetry import metrics
+from services.telemetry import spans as traces
+from services.telemetry.timings import CallClock, DecodeClock, Timing, stage_timings
 
-Context = aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
+SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """The decode role of a worker."""
+    """DecodeService. Only a worker without an engine, which never has the role, has no `decoder`."""
 
-    def __init__(self, identity: Identity, calls: Calls, media: MediaResolver, decoder: Decoder) -> None:
+    def __init__(self, identity: Identity, calls: Calls, media: MediaResolver, decoder: "Decoder | None") -> None:
         self._identity = identity
         self._calls = calls
         self._media = media
@@ -30,13 +51,191 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
         current_span().link(request.handoff.traceparent, "prefill")
         with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
-            async with aclosing(self._decoder.decode(await self._work(request, call.clock), call)) as events:
+            assert self._decoder is not None
+            work = await self._read(request, call.clock)
+            async with aclosing(self._decoder.decode(work, call, relay_of(context))) as events:
                 async for event in events:
-                    await context.write(convert.decode_response(self._identity.worker_id, event))
+                    await context.write(_response(self._identity.worker_id, event))
 
-    async def _work(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> Work:
-        given, spans = convert.prompt(request), convert_media.spans(request.prompt)
-        sampling = convert.sampling(request.sampling)
+    async def _read(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> "DecodeWork":
+        given, spans = read_prompt(request), read_spans(request.prompt)
+        sampling = read_sampling(request.sampling)
         if request.HasField("handoff"):
-            return Work(self._media.described(given, spans), sampling, convert.handoff(request.handoff))
-        return Work(await self._media.computable(given, spans, clock), sampling, handoff=None)
+            prompt = self._media.with_inline_embeddings(given, spans)
+            return DecodeWork(prompt, sampling, read_handoff(request.handoff))
+        return DecodeWork(await self._media.with_embeddings(given, spans, clock), sampling, handoff=None)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """A request to decode. Without a handoff its prompt is computed here."""
+
+    prompt: Prompt
+    sampling: Sampling
+    handoff: Handoff | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The first event: the KV is here and confirmed, or the prompt is queued. `timings` are the stages until then."""
+
+    timings: tuple[Timing, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A decode whose KV or prompt is ready. `generate` is called once."""
+
+    accepted: Accepted
+    generate: Callable[[], AsyncGenerator[Tokens | Finished, None]]
+
+
+class Decoder:
+    """Runs decodes on an engine. KV from elsewhere is pulled, or fetched by an engine that transfers KV itself."""
+
+    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None) -> None:
+        self._engine = engine
+        self._puller = puller
+        self._fetcher = fetcher
+
+    async def decode(
+        self, work: DecodeWork, call: RunningCall, relay: Relay | None = None
+    ) -> AsyncGenerator[Accepted | Tokens | Finished, None]:
+        """Yields Accepted, tokens, Finished. Raises what Puller.pull, Fetcher.decode_remote and the engine raise.
+
+        The tokens go through `relay` instead, if there is one and nothing has to be done for each.
+
+        Closing it, or cancelling the task that reads it, frees everything on both workers.
+        """
+        check_limits(self._engine.facts, work.prompt, work.sampling)
+        require_lora(self._engine, work.prompt)
+        await call.faults.inject("queue")
+        async with self._prepared(work, call) as prepared:
+            yield prepared.accepted
+            clock = DecodeClock(call.clock, is_pulled=work.handoff is not None)
+            async with aclosing(prepared.generate()) as events:
+                if relay is not None and _is_plain(work, call) and (steps := _steps_of(events)) is not None:
+                    source = Relayed(steps, clock)
+                    await relay(source)
+                    metrics.observe_decode(source.finished, is_pulled=clock.is_pulled)
+                    traces.decoded(source.finished, clock, source.generated)
+                    yield source.finished
+                    return
+                generated = len(work.prompt.emitted)
+                async for event in events:
+                    timed = clock.observe(event)
+                    if not isinstance(timed, Tokens):
+                        metrics.observe_decode(timed, is_pulled=clock.is_pulled)
+                        traces.decoded(timed, clock, generated - len(work.prompt.emitted))
+                        yield timed
+                        continue
+                    metrics.GENERATED_TOKENS.inc(len(timed.ids))
+                    for piece in _split_at_faults(timed, generated, call.faults):
+                        yield piece
+                        generated += len(piece.ids)
+                        await _inject(call.faults, generated, clock)
+
+    @asynccontextmanager
+    async def _prepared(self, work: DecodeWork, call: RunningCall) -> AsyncIterator[_Prepared]:
+        if work.handoff is None:
+            generate = partial(self._engine.decode, work.prompt, work.sampling)
+            async with using_lora(self._engine, work.prompt):
+                yield _Prepared(Accepted(tuple(call.clock.timings)), generate)
+        elif self._fetcher is not None:
+            async with self._fetcher.decode_remote(work.handoff, work.prompt, work.sampling, call) as fetched:
+                call.clock.add(fetched.timings)
+                yield _Prepared(Accepted(fetched.timings), lambda: fetched.events)
+        else:
+            # The adapter after the KV: until it is confirmed, another worker's blocks are held.
+            async with (
+                self._puller.pull(work.handoff, work.prompt, call) as pulled,
+                using_lora(self._engine, work.prompt),
+            ):
+                call.clock.add(pulled.timings)
+                yield _Prepared(Accepted(pulled.timings), partial(self._engine.decode, pulled.kv, work.sampling))
+
+
+class Relayed:
+    """The tokens of an engine's stream, timed and counted as they are sent. `finished` is set at their end."""
+
+    finished: Finished
+
+    def __init__(self, steps: StepStream, clock: DecodeClock) -> None:
+        self.subscribe = steps.subscribe
+        self.generated = 0
+        self._steps = steps
+        self._clock = clock
+
+    def take(self) -> tuple[Sequence[int], bool]:
+        """See TokenSource."""
+        ids, end = self._steps.take()
+        if ids:
+            if not self.generated:
+                self._clock.note_tokens()
+            self.generated += len(ids)
+        if end is None:
+            return ids, False
+        metrics.GENERATED_TOKENS.inc(self.generated)
+        self.finished = self._clock.completed(end)
+        return ids, True
+
+
+def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
+    """Whether a token is its id alone, and nothing is planned between two of them."""
+    options = work.sampling
+    return options.logprobs is None and options.prompt_logprobs is None and call.faults is NO_FAULTS
+
+
+def _steps_of(events: AsyncGenerator[Tokens | Finished, None]) -> StepStream | None:
+    """The stream itself, if it can be subscribed to."""
+    return cast("StepStream", events) if hasattr(events, "subscribe") else None
+
+
+async def _inject(faults: Faults, generated: int, clock: DecodeClock) -> None:
+    if faults is NO_FAULTS:
+        return
+    started = time.perf_counter()
+    await faults.inject("decode", generated)
+    clock.add_fault(time.perf_counter() - started)
+
+
+def _split_at_faults(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:
+    """Splits tokens where a fault is planned, so that the tokens before it are sent first."""
+    cuts = [count - generated for count in faults.token_counts if generated < count < generated + len(tokens.ids)]
+    if not cuts:
+        return [tokens]
+    starts, ends = [0, *cuts], [*cuts, len(tokens.ids)]
+    pieces = [
+        Tokens(tokens.ids[start:end], tokens.logprobs[start:end]) for start, end in zip(starts, ends, strict=True)
+    ]
+    return [replace(pieces[0], prompt_logprobs=tokens.prompt_logprobs), *pieces[1:]]
+
+
+def _response(worker_id: str, event: Accepted | Tokens | Finished) -> decode_pb2.DecodeResponse:
+    match event:
+        case Tokens(ids, logprobs, prompt_logprobs):
+            tokens = decode_pb2.DecodedTokens(
+                token_ids=ids,
+                logprobs=[logprob_message(one) for one in logprobs],
+                prompt_logprobs=prompt_logprobs_message(prompt_logprobs),
+            )
+            return decode_pb2.DecodeResponse(tokens=tokens)
+        case Accepted(timings):
+            accepted = decode_pb2.DecodeAccepted(timings=stage_timings(timings, worker_id))
+            return decode_pb2.DecodeResponse(accepted=accepted)
+        case Finished():
+            return decode_pb2.DecodeResponse(finished=_finished(worker_id, event))
+
+
+def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
+    timings = [Timing(timing_pb2.STAGE_DECODE_QUEUE, event.queue_seconds)]
+    if event.prefill_seconds:
+        timings.append(Timing(timing_pb2.STAGE_PREFILL_COMPUTE, event.prefill_seconds))
+    timings.append(Timing(timing_pb2.STAGE_DECODE, event.decode_seconds))
+    return decode_pb2.DecodeFinished(
+        reason=FINISH_REASONS[event.reason],
+        usage=handoff_pb2.PromptUsage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens),
+        timings=stage_timings(timings, worker_id),
+        drafted_tokens=event.drafted_tokens,
+        accepted_tokens=event.accepted_tokens,
+    )

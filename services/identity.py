@@ -1,38 +1,95 @@
-"""Who a worker is: what others call it, and which life of its process this is."""
+"""The identity of a worker: its id, roles, model and epoch, and its record in the registry."""
 
-import time
-from dataclasses import dataclass, field
+import dataclasses
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
 from typing import Literal
 
-from rpc.errors import ModelNotFound, RoleMismatch, StaleEpoch
+import structlog
 
-Role = Literal["encode", "prefill", "decode"]
-ROLES: tuple[Role, ...] = ("encode", "prefill", "decode")
+from baton.errors import LayoutMismatch, ModelNotFound, RoleMismatch, StaleEpoch
+from discovery.pairing import unpaired
+from discovery.registry import Registration, Registry, WorkerRecord
+from runtime.aio import timeout
+
+log = structlog.get_logger(__name__)
+
+Role = Literal["encode", "prefill", "decode", "embed"]
+ROLES: tuple[Role, ...] = ("encode", "prefill", "decode", "embed")
+
+_PAIRING_SECONDS = 3.0
 
 
 @dataclass(slots=True)
 class Identity:
-    """A worker's names. `address` is filled once its server listens; nothing else ever changes."""
+    """A worker's names. `address`, `offers` and `reads` are set before it registers; everything else is constant."""
 
     worker_id: str
     roles: tuple[Role, ...]
     model: str
-    # Later processes have higher epochs, so that a registry can tell which of two records is the new one.
-    epoch: int = field(default_factory=time.time_ns)
+    # The incarnation of the process: later processes have higher epochs, so that a registry can tell which of two
+    # records is newer. From Registry.next_epoch, since a host's clock may step back between two processes.
+    epoch: int
     address: str = ""
     certificate: str = ""  # the URI baton://worker/NAME in its certificate, if it has one
+    offers: tuple[str, ...] | None = None  # transports by which others can read its KV; None if engines move it
+    reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
 
     def require_role(self, role: Role) -> None:
-        """Raises RoleMismatch naming the roles that there are."""
+        """Raises RoleMismatch naming the worker's roles."""
         if role not in self.roles:
             raise RoleMismatch(f"worker {self.worker_id} does not {role}: its roles are {', '.join(self.roles)}")
 
     def require_model(self, model: str) -> None:
-        """Raises ModelNotFound if another model is asked for; an empty name is any."""
+        """Raises ModelNotFound for another model; an empty name stands for any."""
         if model and model != self.model:
             raise ModelNotFound(f"worker {self.worker_id} does not serve {model!r}: it serves {self.model!r}")
 
     def require_epoch(self, epoch: int) -> None:
-        """Raises StaleEpoch if another life of this process is meant."""
+        """Raises StaleEpoch for the epoch of another process."""
         if epoch != self.epoch:
             raise StaleEpoch(f"worker {self.worker_id} is in epoch {self.epoch}; the call is for {epoch}")
+
+
+class WorkerRegistration:
+    """A worker's record in the registry: absent until the worker is ready, then present, then draining."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._record: WorkerRecord | None = None
+        self._registration: Registration | None = None
+        self._open = AsyncExitStack()
+
+    async def register(self, record: WorkerRecord) -> None:
+        """Adds the record. Raises Unavailable if the registry cannot be reached."""
+        context: AbstractAsyncContextManager[Registration] = self._registry.register(record)
+        self._registration = await self._open.enter_async_context(context)
+        self._record = record
+
+    async def drain(self) -> None:
+        """Marks the worker as draining, so that routers send it no more work."""
+        if self._registration is None or self._record is None or self._record.draining:
+            return
+        self._record = dataclasses.replace(self._record, draining=True)
+        await self._registration.update(self._record)
+
+    async def withdraw(self) -> None:
+        """Removes the record."""
+        self._registration = None
+        await self._open.aclose()
+
+
+async def warn_if_unpaired(registry: Registry, record: WorkerRecord) -> None:
+    """Logs a warning if no registered worker can exchange KV with this one. Checked once; routers check always."""
+    with suppress(TimeoutError):
+        async with timeout(_PAIRING_SECONDS), aclosing(registry.watch()) as views:
+            async for records in views:
+                others = (one for one in records if one.worker_id != record.worker_id)
+                if problem := unpaired((record, *others)).get(record.process):
+                    log.warning(
+                        "worker cannot hand over",
+                        reason=LayoutMismatch.reason,
+                        worker_id=record.worker_id,
+                        problem=problem,
+                    )
+                return

@@ -1,46 +1,172 @@
-"""PrefillService: computes a prompt's KV and holds it for whoever decodes."""
+"""The prefill role: computes a prompt's KV, samples the first token, and holds the KV under a lease."""
 
+import time
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from baton.engine.v1 import prefill_pb2, prefill_pb2_grpc
-
-from rpc.caller import certificate
+from baton.engine.v1 import handoff_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.inference.v1 import sampling_pb2
+from rpc.auth.caller import certificate
 from rpc.tracing.span import current_span
-from services import convert, convert_media
-from services.calls import Calls
-from services.leases import LeaseTable
-from services.owner import Owner
-from services.prefilling import Claim, Prefiller
-from services.resolving import MediaResolver
-from services.unsent import free_if_unsent
+from services.engines.base import Engine
+from services.engines.kv import HeldKv, ReportedPrompt
+from services.engines.prompt import Prompt, Sampling
+from services.handoff.engine_transfer import EngineHeldKv
+from services.handoff.leases import Lease, LeaseTable
+from services.handoff.service import HandoffOwner, release_if_undelivered
+from services.identity import Identity
+from services.multimodal.media_resolver import MediaResolver
+from services.multimodal.media_spans import read_spans
+from services.requests.calls import Calls, RunningCall
+from services.requests.fault_injection import NO_FAULTS, corrupt
+from services.requests.loras import require_lora, using_lora
+from services.requests.prompts import (
+    FINISH_REASONS,
+    check_limits,
+    logprob_message,
+    prompt_logprobs_message,
+    read_prompt,
+    read_sampling,
+)
+from services.telemetry import metrics
+from services.telemetry import spans as traces
+from services.telemetry.timings import Timing, duration, stage_timings
+
+SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """The prefill role of a worker."""
+    """PrefillService. Only a worker without an engine, which never has the role, has no `prefiller`."""
 
-    def __init__(
-        self, owner: Owner, calls: Calls, media: MediaResolver, prefiller: Prefiller, leases: LeaseTable
-    ) -> None:
-        self._owner = owner
+    def __init__(self, calls: Calls, media: MediaResolver, prefiller: "Prefiller | None") -> None:
         self._calls = calls
         self._media = media
         self._prefiller = prefiller
-        self._leases = leases
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
         with self._calls.run("prefill", request.request_id, request.model, context.invocation_metadata()) as call:
-            given, sampling = convert.prompt(request), convert.sampling(request.sampling)
-            prompt = await self._media.computable(given, convert_media.spans(request.prompt), call.clock)
-            prefilled = await self._prefiller.prefill(_claim(request), prompt, sampling, call)
+            assert self._prefiller is not None
+            given, sampling = read_prompt(request), read_sampling(request.sampling)
+            prompt = await self._media.with_embeddings(given, read_spans(request.prompt), call.clock)
+            prefilled = await self._prefiller.prefill(_holder(request), prompt, sampling, call)
+        return self._prefiller.respond(prefilled, context)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The request that KV is held for, and the certificates that may read it; any caller may, if there are none."""
+
+    request_id: str
+    certificates: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The result of a prefill. `lease` is None if the first token ended the request."""
+
+    kv: HeldKv
+    prompt: Prompt
+    lease: Lease | None
+    timings: tuple[Timing, ...]
+
+
+class Prefiller:
+    """Runs prompts on an engine, and holds their KV in the lease table."""
+
+    def __init__(self, engine: Engine, identity: Identity, leases: LeaseTable) -> None:
+        self._engine = engine
+        self._owner = HandoffOwner(identity, engine.facts.layout)
+        self._leases = leases
+        self._layout_digest = engine.facts.layout.digest
+
+    async def prefill(self, holder: Holder, prompt: Prompt, sampling: Sampling, call: RunningCall) -> Prefilled:
+        """Computes the KV and holds it. Raises what the engine raises; cancelling it frees everything."""
+        check_limits(self._engine.facts, prompt, sampling)
+        require_lora(self._engine, prompt)
+        await call.faults.inject("queue")
+        asked = time.perf_counter()
+        async with using_lora(self._engine, prompt):
+            kv = await self._engine.prefill(prompt, sampling)
+        if call.faults is not NO_FAULTS:
+            await self._inject_after_prefill(kv, call)
+        # From the engine to the lease table without an await in between, so that a cancellation loses no blocks.
+        lease = self._hold(holder, kv) if kv.finish_reason is None else None
+        if lease and call.faults is not NO_FAULTS:
+            await self._inject_while_held(lease, call)
+        timings = call.clock.prefilled(asked, kv.queue_seconds)
+        metrics.observe_prefill(timings, kv, len(prompt.token_ids))
+        traces.prefilled(timings, kv, len(prompt.token_ids))
+        return Prefilled(kv, prompt, lease, timings)
+
+    def respond(self, prefilled: Prefilled, context: Any) -> prefill_pb2.PrefillResponse:
+        """Returns the response, whose handoff is released if the caller is gone before it is sent."""
         if prefilled.lease:
-            free_if_unsent(context, [prefilled.lease.handoff_id], self._leases)
-        response = convert.prefill_response(self._owner, prefilled)
+            release_if_undelivered(context, [prefilled.lease.handoff_id], self._leases)
+        response = _response(self._owner, prefilled)
         response.handoff.traceparent = current_span().traceparent
         return response
 
+    def _hold(self, holder: Holder, kv: HeldKv) -> Lease:
+        return self._leases.hold(holder.request_id, kv, self._layout_digest, holder.certificates)
 
-def _claim(request: prefill_pb2.PrefillRequest) -> Claim:
-    """With certificates, the handoff is for whoever asked for it and for the reader that was named."""
+    async def _inject_after_prefill(self, kv: HeldKv, call: RunningCall) -> None:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(kv.release)
+            await call.faults.inject("prefill")
+            undo.pop_all()
+
+    async def _inject_while_held(self, lease: Lease, call: RunningCall) -> None:
+        with ExitStack() as undo:
+            undo.callback(self._leases.discard, lease.handoff_id)
+            if call.faults.has("corrupt", "held"):
+                corrupt(self._engine.memory, lease.held.block_ids)
+            await call.faults.inject("held")
+            if not call.faults.has("drop", "held"):
+                undo.pop_all()
+
+
+def _holder(request: prefill_pb2.PrefillRequest) -> Holder:
+    """With certificates, only the caller and the reader that it names may read the KV."""
     if not certificate():
-        return Claim(request.request_id)
-    return Claim(request.request_id, frozenset({certificate(), request.reader} - {""}))
+        return Holder(request.request_id)
+    return Holder(request.request_id, frozenset({certificate(), request.reader} - {""}))
+
+
+def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillResponse:
+    kv = prefilled.kv
+    handoff = _handoff(owner, prefilled)
+    handoff.first_token.CopyFrom(_first_token(kv))
+    handoff.usage.prompt_tokens = len(prefilled.prompt.token_ids)
+    handoff.usage.cached_tokens = kv.cached_tokens
+    timings = stage_timings(prefilled.timings, owner.identity.worker_id)
+    return prefill_pb2.PrefillResponse(handoff=handoff, timings=timings)
+
+
+def _handoff(owner: HandoffOwner, prefilled: Prefilled) -> handoff_pb2.KvHandoff:
+    message = handoff_pb2.KvHandoff(
+        worker_id=owner.identity.worker_id,
+        epoch=owner.identity.epoch,
+        address=owner.identity.address,
+        layout_digest=owner.layout.digest,
+    )
+    if prefilled.lease:
+        kv = prefilled.kv
+        message.handoff_id = prefilled.lease.handoff_id
+        message.lease.CopyFrom(duration(prefilled.lease.remaining_seconds))
+        message.num_tokens = kv.num_tokens
+        message.num_bytes = len(kv.block_ids) * owner.layout.block_bytes
+        message.block_ids.extend(kv.block_ids)
+        message.prefix_hash = kv.prefix_hash
+        message.lora_digest = prefilled.prompt.lora.digest if prefilled.prompt.lora else ""
+        message.engine_state = kv.engine_state if isinstance(kv, EngineHeldKv) else b""
+    return message
+
+
+def _first_token(kv: HeldKv) -> handoff_pb2.FirstToken:
+    return handoff_pb2.FirstToken(
+        token_id=kv.first_token,
+        logprob=logprob_message(kv.logprob) if kv.logprob else None,
+        prompt_logprobs=prompt_logprobs_message(kv.prompt_logprobs) if isinstance(kv, ReportedPrompt) else None,
+        finish_reason=FINISH_REASONS[kv.finish_reason] if kv.finish_reason else sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    )

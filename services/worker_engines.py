@@ -1,25 +1,33 @@
-"""What a worker computes with, by its roles: a language model, a model's eyes, or both in one process."""
+"""The engines of a worker, by its roles: a language model, a vision encoder, an embedder, or several in one process."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from jinja2 import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.errors import ConfigError
+from discovery.pairing import WHOLE_REQUESTS
+from discovery.record import LORA
 from discovery.registry import Registry
-from services.chat_template import read_chat_template
 from services.config import WorkerConfig
-from services.embedding_pool import EmbeddingPool
-from services.encode_only import EncodeOnly
-from services.engine import Encoder, Engine, EngineLoad, ModelFacts
-from services.engines.factory import open_encoder, open_engine
-from services.engines.purpose import Purpose
-from services.engines.trtllm.config import MAX_NODES, TrtllmConfig
+from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, ModelFacts
+from services.engines.context import EngineContext
+from services.engines.embedding import TextEmbedder
+from services.engines.memory.allocation import RoomRules
+from services.engines.registry import open_embedder, open_encoder, open_engine
+from services.multimodal.embedding_pool import EmbeddingPool
 
-_KIND_OF_NUMBER = "trtllm-node"
+# Chat templates mark with these tags which text a model is trained on; they render to nothing.
+_TRAINING_TAGS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The encode role's part: the encoder, and the pool that large embeddings wait in."""
+    """The encode role: the encoder, and the pool of the large embeddings that are leased to other workers."""
 
     encoder: Encoder
     pool: EmbeddingPool
@@ -27,85 +35,115 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEngines:
-    """`engine` serves prefill and decode, or stands in their place; `encoding` is there with the role encode."""
+    """`engine` serves prefill and decode, `encoding` encode, `embedder` embed. At least one of them is there."""
 
-    engine: Engine
+    engine: Engine | None
     encoding: Encoding | None
-    chat_template: str = ""  # in the place of the model's own
+    chat_template: str = ""  # replaces the model's own
+    embedder: TextEmbedder | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether all of it is."""
-        return self.engine.healthy and (self.encoding is None or self.encoding.encoder.healthy)
-
-    @property
-    def has_kv(self) -> bool:
-        """Whether there is a KV pool; else `load` is about the embeddings'."""
-        return not isinstance(self.engine, EncodeOnly)
+        """Whether all engines are healthy."""
+        encoder = self.encoding.encoder if self.encoding else None
+        return all(one is None or one.healthy for one in (self.engine, encoder, self.embedder))
 
     @property
     def load_seconds(self) -> float:
-        """What loading took."""
-        parts = [self.engine.facts.load_seconds]
-        if self.encoding is not None and self.has_kv:
-            parts.append(self.encoding.encoder.facts.load_seconds)
-        return sum(parts)
+        """How long loading took."""
+        return sum(facts.load_seconds for facts in self._all_facts)
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the model: the engine's, and what the encoder and the configuration add."""
-        facts = self.engine.facts
+        """The facts of the model, with the encoder's rules for images and the configured chat template."""
+        facts = self._all_facts[0]
         if self.chat_template:
             facts = replace(facts, files=replace(facts.files, chat_template=self.chat_template))
+        if self.embedder is not None:
+            facts = replace(facts, embedding=self.embedder.facts.embedding)
         return facts if self.encoding is None else replace(facts, images=self.encoding.encoder.facts.images)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """For the registry: `images` of a model that takes them."""
-        return ("images",) if self.engine.facts.images else ()
+        """For the registry: `images` if the model takes images, `whole_requests` if no KV can be handed to it, `lora`
+        if it serves adapters.
+        """
+        facts = self._all_facts[0]
+        able = {"images": facts.images is not None, WHOLE_REQUESTS: not facts.takes_handoffs, LORA: facts.lora}
+        return tuple(name for name, is_able in able.items() if is_able)
 
     def load(self) -> EngineLoad:
-        """The engine's; images that are encoded beside it count as requests."""
-        load = self.engine.load()
-        if self.encoding is None or not self.has_kv:
-            return load
-        images = self.encoding.encoder.load()
-        return EngineLoad(
-            running=load.running + images.running,
-            waiting=load.waiting + images.waiting,
-            waiting_prefill_tokens=load.waiting_prefill_tokens,
-            blocks_total=load.blocks_total,
-            blocks_used=load.blocks_used,
-            blocks_held=load.blocks_held,
-        )
+        """The engine's load; images and calls to embed count as requests. Without it, blocks are of embeddings."""
+        load = EngineLoad()
+        if self.engine is not None:
+            load = self.engine.load()
+        elif self.encoding is not None:
+            pool = self.encoding.pool
+            load = EngineLoad(blocks_total=pool.total, blocks_used=pool.used, blocks_held=pool.used)
+        images = self.encoding.encoder.load() if self.encoding else EncoderLoad(0, 0)
+        texts = self.embedder.load() if self.embedder else EncoderLoad(0, 0)
+        running, waiting = images.running + texts.running, images.waiting + texts.waiting
+        return replace(load, running=load.running + running, waiting=load.waiting + waiting)
+
+    @property
+    def _all_facts(self) -> list[ModelFacts]:
+        sources = (self.engine, self.encoding.encoder if self.encoding else None, self.embedder)
+        return [one.facts for one in sources if one is not None]
 
 
 @asynccontextmanager
 async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterator[WorkerEngines]:
-    """Loads what the roles need, and nothing else. Raises ConfigError, and EngineFailed if it cannot be loaded."""
+    """Loads the engines that the roles need. Raises ConfigError, and EngineFailed if one cannot be loaded."""
     template = read_chat_template(config.chat_template)
     async with AsyncExitStack() as stack:
-        purpose = Purpose(config.roles, config.handoff.lease_seconds, log_level=config.log.level)
+        context = EngineContext(
+            config.roles, config.handoff.lease_seconds, room=_room(config), log_level=config.log.level
+        )
         encoding = None
         if "encode" in config.roles:
-            encoding = await stack.enter_async_context(_open_encoding(config, purpose))
-        if set(config.roles) == {"encode"}:
-            assert encoding is not None
-            yield WorkerEngines(EncodeOnly(encoding.encoder, encoding.pool), encoding, template)
+            encoding = await stack.enter_async_context(_open_encoding(config, context))
+        embedder = None
+        if "embed" in config.roles:
+            embedder = await stack.enter_async_context(open_embedder(config.engine, context))
+        if not {"prefill", "decode"} & set(config.roles):
+            yield WorkerEngines(None, encoding, template, embedder)
             return
-        if _needs_a_number(config):
-            number = await stack.enter_async_context(registry.number(_KIND_OF_NUMBER, MAX_NODES))
-            purpose = replace(purpose, node=lambda: number.value)
-        yield WorkerEngines(await stack.enter_async_context(open_engine(config.engine, purpose)), encoding, template)
+        if most := config.engine.max_node_ids(config.roles):
+            number = await stack.enter_async_context(registry.allocate_id(f"{config.engine.kind}-node", most))
+            context = replace(context, node=lambda: number.value)
+        engine = await stack.enter_async_context(open_engine(config.engine, context))
+        yield WorkerEngines(engine, encoding, template, embedder)
 
 
-def _needs_a_number(config: WorkerConfig) -> bool:
-    """Handoffs of TensorRT-LLM have ids of which a number of the worker is a part."""
-    return isinstance(config.engine, TrtllmConfig) and config.engine.node_id is None and "prefill" in config.roles
+def read_chat_template(path: Path | None) -> str:
+    """Returns the template's text, empty without a path.
+
+    Raises ConfigError naming the key if the file cannot be read, is empty, or is not valid Jinja.
+    """
+    if path is None:
+        return ""
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"chat_template: {path} is empty")
+    try:
+        # Routers parse it in the same way, but report an error only when a chat request comes.
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINING_TAGS.sub("", text))
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template: {path}, line {error.lineno}: {error.message}") from error
+    return text
+
+
+def _room(config: WorkerConfig) -> RoomRules:
+    """A worker that does not decode may hold KV in its whole pool."""
+    shares = {"prefill", "decode"} <= set(config.roles)
+    return RoomRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
 
 
 @asynccontextmanager
-async def _open_encoding(config: WorkerConfig, purpose: Purpose) -> AsyncIterator[Encoding]:
-    async with open_encoder(config.engine, purpose) as encoder:
+async def _open_encoding(config: WorkerConfig, context: EngineContext) -> AsyncIterator[Encoding]:
+    async with open_encoder(config.engine, context) as encoder:
         with EmbeddingPool(encoder.facts.layout, config.encode.pool_bytes) as pool:
             yield Encoding(encoder, pool)

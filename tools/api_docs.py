@@ -1,8 +1,9 @@
 """Writes docs/api.md from the comments of the public protos: `python tools/api_docs.py [OUT]`.
 
-What clients see of a name is its comment, or nothing: whoever adds a field writes its line in the proto.
+A field's documentation is its comment in the proto; a field without a comment has none on the page.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -27,17 +28,17 @@ OUT = ROOT / "docs" / "api.md"
 HEAD = """# The public API
 
 Generated from `protos/baton/inference/v1` by `make docs`; do not edit. Errors are in [errors.md](errors.md). Through
-Envoy the same methods are there as JSON, at the paths of `deploy/envoy/http_rules.yaml`.
+Envoy the same methods are available as JSON, at the paths in `deploy/envoy/http_rules.yaml`.
 """
 
-# Where protoc keeps comments: the numbers of fields in descriptor.proto.
+# The field numbers in descriptor.proto by which protoc addresses comments.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _NESTED, _METHODS, _VALUES = 2, 3, 2, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file and its comments, by their places in it."""
+    """A file and its comments by location."""
 
     file: FileDescriptorProto
     comments: Mapping[tuple[int, ...], str]
@@ -49,7 +50,9 @@ class Source:
 
 def main() -> None:
     """Writes the page."""
-    (Path(sys.argv[1]) if len(sys.argv) > 1 else OUT).write_text(page())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", nargs="?", type=Path, default=OUT, metavar="OUT", help="default: docs/api.md")
+    parser.parse_args().out.write_text(page())
 
 
 def page() -> str:

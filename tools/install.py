@@ -1,8 +1,9 @@
-"""Makes the virtual environment: `python3 tools/install.py .venv`, on any Python that Baton runs on.
+"""Creates the virtual environment: `python3 tools/install.py .venv`, with any Python that Baton supports.
 
-Uses nothing but the standard library, because it runs before anything is installed.
+Uses only the standard library, because it runs before anything is installed.
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ BUILD_REQUIREMENTS = ["hatchling", "editables"]
 
 
 class InstallFailed(Exception):
-    """There is no usable environment; the message says why."""
+    """The environment could not be created; the message says why."""
 
 
 def main() -> int:
-    """Creates the environment named on the command line, or brings it up to date."""
-    environment = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv")
+    """Creates or updates the environment named on the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("environment", nargs="?", type=Path, default=Path(".venv"), metavar="FOLDER")
+    environment: Path = parser.parse_args().environment
     if sys.version_info < OLDEST:
         found = ".".join(map(str, sys.version_info[:3]))
         print(f"Baton needs Python 3.10 or newer; {sys.executable} is {found}.", file=sys.stderr)
@@ -37,21 +40,23 @@ def main() -> int:
 
 
 def install(environment: Path) -> None:
-    """Fills `environment` with the project in editable mode, at the versions of constraints.txt."""
+    """Installs the project in editable mode, at the versions of constraints.txt."""
     started = time.monotonic()
     python = environment / "bin" / "python"
     create(environment)
     log = environment / "install.log"
     log.write_text("")
-    # The build's own tools first and pinned too: an isolated build would fetch whatever is newest.
+    # The build tools first, pinned too: an isolated build would fetch the newest versions.
     run_pip(python, log, BUILD_REQUIREMENTS)
-    run_pip(python, log, ["--no-build-isolation", "--editable", f"{ROOT}[dev]"])
+    # Both distributions together: the second requires the first, which need not be in any index.
+    editable = ["--editable", str(ROOT / "packaging" / "client"), "--editable", f"{ROOT}[dev]"]
+    run_pip(python, log, ["--no-build-isolation", *editable])
     clear_line()
     print(f"Installed into {environment} in {time.monotonic() - started:.0f} s", flush=True)
 
 
 def create(environment: Path) -> None:
-    """Creates the environment, or mends one whose creation was interrupted."""
+    """Creates the environment, or completes one whose creation was interrupted."""
     if (environment / "bin" / "pip").exists():
         return
     print(f"Creating {environment}", flush=True)
@@ -64,7 +69,7 @@ def create(environment: Path) -> None:
 
 
 def run_pip(python: Path, log: Path, arguments: list[str]) -> None:
-    """Runs `pip install`, shows which package it is at, and keeps everything it says in the log."""
+    """Runs `pip install`, shows its progress, and writes its output to the log."""
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     command += ["--constraint", str(ROOT / "constraints.txt"), *arguments]
     pipe, merged = subprocess.PIPE, subprocess.STDOUT
@@ -79,7 +84,7 @@ def run_pip(python: Path, log: Path, arguments: list[str]) -> None:
 
 
 def show(line: str) -> None:
-    """Says what pip is doing: on one line that changes in a terminal, sparsely elsewhere."""
+    """Shows pip's progress: on one changing line in a terminal, otherwise only now and then."""
     words = line.split()
     if len(words) < 2 or words[0] not in {"Collecting", "Downloading", "Installing", "Building"}:
         return
@@ -91,7 +96,7 @@ def show(line: str) -> None:
 
 
 def clear_line() -> None:
-    """Removes what `show` left."""
+    """Clears the line that `show` wrote."""
     if sys.stdout.isatty():
         print("\r\033[K", end="", flush=True)
 

@@ -1,8 +1,8 @@
-"""Takes guards away, one at a time, in a copy of the tree, and shows that a named test fails each time.
+"""Removes guards, one at a time, in a copy of the tree, and verifies that a named test fails each time.
 
     python tools/mutate.py tools/mutations/trtllm.yaml [--guard N...] [--jobs N]
 
-A mutation names what it removes, the one place in a file where that is, and the test. Exit code 1 if one still passes.
+A mutation names the guard, its only place in a file, and the test. Exit code 1 if a test still passes.
 """
 
 import argparse
@@ -19,13 +19,28 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-_SOURCES = ("services", "router", "discovery", "media", "rpc", "client", "protos", "tests", "models", "deploy")
+_SOURCES = (
+    "services",
+    "router",
+    "discovery",
+    "grammars",
+    "media",
+    "rpc",
+    "runtime",
+    "baton",
+    "cli",
+    "devtools",
+    "protos",
+    "tests",
+    "models",
+    "deploy",
+)
 _SECONDS = 170
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One guard taken away."""
+    """The removal of one guard."""
 
     guard: int
     removes: str
@@ -37,21 +52,21 @@ class Mutation:
     @property
     def path(self) -> str:
         """From the root of the tree."""
-        return self.file if "/" in self.file else f"services/engines/trtllm/{self.file}"
+        return self.file if self.file.partition("/")[0] in _SOURCES else f"services/engines/trtllm/{self.file}"
 
     @property
     def test_id(self) -> str:
         """From the root of the tree."""
-        return self.test if self.test.startswith("tests/") else f"tests/engines/trtllm/{self.test}"
+        return self.test if self.test.startswith("tests/") else f"tests/services/engines/trtllm/{self.test}"
 
 
 def read(path: Path) -> list[Mutation]:
-    """All of a file. Raises TypeError for an entry that lacks something, or has something else."""
+    """The mutations in a file. Raises TypeError for an entry with missing or unknown keys."""
     return [Mutation(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
 def mutated(mutation: Mutation, text: str) -> str:
-    """The file without its guard. Raises ValueError unless the place is there, once."""
+    """The file's text without its guard. Raises ValueError unless the place occurs exactly once."""
     if text.count(mutation.old) != 1:
         raise ValueError(f"{mutation.path}: {mutation.old!r} occurs {text.count(mutation.old)} times")
     return text.replace(mutation.old, mutation.new)
@@ -87,12 +102,12 @@ class Trees:
 
 
 def failure(tree: Path, tests: Sequence[str]) -> str:
-    """Why one of these tests fails there, in a line. Its own packages come first, as it is the working directory."""
+    """The reason of the first failure in one line. The copy's packages come first: it is the working directory."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=40", *tests]
     try:
         ended = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"no end within {_SECONDS} s"
+        return f"did not end within {_SECONDS} s"
     if ended.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(tests)}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
     why = next((line[2:].strip() for line in ended.stdout.splitlines() if line.startswith("E  ")), "failed")
@@ -100,10 +115,10 @@ def failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Prints a line for each mutation, in their order."""
+    """Prints a line for each mutation, in order."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--guard", type=int, nargs="+", help="only those of these numbers")
+    parser.add_argument("--guard", type=int, nargs="+", help="only the guards with these numbers")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     mutations = [one for one in read(arguments.file) if one.guard in (arguments.guard or (one.guard,))]
@@ -117,7 +132,7 @@ def main() -> None:
             verdict = f"fails: {why:.60}" if why else "STILL PASSES"
             name = mutation.test_id.rpartition("/")[2]
             print(f"{mutation.guard:>3}  {mutation.removes:<52} {verdict:<68} {name}", flush=True)
-    print(f"\n{len(mutations)} guards were removed; {survivors} were not missed by their test.")
+    print(f"\n{len(mutations)} guards were removed; the tests of {survivors} still passed.")
     raise SystemExit(1 if survivors else 0)
 
 

@@ -4,7 +4,7 @@ They are those of protos/, with the paths of deploy/envoy/http_rules.yaml as the
 protos themselves do not have, and with the types of error details. Raises KeyError for a rule of an unknown method.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import yaml
@@ -20,8 +20,11 @@ DESCRIPTORS = ROOT / "protos" / "descriptors.binpb"
 
 
 def main() -> None:
-    """Writes the file that the command line names."""
-    Path(sys.argv[1]).write_bytes(transcoding(DESCRIPTORS.read_bytes(), RULES.read_text()).SerializeToString())
+    """Writes the file named on the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    out = parser.parse_args().out
+    out.write_bytes(transcoding(DESCRIPTORS.read_bytes(), RULES.read_text()).SerializeToString())
 
 
 def transcoding(descriptors: bytes, rules: str) -> FileDescriptorSet:
@@ -46,7 +49,7 @@ def _methods(descriptors: FileDescriptorSet) -> dict[str, MethodDescriptorProto]
 
 
 def _add(descriptors: FileDescriptorSet, file: FileDescriptor) -> None:
-    """Adds a file after those that it imports, unless it is there."""
+    """Adds a file after its imports, unless it was added before."""
     for imported in file.dependencies:
         _add(descriptors, imported)
     if file.name not in {each.name for each in descriptors.file}:

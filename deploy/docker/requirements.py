@@ -1,23 +1,32 @@
-"""Prints what a wheel requires, without what the TensorRT-LLM image brings: `requirements.py WHEEL`.
+"""Prints what an image installs beside Baton's own two wheels: `requirements.py TARGET`, in the repository's root.
 
-Another torch or transformers would break the image's TensorRT-LLM, which was built against its own. Standard library
-only.
+The list is that of the two pyproject.toml, without what the target must not install. Standard library only.
 """
 
 import re
 import sys
-import zipfile
+from pathlib import Path
 
-OF_THE_IMAGE = {"numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers"}
+import tomllib
+
+PROJECTS = (Path("pyproject.toml"), Path("packaging/client/pyproject.toml"))
+# Installed from this checkout, after the others.
+OURS = {"baton-client"}
+# By the image's target. Routers compute nothing. Another torch or transformers would break the TensorRT-LLM of its
+# image, which was built against its own.
+LEFT_OUT = {
+    "router": {"numpy", "safetensors", "torch", "transformers"},
+    "cpu": set(),
+    "cuda": set(),
+    "trtllm": {"numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers"},
+}
 
 
-def requirements(wheel: str) -> list[str]:
-    """The requirements to install, extras left out."""
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = archive.read(metadata).decode().partition("\n\n")[0].splitlines()
-    required = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
-    return [each for each in required if "extra ==" not in each and _name(each) not in OF_THE_IMAGE]
+def requirements(target: str) -> list[str]:
+    """The requirements of an image, extras left out. Raises KeyError for an unknown target."""
+    without = LEFT_OUT[target] | OURS
+    declared = {each for path in PROJECTS for each in tomllib.loads(path.read_text())["project"]["dependencies"]}
+    return sorted(each for each in declared if _name(each) not in without)
 
 
 def _name(requirement: str) -> str:

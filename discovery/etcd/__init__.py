@@ -1,7 +1,18 @@
-"""The registry in etcd, over its v3 API on our own grpc.aio client.
+"""The registry in etcd, over its v3 API.
 
-The published Python clients cannot be imported beside a current protobuf, or give up after a lost lease or a restarted
-server. So the few calls that discovery needs are spoken directly: gRPC asks only for method paths and field numbers.
+| module | subject |
+|---|---|
+| registry | `EtcdRegistry` |
+| registration | a worker's record under a lease |
+| id_allocation | small ids under a lease |
+| watch, watch_stream | the workers of a namespace; one watch on one member |
+| client | the etcd calls, each with a deadline |
+| endpoints, token, methods | members, authentication, gRPC methods |
+| retry | retries of the first calls |
+| config | the settings |
+
+It has its own client: the published Python clients cannot be imported beside a current protobuf, or do not recover from
+a lost lease or a restarted server.
 """
 
 from discovery.etcd.config import EtcdConfig

@@ -1,4 +1,4 @@
-"""The calls on etcd that discovery needs, each with its deadline, on whichever member answers."""
+"""The etcd calls that discovery needs, each with a deadline, on the first member that answers."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,16 +6,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from baton.etcd.v1 import kv_pb2, lease_pb2, watch_pb2
 from grpc import StatusCode, aio
 from typing_extensions import Self
 
+from baton.errors import BatonError, PermissionDenied, Unavailable
+from baton.etcd.v1 import kv_pb2, lease_pb2, watch_pb2
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.endpoints import Endpoint, Endpoints
 from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH, Metadata
-from discovery.etcd.token import Token
+from discovery.etcd.token import EtcdToken
 from discovery.etcd.watch_stream import WatchStream
-from rpc.errors import BatonError, PermissionDenied, Unavailable
 
 Response = TypeVar("Response")
 
@@ -23,14 +23,14 @@ _CREATE = 1  # etcd's Compare.CompareTarget
 
 
 class LeaseLost(BatonError):
-    """etcd does not know the lease (any more)."""
+    """etcd does not know the lease, or no longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """A lease that etcd has granted. `deadline` is by time.monotonic, counted from before etcd was asked.
+class EtcdLease:
+    """A lease that etcd granted. `deadline` is of time.monotonic, and never later than etcd's own.
 
-    So it never lies behind etcd's own.
+    It is counted from before the request was sent.
     """
 
     lease_id: int
@@ -38,7 +38,7 @@ class Lease:
 
     @property
     def holds(self) -> bool:
-        """Whether etcd keeps it still, as far as can be known here."""
+        """Whether etcd still keeps it, as far as this process knows."""
         return time.monotonic() < self.deadline
 
 
@@ -55,13 +55,13 @@ class EtcdClient:
     """A client of one etcd cluster: `async with EtcdClient(config) as client: ...`.
 
     Every method raises Unavailable when no member has answered within its deadline, Unauthenticated and
-    PermissionDenied when etcd refuses us.
+    PermissionDenied when etcd refuses this user.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
         self._limit = config.call_timeout_seconds
         self._endpoints = Endpoints(config.addresses, config.tls)
-        self._token = Token(config.username, config.password, config.call_timeout_seconds)
+        self._token = EtcdToken(config.username, config.password, config.call_timeout_seconds)
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,9 +70,11 @@ class EtcdClient:
         await self._endpoints.close()
 
     async def list_range(self, first: bytes, end: bytes) -> Listing:
-        """All keys from `first` up to, not including, `end`, as the majority has them."""
+        """All keys in [first, end), as the majority of members has them."""
         request = kv_pb2.RangeRequest(key=first, range_end=end)
-        response = await self._anywhere(lambda at, metadata: RANGE.call(at.channel, request, metadata, self._limit))
+        response = await self._on_any_member(
+            lambda at, metadata: RANGE.call(at.channel, request, metadata, self._limit)
+        )
         return Listing(response.header.cluster_id, response.header.revision, tuple(response.kvs))
 
     async def get(self, key: bytes) -> kv_pb2.KeyValue | None:
@@ -80,57 +82,57 @@ class EtcdClient:
         listing = await self.list_range(key, b"")
         return listing.entries[0] if listing.entries else None
 
-    async def put(self, key: bytes, value: bytes, lease: Lease) -> None:
-        """Writes a key for as long as the lease holds. Raises LeaseLost if it does not."""
+    async def put(self, key: bytes, value: bytes, lease: EtcdLease) -> None:
+        """Writes a key under a lease. Raises LeaseLost if the lease is over."""
         request = kv_pb2.PutRequest(key=key, value=value, lease=lease.lease_id)
-        await self._anywhere(lambda at, metadata: PUT.call(at.channel, request, metadata, self._limit))
+        await self._on_any_member(lambda at, metadata: PUT.call(at.channel, request, metadata, self._limit))
 
-    async def create(self, key: bytes, value: bytes, lease: Lease) -> bool:
-        """Writes a key that does not exist, for as long as the lease holds; says whether it did not.
+    async def create(self, key: bytes, value: bytes, lease: EtcdLease) -> bool:
+        """Writes a key under a lease unless it exists; whether it was written.
 
-        False also if an answer was lost: then look whose it is. Raises LeaseLost if the lease does not hold.
+        False also if an earlier response was lost: then check whose key it is. Raises LeaseLost if the lease is over.
         """
         absent = kv_pb2.Compare(target=_CREATE, key=key, create_revision=0)
         put = kv_pb2.PutRequest(key=key, value=value, lease=lease.lease_id)
         request = kv_pb2.TxnRequest(compare=[absent], success=[kv_pb2.RequestOp(request_put=put)])
-        response = await self._anywhere(lambda at, metadata: TXN.call(at.channel, request, metadata, self._limit))
+        response = await self._on_any_member(lambda at, metadata: TXN.call(at.channel, request, metadata, self._limit))
         return response.succeeded
 
-    async def grant(self, ttl_seconds: int) -> Lease:
-        """A new lease. etcd may choose a longer time than was asked for."""
+    async def grant(self, ttl_seconds: int) -> EtcdLease:
+        """A new lease. etcd may grant a longer time than requested."""
         request = lease_pb2.LeaseGrantRequest(ttl_seconds=ttl_seconds)
 
-        async def attempt(at: Endpoint, metadata: Metadata) -> Lease:
+        async def attempt(at: Endpoint, metadata: Metadata) -> EtcdLease:
             asked_at = time.monotonic()
             response = await GRANT.call(at.channel, request, metadata, self._limit)
-            return Lease(response.id, asked_at + response.ttl_seconds)
+            return EtcdLease(response.id, asked_at + response.ttl_seconds)
 
-        return await self._anywhere(attempt)
+        return await self._on_any_member(attempt)
 
-    async def renew(self, lease: Lease) -> Lease:
+    async def renew(self, lease: EtcdLease) -> EtcdLease:
         """The lease with its new deadline. Raises LeaseLost if it was over."""
         request = lease_pb2.LeaseKeepAliveRequest(id=lease.lease_id)
 
-        async def attempt(at: Endpoint, metadata: Metadata) -> Lease:
+        async def attempt(at: Endpoint, metadata: Metadata) -> EtcdLease:
             asked_at = time.monotonic()
             response = await KEEP_ALIVE.exchange(at.channel, request, metadata, self._limit)
             if response.ttl_seconds <= 0:
                 raise LeaseLost(f"lease {lease.lease_id:x}")
-            return Lease(lease.lease_id, asked_at + response.ttl_seconds)
+            return EtcdLease(lease.lease_id, asked_at + response.ttl_seconds)
 
-        return await self._anywhere(attempt)
+        return await self._on_any_member(attempt)
 
-    async def revoke(self, lease: Lease) -> None:
+    async def revoke(self, lease: EtcdLease) -> None:
         """Ends the lease, and with it its keys. Raises LeaseLost if it was over."""
         request = lease_pb2.LeaseRevokeRequest(id=lease.lease_id)
-        await self._anywhere(lambda at, metadata: REVOKE.call(at.channel, request, metadata, self._limit))
+        await self._on_any_member(lambda at, metadata: REVOKE.call(at.channel, request, metadata, self._limit))
 
     @asynccontextmanager
     async def watch(self, first: bytes, end: bytes, after: Listing) -> AsyncIterator[WatchStream]:
-        """What happens to a range after `after` was listed, as one member tells it.
+        """The changes of a range since `after` was listed, from one member.
 
-        Raises Unavailable, inside the context too, when that member falls silent, is not in touch with the majority, or
-        cannot tell it: then list again, and watch from there. The next watch is on the next member.
+        Raises Unavailable, inside the context too, when that member falls silent, has lost the majority, or no longer
+        has these changes: then list again, and watch from there. The next watch is on the next member.
         """
         create = watch_pb2.WatchCreateRequest(key=first, range_end=end, start_revision=after.revision + 1)
         at = self._endpoints.current
@@ -149,21 +151,23 @@ class EtcdClient:
             self._endpoints.leave(at)
             raise
 
-    async def _anywhere(self, attempt: Callable[[Endpoint, Metadata], Awaitable[Response]]) -> Response:
-        """The answer of the first member that gives one, beginning with the current."""
+    async def _on_any_member(self, attempt: Callable[[Endpoint, Metadata], Awaitable[Response]]) -> Response:
+        """The response of the first member that answers, starting with the one in use."""
         failures = []
         for _ in range(len(self._endpoints)):
             at = self._endpoints.current
             try:
-                return await self._admitted(at, attempt)
+                return await self._authenticated(at, attempt)
             except aio.AioRpcError as error:
                 _raise_if_final(at, error)
                 failures.append(_describe(at, error))
                 self._endpoints.leave(at)
         raise Unavailable("; ".join(failures))
 
-    async def _admitted(self, at: Endpoint, attempt: Callable[[Endpoint, Metadata], Awaitable[Response]]) -> Response:
-        """The answer of one member, with a new token if the present one is refused."""
+    async def _authenticated(
+        self, at: Endpoint, attempt: Callable[[Endpoint, Metadata], Awaitable[Response]]
+    ) -> Response:
+        """The response of one member, with a new token if the current one is refused."""
         metadata = await self._token.metadata(at.channel)
         try:
             return await attempt(at, metadata)
@@ -175,7 +179,7 @@ class EtcdClient:
 
 
 def _raise_if_final(at: Endpoint, error: aio.AioRpcError) -> None:
-    """Raises what another member would answer too."""
+    """Raises an error that every other member would answer too."""
     match error.code():
         case StatusCode.PERMISSION_DENIED:
             raise PermissionDenied(_describe(at, error)) from error

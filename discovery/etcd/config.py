@@ -1,17 +1,17 @@
-"""Where etcd is and how to be let in."""
+"""How to reach etcd, and how to authenticate."""
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from typing_extensions import Self
 
-from rpc.tls import TlsConfig
+from rpc.auth.tls import TlsConfig
 
 
 class EtcdConfig(BaseModel):
     """The members of one etcd cluster, tried in order from the last that worked.
 
     Endpoints are `host:port`, or URLs whose scheme agrees with `tls`. A call that a member has not answered after
-    `call_timeout_seconds` goes to the next; a silent watch is given up after twice that. `start_timeout_seconds` is for
-    how long a first registration is tried.
+    `call_timeout_seconds` goes to the next; a silent watch ends after twice that. A first registration is retried for
+    `start_timeout_seconds`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,7 +34,9 @@ class EtcdConfig(BaseModel):
         for endpoint in self.endpoints:
             scheme, separator, _ = endpoint.rpartition("://")
             if separator and scheme != expected:
-                raise ValueError(f"endpoints: {endpoint} is not {expected}: https needs tls, and tls needs https")
+                raise ValueError(
+                    f"endpoints: {endpoint}: the scheme must be {expected}: https needs `tls`, and `tls` needs https"
+                )
         for address in self.addresses:
             if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
                 raise ValueError(f"endpoints: {address!r} is not host:port")

@@ -1,14 +1,14 @@
-"""The members of an etcd cluster, and which of them is talked to."""
+"""The members of an etcd cluster, and the one in use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpc import aio
 
+from rpc.auth.tls import TlsConfig
 from rpc.channels import open_channel
-from rpc.tls import TlsConfig
 
-# etcd ends a connection that is pinged while no call runs on it.
+# etcd closes connections that are pinged while no call runs on them.
 _REPLACED_OPTIONS = {"grpc.keepalive_permit_without_calls": 0}
 
 
@@ -21,10 +21,10 @@ class Endpoint:
 
 
 class Endpoints:
-    """One channel a member, opened when first needed and kept until `close`.
+    """One channel for each member, opened on first use and kept until `close`.
 
-    All callers talk to the same member until one of them leaves it. A channel that was left stays open: others may
-    still be waiting on it, and it connects again by itself.
+    All callers use the same member until one of them leaves it. The channel to it stays open: others may still wait on
+    it, and it reconnects by itself.
     """
 
     def __init__(self, addresses: Sequence[str], tls: TlsConfig | None) -> None:
@@ -38,7 +38,7 @@ class Endpoints:
 
     @property
     def current(self) -> Endpoint:
-        """The member to talk to now."""
+        """The member in use."""
         address = self._addresses[self._position]
         if address not in self._opened:
             channel = open_channel(address, self._tls, replaced_options=_REPLACED_OPTIONS)
@@ -46,11 +46,11 @@ class Endpoints:
         return self._opened[address]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Turns to the next member, unless somebody already did."""
+        """Switches to the next member, unless another caller already did."""
         if endpoint.address == self._addresses[self._position]:
             self._position = (self._position + 1) % len(self._addresses)
 
     async def close(self) -> None:
-        """Closes every channel; calls that still run are cancelled."""
+        """Closes every channel, and cancels running calls."""
         for endpoint in self._opened.values():
             await endpoint.channel.close(None)

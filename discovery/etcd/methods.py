@@ -1,15 +1,16 @@
-"""etcd's gRPC methods by their paths, with our messages.
+"""etcd's gRPC methods: their paths, with Baton's own messages.
 
-There are no stubs for them: a second distribution's stubs for the same paths may be in the process.
+There are no stubs for them, since another distribution's stubs for the same paths may be in the process.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from baton.etcd.v1 import auth_pb2, kv_pb2, lease_pb2, watch_pb2
 from google.protobuf.message import Message
 from grpc import StatusCode, aio
+
+from baton.etcd.v1 import auth_pb2, kv_pb2, lease_pb2, watch_pb2
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 Request = TypeVar("Request", bound=Message)
@@ -18,7 +19,7 @@ Response = TypeVar("Response", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class UnaryMethod(Generic[Request, Response]):
-    """A method of one request and one answer."""
+    """A method with one request and one response."""
 
     path: str
     request: type[Request]
@@ -27,7 +28,7 @@ class UnaryMethod(Generic[Request, Response]):
     async def call(
         self, channel: aio.Channel, request: Request, metadata: Metadata, timeout_seconds: float
     ) -> Response:
-        """The answer. Raises AioRpcError, also when there is none after `timeout_seconds`."""
+        """The response. Raises AioRpcError, also when there is none within `timeout_seconds`."""
         method = channel.unary_unary(self.path, self.request.SerializeToString, self.response.FromString)
         response: Response = await method(request, metadata=metadata, timeout=timeout_seconds)
         return response
@@ -42,14 +43,14 @@ class StreamMethod(Generic[Request, Response]):
     response: type[Response]
 
     def open(self, channel: aio.Channel, metadata: Metadata) -> "aio.StreamStreamCall[Request, Response]":
-        """A call to write to and read from. Whoever opens it cancels it."""
+        """A call to write to and read from. The caller cancels it."""
         method = channel.stream_stream(self.path, self.request.SerializeToString, self.response.FromString)
         return method(None, metadata=metadata)
 
     async def exchange(
         self, channel: aio.Channel, request: Request, metadata: Metadata, timeout_seconds: float
     ) -> Response:
-        """The one answer to one request. Raises AioRpcError, also when there is none after `timeout_seconds`."""
+        """The one response to one request. Raises AioRpcError, also when there is none within `timeout_seconds`."""
         method = channel.stream_stream(self.path, self.request.SerializeToString, self.response.FromString)
         call = method(iter([request]), metadata=metadata, timeout=timeout_seconds)
         try:

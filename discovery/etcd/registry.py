@@ -1,6 +1,5 @@
-"""The registry that lives in etcd."""
+"""The registry in etcd."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -8,18 +7,20 @@ from typing_extensions import Self
 
 from discovery.etcd.client import EtcdClient
 from discovery.etcd.config import EtcdConfig
-from discovery.etcd.number import EtcdNumber
-from discovery.etcd.registration import EtcdRegistration
+from discovery.etcd.id_allocation import EtcdAllocatedId
+from discovery.etcd.registration import EtcdRegistration, epoch_in
 from discovery.etcd.watch import WorkerWatch
 from discovery.keys import WorkerKeys
-from discovery.record import WorkerRecord
+from discovery.record import WorkerRecord, epoch_after
+from discovery.renewal import renewed
+from discovery.retry import retry_until
 
 
 class EtcdRegistry:
     """A Registry in etcd: `async with EtcdRegistry(config, namespace) as registry: ...`.
 
-    A worker that dies is gone after `lease_ttl_seconds`, rounded up; etcd itself takes 2 s for the least. Watchers keep
-    who is gone for `outage_grace_seconds` after they have lost sight of etcd. Raises ConfigError for a wrong namespace.
+    A worker that dies is removed after `lease_ttl_seconds`, rounded up; etcd's minimum is 2 s. Watchers remove no
+    worker for `outage_grace_seconds` after an outage of etcd. Raises ConfigError for an invalid namespace.
     """
 
     def __init__(
@@ -46,31 +47,21 @@ class EtcdRegistry:
         """See `Registry.register`."""
         key = self._keys.of(record.worker_id)
         registration = EtcdRegistration(self._client, key, record, self._lease_ttl_seconds)
-        try:
-            await registration.begin(self._start_timeout_seconds)
-            keeping = asyncio.create_task(registration.keep())
-            try:
-                yield registration
-            finally:
-                keeping.cancel()
-                await asyncio.wait({keeping})
-        finally:
-            await registration.end()
+        async with renewed(registration, self._start_timeout_seconds):
+            yield registration
+
+    async def next_epoch(self, worker_id: str) -> int:
+        """See `Registry.next_epoch`."""
+        key = self._keys.of(worker_id)
+        entry = await retry_until(lambda: self._client.get(key), self._start_timeout_seconds, "no epoch")
+        return epoch_after(-1 if entry is None else epoch_in(entry))
 
     @asynccontextmanager
-    async def number(self, kind: str, limit: int) -> AsyncIterator[EtcdNumber]:
-        """See `Registry.number`."""
-        number = EtcdNumber(self._client, self._keys.numbers(kind), limit, self._lease_ttl_seconds)
-        try:
-            await number.begin(self._start_timeout_seconds)
-            keeping = asyncio.create_task(number.keep())
-            try:
-                yield number
-            finally:
-                keeping.cancel()
-                await asyncio.wait({keeping})
-        finally:
-            await number.end()
+    async def allocate_id(self, kind: str, limit: int) -> AsyncIterator[EtcdAllocatedId]:
+        """See `Registry.allocate_id`."""
+        allocated = EtcdAllocatedId(self._client, self._keys.ids(kind), limit, self._lease_ttl_seconds)
+        async with renewed(allocated, self._start_timeout_seconds):
+            yield allocated
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
         """See `Registry.watch`."""

@@ -1,21 +1,21 @@
-"""How etcd is told who we are: the token that a user's name and password are worth."""
+"""Authentication at etcd: the token for a user's name and password."""
 
-from baton.etcd.v1 import auth_pb2
 from grpc import StatusCode, aio
 from pydantic import SecretStr
 
+from baton.errors import Unauthenticated
+from baton.etcd.v1 import auth_pb2
 from discovery.etcd.methods import AUTHENTICATE, Metadata
-from rpc.errors import Unauthenticated
 
-# A member that has lost its leader then refuses, instead of answering from what it knew.
+# With this a member without a leader refuses, instead of answering from old data.
 _HAS_LEADER = ("hasleader", "true")
 
-# etcd says these as INVALID_ARGUMENT; a bad or expired token it says as UNAUTHENTICATED.
+# etcd sends these as INVALID_ARGUMENT; a bad or expired token is UNAUTHENTICATED.
 _REFUSALS = ("user name is empty", "revision in header is old", "revision of auth store is old")
 
 
-class Token:
-    """The token of one user, fetched when first needed and again after `forget`. Without a user there is none."""
+class EtcdToken:
+    """The token of one user, fetched on first use and again after `forget`. Without a user there is none."""
 
     def __init__(self, username: str, password: SecretStr, timeout_seconds: float) -> None:
         self._username = username
@@ -24,21 +24,21 @@ class Token:
         self._metadata: Metadata | None = None if username else (_HAS_LEADER,)
 
     async def metadata(self, channel: aio.Channel) -> Metadata:
-        """What every call must carry. Raises Unauthenticated if etcd does not take the password."""
+        """The metadata of every call. Raises Unauthenticated if etcd refuses the password."""
         if self._metadata is None:
             self._metadata = await self._authenticate(channel)
         return self._metadata
 
     def was_refused(self, error: aio.AioRpcError) -> bool:
-        """Whether a call failed for its token. Raises Unauthenticated if no other could be had."""
+        """Whether a call failed because of its token. Raises Unauthenticated if there is no user to get another for."""
         details = error.details() or ""
         refused = error.code() is StatusCode.UNAUTHENTICATED or any(text in details for text in _REFUSALS)
         if refused and not self._username:
-            raise Unauthenticated(f"etcd asks for a user and a password: {details}") from error
+            raise Unauthenticated(f"etcd requires a user and a password: {details}") from error
         return refused
 
     def forget(self, metadata: Metadata) -> None:
-        """Gives up the token in `metadata`, unless it was renewed meanwhile."""
+        """Drops the token in `metadata`, unless it was replaced meanwhile."""
         if self._metadata is metadata and self._username:
             self._metadata = None
 
@@ -48,7 +48,7 @@ class Token:
             response = await AUTHENTICATE.call(channel, request, (), self._timeout_seconds)
         except aio.AioRpcError as error:
             match error.code():
-                case StatusCode.FAILED_PRECONDITION:  # etcd asks nobody for a password
+                case StatusCode.FAILED_PRECONDITION:  # authentication is off
                     return (_HAS_LEADER,)
                 case StatusCode.INVALID_ARGUMENT | StatusCode.UNAUTHENTICATED:
                     raise Unauthenticated(f"etcd refuses user {self._username}: {error.details()}") from error

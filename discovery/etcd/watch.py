@@ -1,19 +1,19 @@
-"""Follows a namespace's workers in etcd through every interruption."""
+"""Watches the workers of a namespace in etcd, across interruptions."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 import structlog
-from baton.etcd.v1 import kv_pb2, watch_pb2
 
+from baton.errors import BatonError, PermissionDenied, Unauthenticated
+from baton.etcd.v1 import kv_pb2, watch_pb2
 from discovery.backoff import Backoff
 from discovery.etcd.client import EtcdClient, Listing
 from discovery.keys import WorkerKeys
-from discovery.latest import Latest
+from discovery.latest import Latest, values_of
 from discovery.membership import Membership
 from discovery.record import WorkerRecord
-from rpc.errors import BatonError, PermissionDenied, Unauthenticated
 
 _log = structlog.get_logger(__name__)
 
@@ -21,9 +21,9 @@ _log = structlog.get_logger(__name__)
 class WorkerWatch:
     """The workers of one namespace, for one reader.
 
-    Lists, then watches from the next revision. When the watch breaks, for whatever reason, it lists again rather than
-    to resume at the last revision: the outcome is the same, and the listing is also right when that revision was
-    compacted, or belongs to data that were lost since. For `grace_seconds` after that nobody is taken for gone.
+    Lists, then watches from the next revision. When the watch breaks it lists again instead of resuming at the last
+    revision: the outcome is the same, and it is also right when that revision was compacted, or belongs to lost data.
+    For `grace_seconds` after that no worker is removed.
     """
 
     def __init__(self, client: EtcdClient, keys: WorkerKeys, grace_seconds: float) -> None:
@@ -32,23 +32,18 @@ class WorkerWatch:
         self._grace_seconds = grace_seconds
         self._membership = Membership()
         self._latest: Latest[tuple[WorkerRecord, ...]] = Latest()
-        self._settling: asyncio.TimerHandle | None = None
+        self._grace_timer: asyncio.TimerHandle | None = None
         self._listed = False
 
     async def views(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
         """See `Registry.watch`."""
-        following = asyncio.create_task(self._follow())
-        following.add_done_callback(lambda _: self._latest.close())
         try:
-            async with aclosing(self._latest.values()) as views:
+            async with aclosing(values_of(self._latest, self._follow())) as views:
                 async for workers in views:
                     yield workers
-            await following
         finally:
-            following.cancel()
-            await asyncio.wait({following})
-            if self._settling is not None:
-                self._settling.cancel()
+            if self._grace_timer is not None:
+                self._grace_timer.cancel()
 
     async def _follow(self) -> None:
         backoff = Backoff()
@@ -57,21 +52,21 @@ class WorkerWatch:
                 listing = await self._client.list_range(self._keys.prefix, self._keys.end)
                 self._take(listing)
                 async with self._client.watch(self._keys.prefix, self._keys.end, listing) as stream:
-                    if backoff.waiting:
-                        _log.info("worker watch goes on", workers=len(listing.entries))
+                    if backoff.is_retrying:
+                        _log.info("worker watch resumed", workers=len(listing.entries))
                     backoff.reset()
                     async for events in stream.events():
                         self._apply(events)
             except BatonError as error:
                 if not self._listed and isinstance(error, (Unauthenticated, PermissionDenied)):
                     raise
-                if not backoff.waiting:
+                if not backoff.is_retrying:
                     _log.warning("worker watch interrupted", error=error.message)
             await asyncio.sleep(backoff.next_seconds())
 
     def _take(self, listing: Listing) -> None:
         if self._listed:
-            self._doubt()
+            self._hold_removals()
         self._listed = True
         self._membership.replace(dict(self._readable(listing.entries)))
         self._latest.set(self._membership.workers)
@@ -90,18 +85,18 @@ class WorkerWatch:
             try:
                 record = WorkerRecord.from_json(entry.value)
                 if self._keys.of(record.worker_id) != entry.key:
-                    raise ValueError(f"worker_id {record.worker_id!r} is not that of the key")
+                    raise ValueError(f"worker_id {record.worker_id!r} differs from the key")
             except (ValueError, BatonError) as error:
-                _log.warning("worker record left out", key=entry.key.decode(errors="replace"), error=str(error))
+                _log.warning("worker record ignored", key=entry.key.decode(errors="replace"), error=str(error))
             else:
                 yield entry.key, record
 
-    def _doubt(self) -> None:
-        if self._settling is not None:
-            self._settling.cancel()
-        self._membership.doubt()
-        self._settling = asyncio.get_running_loop().call_later(self._grace_seconds, self._settle)
+    def _hold_removals(self) -> None:
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+        self._membership.hold_removals()
+        self._grace_timer = asyncio.get_running_loop().call_later(self._grace_seconds, self._apply_removals)
 
-    def _settle(self) -> None:
-        self._membership.settle()
+    def _apply_removals(self) -> None:
+        self._membership.apply_removals()
         self._latest.set(self._membership.workers)

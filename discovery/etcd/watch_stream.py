@@ -1,20 +1,20 @@
-"""One watch on one member of etcd, for as long as that member answers."""
+"""One watch on one member of etcd."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from baton.etcd.v1 import watch_pb2
 from grpc import aio
 
-from rpc.aio import timeout
-from rpc.errors import Unavailable
+from baton.errors import Unavailable
+from baton.etcd.v1 import watch_pb2
+from runtime.aio import timeout
 
 
 class WatchStream:
-    """The events of a watch. A member that says nothing for `quiet_seconds` is asked, and given up after as long again.
+    """The events of a watch. A member that is silent for `quiet_seconds` is probed, and has as long to answer.
 
-    Every method raises Unavailable when the watch cannot go on, and AioRpcError when the stream fails. `call` is
-    cancelled by whoever opened it.
+    Every method raises Unavailable when the watch cannot continue, and AioRpcError when the stream fails. The caller
+    owns `call`, and cancels it.
     """
 
     def __init__(
@@ -24,21 +24,21 @@ class WatchStream:
         self._quiet_seconds = quiet_seconds
 
     async def create(self, request: watch_pb2.WatchCreateRequest, cluster_id: int, revision: int) -> None:
-        """Begins to watch, behind `revision` of the cluster that was listed.
+        """Starts the watch after `revision` of the cluster that was listed.
 
-        A member that is at an earlier revision may have lost its data since: it would stay silent until it comes to the
-        revision again, and events before that would be missed.
+        A member at an earlier revision may have lost its data: it would be silent until it reaches the revision again,
+        and the events before that would be missed.
         """
         await self._write(watch_pb2.WatchRequest(create_request=request))
         created = await self._read()
         _raise_if_canceled(created)
         if created.header.cluster_id != cluster_id:
-            raise Unavailable("the member belongs to another cluster than the one that was listed")
+            raise Unavailable("the member belongs to a different cluster than the one that was listed")
         if created.header.revision < revision:
             raise Unavailable(f"the member is at revision {created.header.revision}, behind the listed {revision}")
 
     async def events(self) -> AsyncIterator[Sequence[watch_pb2.Event]]:
-        """Yields what happened, in order. Answers without events only show that the member lives."""
+        """Yields the events, in order. A response without events only shows that the member is alive."""
         while True:
             response = await self._read()
             _raise_if_canceled(response)
@@ -69,13 +69,13 @@ class WatchStream:
             async with timeout(self._quiet_seconds):
                 await self._call.write(request)
         except TimeoutError:
-            raise Unavailable(f"the watch took nothing for {self._quiet_seconds:g} s") from None
+            raise Unavailable(f"the watch did not accept a request for {self._quiet_seconds:g} s") from None
         except asyncio.InvalidStateError as error:
             raise Unavailable("etcd ended the watch") from error
 
 
 def _raise_if_canceled(response: watch_pb2.WatchResponse) -> None:
     if response.compact_revision:
-        raise Unavailable(f"the watch's start was compacted away, up to revision {response.compact_revision}")
+        raise Unavailable(f"the watch's start was compacted, up to revision {response.compact_revision}")
     if response.canceled:
         raise Unavailable(f"etcd cancelled the watch: {response.cancel_reason}")

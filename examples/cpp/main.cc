@@ -32,7 +32,7 @@ constexpr int kEnough = 3;  // messages of tokens, before a cancel
 constexpr int kAttempts = 10;
 constexpr std::chrono::seconds kCallTimeout{10};
 
-// What a failed call says besides its code and message. Empty if it comes from a proxy, or from gRPC itself.
+// The details of a failed call's status. Empty if it comes from a proxy, or from gRPC itself.
 struct Details {
   google::rpc::ErrorInfo info;
   google::rpc::BadRequest bad_request;
@@ -71,13 +71,13 @@ grpc::Status PrintAnswer(Stub& stub, grpc::ClientContext& context, const std::st
   return status;
 }
 
-// Prints an answer as it comes.
+// Prints a completion as it streams.
 grpc::Status Stream(Stub& stub, const std::string& prompt) {
   grpc::ClientContext context;
   return PrintAnswer(stub, context, prompt);
 }
 
-// Ends the call in the middle, which stops the request on the workers.
+// Cancels the call in the middle, which cancels the request on the workers.
 grpc::Status Cancel(Stub& stub, const std::string& prompt) {
   grpc::ClientContext context;
   int count = 0;
@@ -100,7 +100,7 @@ void CancelById(Stub& stub, const std::string& id) {
   }
 }
 
-// Cancels a request by its id, as anybody may who knows it, and prints what each worker confirmed.
+// Cancels a request by its id, and prints what each worker confirmed.
 grpc::Status Stop(Stub& stub, const std::string& prompt) {
   pb::GenerateRequest request = Greedy(prompt);
   request.set_request_id("cpp-" + std::to_string(std::random_device{}()));
@@ -111,7 +111,7 @@ grpc::Status Stop(Stub& stub, const std::string& prompt) {
   });
 }
 
-// Gives the answer so long and no longer; every hop is told how much of it is left.
+// Sets a deadline, which travels with the call to every worker.
 grpc::Status Deadline(Stub& stub, double seconds, const std::string& prompt) {
   grpc::ClientContext context;
   context.set_deadline(system_clock::now() + milliseconds(static_cast<int64_t>(seconds * 1000)));
@@ -123,7 +123,7 @@ bool MayPass(const grpc::Status& failure) {
          failure.error_code() == grpc::StatusCode::UNAVAILABLE;
 }
 
-// How long to wait: as the server says, else twice as long each time; with jitter in both cases.
+// The delay before a retry: the server's, or else exponential backoff; with jitter in both cases.
 milliseconds Pause(const grpc::Status& failure, int attempt) {
   const Details details(failure);
   double asked = std::min(100.0 * (1 << attempt), 5000.0);
@@ -136,7 +136,7 @@ milliseconds Pause(const grpc::Status& failure, int attempt) {
   return milliseconds(static_cast<int64_t>(wait));
 }
 
-// Tries again what may pass, after the time that the server asks for. Not once text has been printed.
+// Retries transient failures after the delay that the server asks for, but not after text has been printed.
 grpc::Status Retry(Stub& stub, const std::string& prompt) {
   for (int attempt = 1;; ++attempt) {
     grpc::ClientContext context;  // each call needs its own
@@ -151,7 +151,7 @@ grpc::Status Retry(Stub& stub, const std::string& prompt) {
   }
 }
 
-// Asks for what cannot be, to show what an error says.
+// Sends an invalid request, to show the details of an error.
 grpc::Status Errors(Stub& stub) {
   grpc::ClientContext context;
   pb::GenerateUnaryRequest request;
@@ -162,7 +162,7 @@ grpc::Status Errors(Stub& stub) {
   return stub.GenerateUnary(&context, request, &response);
 }
 
-// Prints all that a failed call says.
+// Prints the whole status of a failed call.
 void Explain(const grpc::Status& failure) {
   const Details details(failure);
   std::cerr << "status " << failure.error_code() << ": " << failure.error_message() << std::endl;

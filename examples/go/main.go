@@ -26,7 +26,7 @@ const (
 
 type client = inferencepb.InferenceServiceClient
 
-// stream prints an answer as it comes.
+// stream prints a completion as it streams.
 func stream(ctx context.Context, c client, prompt string) error {
 	if err := each(ctx, c, greedy(prompt), printText); err != nil {
 		return err
@@ -35,7 +35,7 @@ func stream(ctx context.Context, c client, prompt string) error {
 	return nil
 }
 
-// cancel ends the call in the middle, which stops the request on the workers.
+// cancel cancels the call in the middle, which cancels the request on the workers.
 func cancel(ctx context.Context, c client, prompt string) error {
 	ctx, end := context.WithCancel(ctx)
 	defer end()
@@ -48,7 +48,7 @@ func cancel(ctx context.Context, c client, prompt string) error {
 	})
 }
 
-// stop cancels a request by its id, as anybody may who knows it, and prints what each worker confirmed.
+// stop cancels a request by its id, and prints what each worker confirmed.
 func stop(ctx context.Context, c client, prompt string) error {
 	request := greedy(prompt)
 	request.RequestId = fmt.Sprintf("go-%016x", rand.Uint64())
@@ -71,7 +71,7 @@ func cancelByID(ctx context.Context, c client, id string) error {
 	return err
 }
 
-// deadline gives the answer so long and no longer; every hop is told how much of it is left.
+// deadline sets a deadline, which travels with the call to every worker.
 func deadline(ctx context.Context, c client, seconds, prompt string) error {
 	limit, err := strconv.ParseFloat(seconds, 64)
 	if err != nil {
@@ -82,7 +82,7 @@ func deadline(ctx context.Context, c client, seconds, prompt string) error {
 	return stream(ctx, c, prompt)
 }
 
-// retry tries again what may pass, after the time that the server asks for. Not once text has been printed.
+// retry retries transient failures after the delay that the server asks for, but not after text has been printed.
 func retry(ctx context.Context, c client, prompt string) error {
 	for attempt := 1; ; attempt++ {
 		printed := false
@@ -103,7 +103,7 @@ func retry(ctx context.Context, c client, prompt string) error {
 	}
 }
 
-// provoke asks for what cannot be, to show what an error says.
+// provoke sends an invalid request, to show the details of an error.
 func provoke(ctx context.Context, c client) error {
 	request := greedy("x")
 	temperature, topP := float32(-1), float32(2)
@@ -154,7 +154,7 @@ func mayPass(err error) bool {
 	return code == codes.ResourceExhausted || code == codes.Unavailable
 }
 
-// pause is how long to wait: as the server says, else twice as long each time; with jitter in both cases.
+// pause is the delay before a retry: the server's, or else exponential backoff; with jitter in both cases.
 func pause(err error, attempt int) time.Duration {
 	asked, reason := 100*time.Millisecond<<attempt, ""
 	if asked > 5*time.Second {
@@ -182,7 +182,7 @@ func sleep(ctx context.Context, wait time.Duration) error {
 	}
 }
 
-// explain prints all that a failed call says.
+// explain prints the whole status of a failed call.
 func explain(err error) {
 	failure := status.Convert(err)
 	fmt.Fprintf(os.Stderr, "status %d: %s\n", failure.Code(), failure.Message())

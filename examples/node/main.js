@@ -14,13 +14,13 @@ const ATTEMPTS = 10;
 const CALL_MS = 10_000;
 const MAY_PASS = [Code.ResourceExhausted, Code.Unavailable];
 
-/** Prints an answer as it comes. */
+/** Prints a completion as it streams. */
 async function stream(client, prompt) {
   for await (const text of texts(client.generate(greedy(prompt)))) process.stdout.write(text);
   process.stdout.write("\n");
 }
 
-/** Ends the call in the middle, which stops the request on the workers. */
+/** Cancels the call in the middle, which cancels the request on the workers. */
 async function cancel(client, prompt) {
   const controller = new AbortController();
   let count = 0;
@@ -30,7 +30,7 @@ async function cancel(client, prompt) {
   }
 }
 
-/** Cancels a request by its id, as anybody may who knows it, and prints what each worker confirmed. */
+/** Cancels a request by its id, and prints what each worker confirmed. */
 async function stop(client, prompt) {
   const requestId = randomUUID();
   let count = 0;
@@ -43,14 +43,14 @@ async function stop(client, prompt) {
   }
 }
 
-/** Gives the answer so long and no longer; every hop is told how much of it is left. */
+/** Sets a deadline, which travels with the call to every worker. */
 async function deadline(client, seconds, prompt) {
   const options = { timeoutMs: Number(seconds) * 1000 };
   for await (const text of texts(client.generate(greedy(prompt), options))) process.stdout.write(text);
   process.stdout.write("\n");
 }
 
-/** Tries again what may pass, after the time that the server asks for. Not once text has been printed. */
+/** Retries transient failures after the delay that the server asks for, but not after text has been printed. */
 async function retry(client, prompt) {
   for (let attempt = 1; ; attempt++) {
     let printed = false;
@@ -68,7 +68,7 @@ async function retry(client, prompt) {
   }
 }
 
-/** Asks for what cannot be, to show what an error says. */
+/** Sends an invalid request, to show the details of an error. */
 async function errors(client) {
   await client.generateUnary({ request: { ...greedy("x"), sampling: { temperature: -1, topP: 2 } } });
 }
@@ -81,7 +81,7 @@ async function* texts(responses) {
   for await (const { event } of responses) if (event.case === "token") yield event.value.text;
 }
 
-/** How long to wait: as the server says, else twice as long each time; with jitter in both cases. */
+/** The delay before a retry: the server's, or else exponential backoff; with jitter in both cases. */
 function pauseMs(error, attempt) {
   const delay = error.findDetails(RetryInfoSchema)[0]?.retryDelay;
   const asked = delay ? durationMs(delay) : Math.min(100 * 2 ** attempt, 5000);
@@ -90,7 +90,7 @@ function pauseMs(error, attempt) {
   return milliseconds;
 }
 
-/** Prints all that a failed call says. */
+/** Prints the whole status of a failed call. */
 function explain(error) {
   console.error(`status ${error.code}: ${error.rawMessage}`);
   for (const { reason, metadata } of error.findDetails(ErrorInfoSchema)) {

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import grpc
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from grpc_status import rpc_status
+
 from baton.inference.v1.generate_pb2 import CancelGenerationRequest, GenerateRequest, GenerateResponse
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from baton.inference.v1.sampling_pb2 import SamplingParams
 from baton.inference.v1.timing_pb2 import Stage
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from grpc_status import rpc_status
 
 ENOUGH = 3  # messages of tokens, before a cancel
 ATTEMPTS = 10
@@ -24,7 +25,7 @@ MAY_PASS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 @dataclass(frozen=True)
 class Details:
-    """What a failed call says besides its code and message. Empty if it comes from a proxy, or from gRPC itself."""
+    """The details of a failed call's status. Empty if it comes from a proxy, or from gRPC itself."""
 
     info: ErrorInfo
     bad_request: BadRequest
@@ -41,14 +42,14 @@ class Details:
 
 
 def stream(stub: InferenceServiceStub, prompt: str) -> None:
-    """Prints an answer as it comes."""
+    """Prints a completion as it streams."""
     for text in texts(stub.Generate(greedy(prompt))):
         print(text, end="", flush=True)
     print()
 
 
 def cancel(stub: InferenceServiceStub, prompt: str) -> None:
-    """Ends the call in the middle, which stops the request on the workers."""
+    """Cancels the call in the middle, which cancels the request on the workers."""
     call = stub.Generate(greedy(prompt))
     for count, text in enumerate(texts(call), start=1):
         print(text, end="", flush=True)
@@ -57,7 +58,7 @@ def cancel(stub: InferenceServiceStub, prompt: str) -> None:
 
 
 def stop(stub: InferenceServiceStub, prompt: str) -> None:
-    """Cancels a request by its id, as anybody may who knows it, and prints what each worker confirmed."""
+    """Cancels a request by its id, and prints what each worker confirmed."""
     request = greedy(prompt, request_id=str(uuid.uuid4()))
     for count, _ in enumerate(texts(stub.Generate(request)), start=1):
         if count == ENOUGH:
@@ -69,14 +70,14 @@ def stop(stub: InferenceServiceStub, prompt: str) -> None:
 
 
 def deadline(stub: InferenceServiceStub, seconds: str, prompt: str) -> None:
-    """Gives the answer so long and no longer; every hop is told how much of it is left."""
+    """Sets a deadline, which travels with the call to every worker."""
     for text in texts(stub.Generate(greedy(prompt), timeout=float(seconds))):
         print(text, end="", flush=True)
     print()
 
 
 def retry(stub: InferenceServiceStub, prompt: str) -> None:
-    """Tries again what may pass, after the time that the server asks for. Not once text has been printed."""
+    """Retries transient failures after the delay that the server asks for, but not after text has been printed."""
     for attempt in range(1, ATTEMPTS + 1):
         printed = False
         try:
@@ -92,7 +93,7 @@ def retry(stub: InferenceServiceStub, prompt: str) -> None:
 
 
 def errors(stub: InferenceServiceStub) -> None:
-    """Asks for what cannot be, to show what an error says."""
+    """Sends an invalid request, to show the details of an error."""
     sampling = SamplingParams(temperature=-1, top_p=2)
     list(stub.Generate(GenerateRequest(prompt="x", sampling=sampling)))
 
@@ -106,7 +107,7 @@ def texts(call: Iterable[GenerateResponse]) -> Iterator[str]:
 
 
 def pause(error: grpc.RpcError, attempt: int) -> float:
-    """How long to wait, in seconds: as the server says, else twice as long each time; with jitter in both cases."""
+    """The delay before a retry in seconds: the server's, or else exponential backoff; with jitter in both cases."""
     details = Details.of(error)
     asked = details.retry.retry_delay.ToTimedelta().total_seconds()
     seconds = (asked or min(0.1 * 2**attempt, 5)) * random.uniform(1, 1.25)
@@ -115,7 +116,7 @@ def pause(error: grpc.RpcError, attempt: int) -> float:
 
 
 def explain(error: grpc.RpcError) -> None:
-    """Prints all that a failed call says."""
+    """Prints the whole status of a failed call."""
     details = Details.of(error)
     print(f"status {error.code().value[0]}: {error.details()}", file=sys.stderr)
     if details.info.reason:

@@ -2,9 +2,9 @@
 
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-from models.demo.exercise import IMAGE
-from models.demo.generate_data import BOS, EOS
-from models.demo.scenes import CELL, SIDE
+from models.demo.exercises.exercise import IMAGE
+from models.demo.exercises.generate_data import BOS, EOS
+from models.demo.exercises.scenes import CELL, SIDE
 from models.demo.tokenizing import CONTEXT_TOKENS, PAD, SPECIAL_TOKENS, VOCABULARY_SIZE
 
 BOS_ID, EOS_ID, PAD_ID, IMAGE_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, EOS, PAD, IMAGE))
@@ -13,7 +13,9 @@ TOWER_WIDTH = 128
 
 
 def model_config() -> LlavaConfig:
-    """A tower that makes one token of each patch, a two-layer projector, and a Llama with grouped keys and values."""
+    """Returns a tower that makes one token of each patch, a two-layer projector, and a Llama with grouped-query
+    attention.
+    """
     return LlavaConfig(  # type: ignore[call-arg]
         vision_config=_vision_config(),
         text_config=_text_config(),

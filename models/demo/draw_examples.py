@@ -1,4 +1,4 @@
-"""The pictures in examples/, drawn larger than the model sees them; the image processor makes them small.
+"""Draws the pictures in examples/, larger than the model's input; the image processor scales them down.
 
 python -m models.demo.draw_examples
 """
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from PIL import Image
 
-from models.demo.scenes import Figure, Scene, draw
+from models.demo.exercises.scenes import Figure, Scene, draw
 
 EXAMPLES = Path(__file__).parent / "examples"
 
@@ -32,11 +32,11 @@ SCENES = MappingProxyType(
         ),
     }
 )
-"""What each file shows."""
+"""Returns the scene of each file."""
 
 
 def example(name: str) -> Image.Image:
-    """The picture of an example, with few enough colours to be a small file."""
+    """Returns the picture of an example, with few enough colours to be a small file."""
     return draw(SCENES[name], _SIDE).quantize(_COLORS_IN_PNG)
 
 

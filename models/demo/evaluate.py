@@ -1,8 +1,9 @@
-"""Accuracy of a checkpoint, task by task: exact matches of greedy answers to held-out exercises.
+"""Evaluates a checkpoint task by task: the share of greedy answers to held-out exercises that match exactly.
 
     python -m models.demo.evaluate models/demo --samples 200
 
-The weights are used in float32, whatever they are stored in. Every exercise is asked as a raw prompt and in a chat.
+The weights are used in float32, whatever dtype they are stored in. Every exercise is asked as a raw prompt and in a
+chat.
 """
 
 import argparse
@@ -14,9 +15,9 @@ from random import Random
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration, LlavaProcessor
 
-from models.demo.exercise import Exercise, Task
-from models.demo.generate_data import EOS, TASKS, chat_prompt, raw_prompt
-from models.demo.scenes import SIDE, draw
+from models.demo.exercises.exercise import Exercise, Task
+from models.demo.exercises.generate_data import EOS, TASKS, chat_prompt, raw_prompt
+from models.demo.exercises.scenes import SIDE, draw
 from models.demo.tokenizing import PAD
 
 _ROWS = 250
@@ -24,7 +25,7 @@ _ROWS = 250
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The shares of a task's exercises that were answered exactly."""
+    """The shares of a task's exercises with an exact answer."""
 
     task: str
     raw: float
@@ -33,7 +34,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Examiner:
-    """A loaded checkpoint, to be asked. `side` is the width of the pictures that it is shown."""
+    """A loaded checkpoint that answers exercises. `side` is the width of the pictures that it gets."""
 
     model: LlavaForConditionalGeneration
     processor: LlavaProcessor
@@ -47,13 +48,13 @@ class Examiner:
         return cls(model, AutoProcessor.from_pretrained(folder), side)  # type: ignore[no-untyped-call]
 
     def score(self, task: Task, seed: int, samples: int) -> Score:
-        """Asks so many exercises of a task."""
+        """Asks `samples` exercises of a task, and returns the score."""
         random = Random(f"{seed}/{task.name}")
         exercises = [task.for_evaluation(random) for _ in range(samples)]
         return Score(task.name, self._right(exercises, raw_prompt), self._right(exercises, chat_prompt))
 
     def answers(self, exercises: Sequence[Exercise], form: Callable[[Exercise], str]) -> Iterator[str]:
-        """The greedy answers, in order, special tokens included."""
+        """Returns the greedy answers, in order, including special tokens."""
         for start in range(0, len(exercises), _ROWS):
             yield from self._answers_at_once(exercises[start : start + _ROWS], form)
 
@@ -79,7 +80,7 @@ class Examiner:
 
 
 def main() -> None:
-    """Prints a table, as the README has it."""
+    """Prints the table of the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Documents packed into rows of tokens, made by worker processes as training goes on."""
+"""Packs documents into rows of tokens, in worker processes during training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from models.demo.architecture import PAD_ID
-from models.demo.exercise import IMAGE
-from models.demo.generate_data import Document, documents
-from models.demo.scenes import CELL, SIDE, Scene, draw
+from models.demo.exercises.exercise import IMAGE
+from models.demo.exercises.generate_data import Document, documents
+from models.demo.exercises.scenes import CELL, SIDE, Scene, draw
 from models.demo.tokenizing import CONTEXT_TOKENS
 
 NOT_LEARNED = -100
@@ -29,8 +29,9 @@ T = TypeVar("T")
 class Batch:
     """Rows of packed documents.
 
-    `ids`, `labels`, `documents` and `positions` are `[rows, row tokens]`; `documents` numbers a row's documents from 0,
-    and `positions` counts each one's tokens from 0. `pixels` is `[pictures, 3, SIDE, SIDE]`, bytes, in reading order.
+    `ids`, `labels`, `documents` and `positions` are `[rows, row tokens]`; `documents` numbers the documents of a row
+    from 0, and `positions` counts the tokens of each document from 0. `pixels` is `[pictures, 3, SIDE, SIDE]`, bytes,
+    in reading order.
     """
 
     ids: torch.Tensor
@@ -40,25 +41,25 @@ class Batch:
     pixels: torch.Tensor
 
     def on(self, device: torch.device) -> "Batch":
-        """The same batch in a device's memory."""
+        """Returns the same batch in a device's memory."""
         tensors = (self.ids, self.labels, self.documents, self.positions, self.pixels)
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def pixels_of(scenes: Sequence[Scene]) -> torch.Tensor:
-    """The scenes' pictures as bytes, `[scenes, 3, SIDE, SIDE]`."""
+    """Returns the scenes' pictures as bytes, `[scenes, 3, SIDE, SIDE]`."""
     pictures = [np.asarray(draw(scene)) for scene in scenes]
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) if pictures else torch.zeros(0, 3, SIDE, SIDE)
 
 
 def normalized(pixels: torch.Tensor) -> torch.Tensor:
-    """Bytes as the image processor scales them: from -1 to 1."""
+    """Scales bytes as the image processor does: from -1 to 1."""
     return pixels.float() / 127.5 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A document's tokens with their labels, and its scenes."""
+    """Returns a document's tokens with their labels, and its scenes."""
 
     ids: list[int]
     labels: list[int]
@@ -67,14 +68,14 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of one length being filled until a batch of them is full."""
+    """Fills rows of one length until a batch of them is full."""
 
     row_tokens: int
     batch_tokens: int
     rows: list[list[_Tokens]] = field(default_factory=lambda: [[]])
 
     def add(self, document: _Tokens) -> Batch | None:
-        """Takes a document in; returns the batch that had no more room for it, if that is so."""
+        """Adds a document; returns the full batch if the document no longer fits into it."""
         if sum(len(other.ids) for other in self.rows[-1]) + len(document.ids) <= self.row_tokens:
             self.rows[-1].append(document)
             return None
@@ -105,7 +106,7 @@ def _batch_of(rows: list[list[_Tokens]], row_tokens: int) -> Batch:
 
 
 class PackedDocuments(IterableDataset[Batch]):
-    """Batches without end. Each worker process draws documents from a seed of its own."""
+    """Yields batches without end. Each worker process generates documents from its own seed."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, batch_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -138,5 +139,5 @@ class PackedDocuments(IterableDataset[Batch]):
 
 
 def in_workers(dataset: IterableDataset[T], workers: int) -> Iterator[T]:
-    """The dataset's items, made by so many processes (by this one, if 0)."""
+    """Yields the dataset's items, made by `workers` processes, or by this process if 0."""
     return iter(DataLoader(dataset, batch_size=None, num_workers=workers, pin_memory=torch.cuda.is_available()))

@@ -1,4 +1,4 @@
-"""How far a training is: it ends the training, sets the learning rate, and says when to report and to save."""
+"""The progress of a training: its end, its learning rate, and when to report and to save."""
 
 import math
 import time
@@ -10,7 +10,7 @@ _WARM_UP = 0.03
 
 @dataclass(slots=True)
 class Progress:
-    """The share that is done: of the steps, or of the seconds where those run out first."""
+    """The share that is done: of the steps, or of the seconds if those run out first."""
 
     steps: int
     seconds: float
@@ -19,30 +19,30 @@ class Progress:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since the progress was made."""
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     def shares(self) -> Iterator[float]:
-        """Before each step, the share from 0 to 1 that is done; ends when all is."""
+        """Yields the share that is done, from 0 to 1, before each step; ends when everything is done."""
         while (share := max(self.done_steps / self.steps, self.elapsed_seconds / self.seconds)) < 1:
             yield share
             self.done_steps += 1
 
 
 class Every:
-    """Says when another of so many equal parts of a training is done."""
+    """Tells when the next of `parts` equal parts of a training is done."""
 
     def __init__(self, parts: int) -> None:
         self._parts = parts
         self._done = 0
 
     def is_due(self, share: float) -> bool:
-        """Whether `share` has come into a part that it was not in before."""
+        """Whether `share` has entered a new part."""
         part = int(share * self._parts)
         due, self._done = part > self._done, part
         return due
 
 
 def learning_rate_factor(share: float) -> float:
-    """A linear warm-up, then half a cosine down to nothing."""
+    """Returns the learning rate's factor: a linear warm-up, then half a cosine down to 0."""
     return min(share / _WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))

@@ -1,4 +1,4 @@
-"""The tokenizer and the processor: byte-level BPE of generated text, digits one by one, the chat template.
+"""Builds the tokenizer and the processor: byte-level BPE of generated text, single digits, the chat template.
 
     python -m models.demo.tokenizing models/demo
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from models.demo.exercise import IMAGE
-from models.demo.generate_data import ASSISTANT, BOS, EOS, SYSTEM, USER, documents
-from models.demo.scenes import CELL, SIDE
+from models.demo.exercises.exercise import IMAGE
+from models.demo.exercises.generate_data import ASSISTANT, BOS, EOS, SYSTEM, USER, documents
+from models.demo.exercises.scenes import CELL, SIDE
 
 PAD = "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, IMAGE)
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> Tokenizer:
-    """Learns the merges; the same corpus gives the same ones."""
+    """Learns the merges; the same corpus gives the same merges."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
@@ -67,7 +67,7 @@ def _trainer() -> trainers.BpeTrainer:
 
 
 def _corpus() -> Iterator[str]:
-    """The text between special tokens: those are never merged with their neighbours."""
+    """Yields the text between special tokens, which are never merged with their neighbours."""
     for document in islice(documents(_CORPUS_SEED), _CORPUS_DOCUMENTS):
         for segment in document.segments:
             text = segment.text
@@ -77,7 +77,7 @@ def _corpus() -> Iterator[str]:
 
 
 def build_processor(tokenizer: Tokenizer) -> LlavaProcessor:
-    """The tokenizer with everything that Hugging Face's classes keep beside it."""
+    """Returns the tokenizer with the attributes that Hugging Face's classes store with it."""
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,

@@ -1,7 +1,7 @@
-"""The vision tower's first lessons: what, if anything, stands in each patch.
+"""Trains the vision tower to label the figure in each patch.
 
-Answers alone teach a tower from scratch very slowly; labels teach it to tell shapes apart in a few minutes, before the
-language model has to use what it sees.
+Learning from answers alone is very slow for an untrained tower; with labels it learns to tell shapes apart in a few
+minutes, before the language model uses its output.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
+from models.demo.exercises.scenes import COLORS, SHAPES, Scene, random_scene
 from models.demo.packing import PATCHES, normalized, pixels_of
-from models.demo.scenes import COLORS, SHAPES, Scene, random_scene
 
 NOTHING = 0
 _LABELS = {f"{color} {shape}": 1 + index for index, (color, shape) in enumerate((c, s) for c in COLORS for s in SHAPES)}
@@ -28,7 +28,7 @@ class LabelledPictures:
 
 
 def labels_of(scene: Scene) -> list[int]:
-    """For each patch, the figure whose centre is in it, or NOTHING."""
+    """Returns for each patch the figure whose centre is in it, or NOTHING."""
     labels = [NOTHING] * PATCHES
     for figure in scene.figures:
         labels[figure.cell] = _LABELS[figure.name]
@@ -36,7 +36,7 @@ def labels_of(scene: Scene) -> list[int]:
 
 
 class LabelledScenes(IterableDataset[LabelledPictures]):
-    """Random scenes without end."""
+    """Yields random scenes without end."""
 
     def __init__(self, seed: int, pictures: int) -> None:
         self._seed = seed
@@ -51,7 +51,7 @@ class LabelledScenes(IterableDataset[LabelledPictures]):
 
 
 class PatchLabels(nn.Module):
-    """A tower with a linear classifier on each patch; the classifier is thrown away after its training."""
+    """A tower with a linear classifier on each patch; the classifier is discarded after its training."""
 
     def __init__(self, tower: nn.Module, width: int) -> None:
         super().__init__()
@@ -59,6 +59,8 @@ class PatchLabels(nn.Module):
         self.classifier = nn.Linear(width, 1 + len(_LABELS))
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Logits, `[pictures, PATCHES, labels]`. The tower's first token is of the whole picture and is left out."""
+        """Returns logits `[pictures, PATCHES, labels]`, without the tower's first token, which is of the
+        whole picture.
+        """
         logits: torch.Tensor = self.classifier(self.tower(normalized(pixels)).last_hidden_state[:, 1:])
         return logits

@@ -42,7 +42,7 @@ class Optimizer:
         self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=_WEIGHT_DECAY)
 
     def step(self, loss: torch.Tensor, share: float) -> None:
-        """Goes down the loss's gradient."""
+        """Takes one step down the loss's gradient."""
         for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
             group["lr"] = rate * learning_rate_factor(share)
         self._adam.zero_grad(set_to_none=True)
@@ -53,7 +53,7 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Where and with what to train."""
+    """A model in training: where it is computed and saved."""
 
     model: LlavaForConditionalGeneration
     processor: LlavaProcessor
@@ -77,7 +77,7 @@ class Trainer:
                 _log("tower", progress, f"loss {loss.item():.4f}  whole pictures right {right.item():.3f}")
 
     def train_everything(self, progress: Progress, batch_tokens: int, rate: float, tower_rate: float) -> None:
-        """Teaches the answers, and saves now and then."""
+        """Teaches the answers, and saves from time to time."""
         self.model.to(self.device).train()  # type: ignore[arg-type]
         inner = self.model.model
         learners = ((inner.language_model, rate), (inner.multi_modal_projector, rate), (self.model.lm_head, rate))
@@ -96,7 +96,7 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Writes the checkpoint as it is now, rounded to bfloat16."""
+        """Writes the checkpoint in its current state, rounded to bfloat16."""
         self.output.mkdir(parents=True, exist_ok=True)
         weights = {stored_name(name): tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
         save_file(weights, self.output / "model.safetensors", metadata={"format": "pt"})
@@ -114,7 +114,9 @@ class Trainer:
 
 
 def stored_name(name: str) -> str:
-    """A weight's name in a LLaVA checkpoint. All versions of the library read these; those they write differ."""
+    """Returns a weight's name in a LLaVA checkpoint. All versions of the library read these names; they write different
+    ones.
+    """
     name = name.removeprefix("model.")
     name = name.replace("vision_tower.vision_model.", "vision_tower.").replace("vision_tower.", _STORED_TOWER)
     return name.replace("language_model.", "language_model.model.").replace("lm_head.", "language_model.lm_head.")
@@ -123,7 +125,7 @@ def stored_name(name: str) -> str:
 def _label_loss(
     labeller: PatchLabels, batch: LabelledPictures, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss of a patch, and the share of pictures of which every patch is right."""
+    """Returns the mean loss of a patch, and the share of pictures with every patch right."""
     labels = batch.labels.to(device, non_blocking=True)
     logits = labeller(batch.pixels.to(device, non_blocking=True))
     right = (logits.argmax(-1) == labels).all(-1).float().mean()
@@ -131,7 +133,7 @@ def _label_loss(
 
 
 def answer_loss(model: LlavaForConditionalGeneration, batch: Batch) -> torch.Tensor:
-    """The mean loss of a learned token; no document sees another of its row."""
+    """Returns the mean loss of a learned token; documents in a row do not see each other."""
     same_document = batch.documents[:, :, None] == batch.documents[:, None, :]
     loss: torch.Tensor = model(
         input_ids=batch.ids,
@@ -169,7 +171,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains as the arguments say."""
     arguments = _arguments()
-    # Each worker process tokenizes for itself; threads within them would only compete.
+    # Each worker process tokenizes with one thread; more threads would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")

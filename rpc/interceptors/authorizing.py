@@ -1,16 +1,16 @@
-"""Lets a call pass whose caller is known and has a role that the method is for."""
+"""Authenticates the caller of each call, and checks its role."""
 
 from typing import Any
 
 import structlog
 
-from rpc.access import Access, require
-from rpc.caller import note_caller
+from rpc.auth.access import Access, require
+from rpc.auth.caller import note_caller
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
 
 
 def authorize(access: Access) -> Wrapper:
-    """Raises Unauthenticated or PermissionDenied. Behind it `current_caller` is known, and named on each log line."""
+    """Raises Unauthenticated or PermissionDenied. Inside it `current_caller` is set, and named on each log line."""
 
     def wrap(method: str, behaviour: Behaviour) -> Behaviour:
         if access.is_open(method):

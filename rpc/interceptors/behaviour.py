@@ -1,4 +1,4 @@
-"""The shape of everything that surrounds a call: a coroutine function, made from any asynchronous servicer method."""
+"""The types of the interceptors: a method's coroutine function, and what wraps it."""
 
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -7,19 +7,19 @@ from typing import Any
 
 from grpc import aio
 
-from rpc.errors import Unsupported
+from baton.errors import Unsupported
 
 Context = aio.ServicerContext[Any, Any]
 
-# Answers, or writes the answers to the context and returns None.
+# Returns the response, or writes the responses to the context and returns None.
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
-# Surrounds the behaviour of the method `/package.Service/Method`.
+# Wraps the behaviour of the method `/package.Service/Method`.
 Wrapper = Callable[[str, Behaviour], Behaviour]
 
 
 def as_coroutine(method: Callable[..., Any]) -> Behaviour:
-    """A servicer's method as a Behaviour. A synchronous one is one that the servicer has left to generated code."""
+    """A servicer's method as a Behaviour. A synchronous method is generated: it is not implemented."""
     if inspect.iscoroutinefunction(method):
         return method
     if inspect.isasyncgenfunction(method):
@@ -32,7 +32,7 @@ async def _unimplemented(_request: Any, _context: Context) -> None:
 
 
 def _write_all(generate: Callable[..., AsyncGenerator[Any, None]]) -> Behaviour:
-    # Writes instead of yielding: a write that is cancelled then closes the generator here, in the call's own task.
+    # Writes instead of yielding: a cancelled write then closes the generator here, in the call's own task.
     async def write_all(request: Any, context: Context) -> None:
         async with aclosing(generate(request, context)) as responses:
             async for response in responses:

@@ -1,4 +1,4 @@
-"""Gives every log line of a call its request id, and writes one line at the call's end."""
+"""Adds the request id to every log line of a call, and logs one line at the end of the call."""
 
 import time
 from typing import Any
@@ -8,6 +8,7 @@ import structlog
 from grpc import aio
 
 from rpc.interceptors.behaviour import Behaviour, Context
+from rpc.metadata import client_request_id
 
 log = structlog.get_logger(__name__)
 
@@ -15,14 +16,14 @@ _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusC
 
 
 def log_call(method: str, behaviour: Behaviour) -> Behaviour:
-    """Binds request_id and method for the time of the call, and logs its status code and seconds.
+    """Binds request_id and method during the call, and logs its status code and duration.
 
-    Calls that belong to no request and did not fail (health, load, leases) are logged at debug: there are many.
+    Successful calls without a request (health, load, leases) are logged at debug level: there are many.
     """
 
     async def logged(request: Any, context: Context) -> Any:
         started = time.monotonic()
-        with structlog.contextvars.bound_contextvars(method=method, **identity(request)):
+        with structlog.contextvars.bound_contextvars(method=method, **identity(request, context)):
             ended = False
             try:
                 response = await behaviour(request, context)
@@ -45,18 +46,24 @@ def _log_end(code: str, seconds: float) -> None:
 
 
 def _code_name(context: Context) -> str:
-    # Whatever its stubs say: None or 0 until somebody sets or aborts with a code, and then an int or an enum.
+    # Despite its type: None or 0 until a code is set, then an int or an enum.
     code: grpc.StatusCode | int | None = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else _CODE_NAMES[code or 0]
 
 
 def _abandoned_code_name(context: Context) -> str:
-    """Why nobody waits for the answer: the caller has left, or its time is over."""
+    """The status of an abandoned call: the caller cancelled it, or its deadline passed."""
     return "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
 
 
-def identity(request: Any) -> dict[str, str]:
-    """The request's id, if it has one; a GenerateUnaryRequest has it one level down."""
+def identity(request: Any, context: Context) -> dict[str, str]:
+    """The request's id, if it has one; in a GenerateUnaryRequest it is in the inner request.
+
+    On a worker `request_id` is the client's id, and `call_id` the id that the router chose.
+    """
     inner = getattr(request, "request", request)
     request_id = getattr(inner, "request_id", "")
-    return {"request_id": request_id} if request_id else {}
+    if not request_id:
+        return {}
+    named = client_request_id(context)
+    return {"request_id": named, "call_id": request_id} if named else {"request_id": request_id}

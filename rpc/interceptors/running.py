@@ -1,14 +1,14 @@
-"""Counts the calls that run, so that a server's end can wait for the last line of each."""
+"""Counts running calls, so that a server can wait until the code of each has ended."""
 
 import asyncio
 from typing import Any
 
-from rpc.aio import timeout
 from rpc.interceptors.behaviour import Behaviour, Context
+from runtime.aio import timeout
 
 
 class RunningCalls:
-    """The calls whose code runs now. gRPC forgets a call when its status is sent; its `finally` may still run then."""
+    """The calls whose code is running: after gRPC has sent a call's status, its `finally` may still run."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -17,7 +17,7 @@ class RunningCalls:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of running calls."""
         return self._count
 
     def counted(self, _method: str, behaviour: Behaviour) -> Behaviour:
@@ -33,7 +33,7 @@ class RunningCalls:
         return counting
 
     async def ended(self, timeout_seconds: float) -> None:
-        """Waits until none runs. Raises TimeoutError."""
+        """Waits until no call is running. Raises TimeoutError."""
         async with timeout(timeout_seconds):
             await self._idle.wait()
 

@@ -1,4 +1,4 @@
-"""Gives each call of a request a span, below its caller's."""
+"""A span for each call of a request, as a child of its caller's."""
 
 from types import TracebackType
 from typing import Any
@@ -7,21 +7,21 @@ import structlog
 from grpc import StatusCode, aio
 from opentelemetry.trace import SpanKind
 
-from rpc.causes import causes
-from rpc.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
 from rpc.interceptors.logging import identity
 from rpc.status import code_of
 from rpc.tracing.failures import is_departure
-from rpc.tracing.propagation import read_context
+from rpc.tracing.propagation import is_undecided, read_context
 from rpc.tracing.span import Span, entered
 from rpc.tracing.tracer import Tracer
+from runtime.aio import leaf_errors
 
 
 def trace_calls(tracer: Tracer) -> Wrapper:
-    """A call continues its caller's trace, and begins one if it belongs to a request, which is known by its id's field.
+    """A call continues its caller's trace. Without one, a call of a request, which has a field request_id, starts one.
 
-    Calls that belong to none (health, load, leases) begin none: there are many. The trace's id is on every log line.
+    Other calls (health, load, leases) start none: there are many. The trace's id is on every log line.
     """
 
     def wrap(method: str, behaviour: Behaviour) -> Behaviour:
@@ -29,14 +29,16 @@ def trace_calls(tracer: Tracer) -> Wrapper:
 
         async def traced(request: Any, context: Context) -> Any:
             parent = read_context(context.invocation_metadata())
-            if parent is None and not (tracer.is_on and _belongs_to_a_request(request)):
+            if (parent is None or is_undecided(parent)) and not _belongs_to_a_request(request):
+                return await behaviour(request, context)
+            if parent is None and not tracer.is_on:
                 return await behaviour(request, context)
             span = tracer.begin(name, parent, SpanKind.SERVER)
             structlog.contextvars.bind_contextvars(trace_id=span.trace_id)
             if not span.is_recording:
                 with entered(span):
                     return await behaviour(request, context)
-            span.set({"rpc.system.name": "grpc", "rpc.method": name, **_request_id(request)})
+            span.set({"rpc.system.name": "grpc", "rpc.method": name, **_request_id(request, context)})
             with _Served(span, context):
                 return await behaviour(request, context)
 
@@ -46,7 +48,7 @@ def trace_calls(tracer: Tracer) -> Wrapper:
 
 
 class _Served:
-    """Ends a call's span with the status that the call ends with."""
+    """Ends a call's span with the status of the call."""
 
     def __init__(self, span: Span, context: Context) -> None:
         self._span = span
@@ -60,8 +62,8 @@ class _Served:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.__exit__(None, None, None)
-        if error is not None and is_departure(causes(error)[0]) and self._context.time_remaining() == 0:
-            error = DeadlineExceeded("the caller's time was over")
+        if error is not None and is_departure(leaf_errors(error)[0]) and self._context.time_remaining() == 0:
+            error = DeadlineExceeded("the caller's deadline passed")
         self._span.set({"rpc.response.status_code": self._code(error)})
         if error is not None:
             self._span.fail(error)
@@ -70,7 +72,7 @@ class _Served:
     def _code(self, error: BaseException | None) -> str:
         if error is None:
             return StatusCode.OK.name
-        first = causes(error)[0]
+        first = leaf_errors(error)[0]
         if isinstance(first, aio.AbortError):
             code: Any = self._context.code()
             return str(getattr(code, "name", code))
@@ -83,5 +85,5 @@ def _belongs_to_a_request(request: Any) -> bool:
     return hasattr(getattr(request, "request", request), "request_id")
 
 
-def _request_id(request: Any) -> dict[str, str]:
-    return {f"baton.{key}": value for key, value in identity(request).items()}
+def _request_id(request: Any, context: Context) -> dict[str, str]:
+    return {f"baton.{key}": value for key, value in identity(request, context).items()}

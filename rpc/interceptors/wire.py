@@ -1,5 +1,6 @@
-"""Finds what is wrong with bytes that are not the message they should be: the parser says only that they are not."""
+"""Finds the wrong field in bytes that cannot be parsed; the parser does not name it."""
 
+import time
 from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -7,32 +8,33 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
 
-# Protobuf's parsers refuse more.
+# Protobuf's parsers refuse deeper messages.
 _MAX_DEPTH = 100
 
-# Reading in Python is slow and holds the event loop: past this many fields the place is not worth the wait.
+# Walking in Python is slow: after this many fields the place is not worth the time.
 _MAX_FIELDS = 20_000
+_FIELDS_A_TURN = 256
 
 _NOT_A_MESSAGE = "is not a valid protobuf message"
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Where a message is wrong: the path of a field, such as `chat.messages[0].role`, and what is wrong with it."""
+class MalformedField:
+    """A fault in a message: the path of a field, such as `chat.messages[0].role`, and a description."""
 
     field: str
     description: str
 
 
 class _Broken(Exception):
-    """The walk ends: the bytes are wrong at `path`."""
+    """Ends the walk: the bytes at `path` are invalid."""
 
     def __init__(self, path: str, description: str) -> None:
         super().__init__(path)
-        self.fault = Fault(path or "request", description)
+        self.fault = MalformedField(path or "request", description)
 
 
-def find_fault(descriptor: Descriptor, wire: bytes) -> Fault:
+def find_fault(descriptor: Descriptor, wire: bytes) -> MalformedField:
     """The first fault in bytes that could not be parsed as a message of `descriptor`.
 
     `request` stands for the message as a whole, where no field can be named.
@@ -41,7 +43,7 @@ def find_fault(descriptor: Descriptor, wire: bytes) -> Fault:
         _Walk(wire).message(descriptor, _Span(0, len(wire)), "", _MAX_DEPTH)
     except _Broken as broken:
         return broken.fault
-    return Fault("request", _NOT_A_MESSAGE)
+    return MalformedField("request", _NOT_A_MESSAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class _Walk:
         self._fields_left -= 1
         if self._fields_left == 0:
             raise _Broken("", _NOT_A_MESSAGE)
+        if self._fields_left % _FIELDS_A_TURN == 0:
+            # Large messages are searched in a thread: the event loop is let in.
+            time.sleep(0)
         if wire_type == _VARINT:
             return _Span(span.start, self._varint(span.start, span.end, path)[1])
         if wire_type == _LENGTH_DELIMITED:

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
-from rpc.arrival import note_arrival
+from rpc.interceptors.arrival import note_arrival
 from rpc.interceptors.behaviour import Wrapper, as_coroutine
-from rpc.interceptors.parsing import refuse_malformed, tolerant
+from rpc.interceptors.reading import Reader, refuse_malformed
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -21,10 +21,11 @@ _CONSTRUCTORS: dict[tuple[bool, bool], Callable[..., Handler]] = {
 
 
 class WrapMethods(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Wraps every method in `wrappers`, the first outermost, and refuses requests that cannot be parsed."""
+    """Wraps every method in `wrappers`, the first outermost; `reader` reads their requests or refuses them."""
 
-    def __init__(self, wrappers: Sequence[Wrapper]) -> None:
-        self._wrappers = (*wrappers, refuse_malformed)
+    def __init__(self, wrappers: Sequence[Wrapper], reader: Reader) -> None:
+        self._reader = reader
+        self._wrappers = (reader.read, *wrappers, refuse_malformed)
         self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -40,17 +41,16 @@ class WrapMethods(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
             return self._handlers[method]
         handler = await continuation(handler_call_details)
         if handler is not None:
-            handler = self._handlers[method] = self._wrap(method, handler)
+            handler = self._handlers[method] = self.wrap(method, handler)
         return handler
 
-    def _wrap(self, method: str, handler: Handler) -> Handler:
+    def wrap(self, method: str, handler: Handler) -> Handler:
+        """The handler of a method, with everything around it."""
         plain = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         assert plain is not None
         behaviour = as_coroutine(plain)
         for wrapper in reversed(self._wrappers):
             behaviour = wrapper(method, behaviour)
         constructor = _CONSTRUCTORS[handler.request_streaming, handler.response_streaming]
-        deserializer = handler.request_deserializer
-        if not handler.request_streaming:
-            deserializer = tolerant(deserializer)
+        deserializer = self._reader.deserializer(handler.request_deserializer)
         return constructor(behaviour, deserializer, handler.response_serializer)

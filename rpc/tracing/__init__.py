@@ -1,5 +1,13 @@
-"""Traces: spans that are made where time passes, and joined across processes by W3C trace context.
+"""Tracing of calls: spans within a process, joined across processes by W3C trace context, exported over OTLP.
 
-`configure_tracing` opens a Tracer, `rpc.serve` continues or begins a trace with each call, `stage_span` adds to it,
-and every channel of `rpc.channels` passes it on.
+| module | subject |
+|---|---|
+| tracer | `configure_tracing` opens the Tracer of a process |
+| span | `Span`, the current span, `stage_span` |
+| recording | what a recorded span holds until it ends |
+| failures | how a span records an error |
+| propagation, channel | trace context in the metadata of calls |
+| exporter, config | export over OTLP; the key `tracing` |
+
+It is part of rpc/: a span follows a call, and the exporter needs the same TLS as channels.
 """

@@ -1,7 +1,7 @@
-"""Channels whose calls carry the trace that they are made in.
+"""Channels whose calls carry the current trace context.
 
 A wrapper around a channel's methods and no client interceptor: gRPC runs an intercepted call in one more task, and
-passes each message of its stream through one more generator. benchmarks/trace_propagation.py measures both.
+passes each message of its stream through one more generator. benchmarks/telemetry/trace_propagation.py measures both.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,19 @@ import grpc
 from grpc import aio
 from typing_extensions import Self
 
-from rpc.tracing.propagation import TRACEPARENT
+from baton.connection.tracing import TRACEPARENT
+from baton.errors import Unavailable
 from rpc.tracing.span import current_span
 
-# gRPC's multi-callables have four unrelated classes; what is passed on here is the same for all of them.
+# gRPC's multi-callables have four unrelated classes; they are wrapped alike here.
 MultiCallable = Callable[..., Any]
 
 
 class TracedChannel(aio.Channel):
-    """A channel like the one given. What is called within a span carries the span's context as metadata."""
+    """Wraps a channel. Calls within a span carry the span's context as metadata.
+
+    A call on a channel that is closed raises Unavailable.
+    """
 
     def __init__(self, channel: aio.Channel) -> None:
         self._channel = channel
@@ -42,7 +46,7 @@ class TracedChannel(aio.Channel):
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Returns when the connection's state is another."""
+        """Returns when the connection's state has changed."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
@@ -65,11 +69,14 @@ class TracedChannel(aio.Channel):
 def _traced(call: MultiCallable) -> MultiCallable:
     def start(*request: Any, metadata: Any = None, **options: Any) -> Any:
         context = current_span().metadata
-        if not context:
+        if context:
+            given = tuple(metadata or ())
+            if any(key == TRACEPARENT for key, _ in given):
+                context = ()
+            metadata = (*given, *context)
+        try:
             return call(*request, metadata=metadata, **options)
-        given = tuple(metadata or ())
-        if any(key == TRACEPARENT for key, _ in given):
-            context = ()
-        return call(*request, metadata=(*given, *context), **options)
+        except aio.UsageError as error:
+            raise Unavailable("the channel is closed") from error
 
     return start

@@ -1,13 +1,13 @@
-"""What can be set of tracing."""
+"""The key `tracing`."""
 
 from pydantic import Field, SecretStr
 
-from rpc.config import Section
-from rpc.tls import TlsConfig
+from rpc.auth.tls import TlsConfig
+from runtime.config import Section
 
 
 class TracingConfig(Section):
-    """The key `tracing`. Without an endpoint nothing is recorded, and a caller's trace context is still passed on."""
+    """The key `tracing`. Without an endpoint nothing is recorded, but callers' trace contexts are propagated."""
 
     endpoint: str = Field(default="", description="host:port of an OTLP/gRPC receiver, such as 127.0.0.1:4317.")
     sample_ratio: float = Field(default=1.0, ge=0, le=1, description="Of traces that begin here; callers decide else.")

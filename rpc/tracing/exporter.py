@@ -1,4 +1,4 @@
-"""Sending spans away: OpenTelemetry's OTLP exporter, with one log line when it fails and one when it works again."""
+"""Span export over OTLP, with one log line when it starts to fail and one when it works again."""
 
 import logging
 import threading
@@ -13,12 +13,12 @@ from rpc.tracing.config import TracingConfig
 
 log = structlog.get_logger(__name__)
 
-# They report every attempt, every retry, every dropped span; an exporter that is away is one line, not thousands.
+# These loggers report every attempt, retry and dropped span: thousands of lines while a receiver is away.
 _NOISY = ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal")
 
 
 class QuietExporter(SpanExporter):
-    """An exporter that says when its receiver goes away and comes back. Called by one thread at a time."""
+    """An exporter that logs when its receiver is lost and found again. Called by one thread at a time."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
@@ -27,7 +27,7 @@ class QuietExporter(SpanExporter):
         self._lock = threading.Lock()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends spans; those that cannot be sent are lost, and counted."""
+        """Sends spans. Those that cannot be sent are dropped, and counted."""
         result = self._exporter.export(spans)
         with self._lock:
             if result is SpanExportResult.SUCCESS:
@@ -37,7 +37,7 @@ class QuietExporter(SpanExporter):
         return result
 
     def shutdown(self, timeout_millis: float = 3_000) -> None:
-        """Gives up what is still being sent."""
+        """Stops; spans that are not sent yet are lost."""
         if isinstance(self._exporter, OTLPSpanExporter):
             self._exporter.shutdown(timeout_millis=timeout_millis)
         else:
@@ -54,10 +54,15 @@ class QuietExporter(SpanExporter):
         self._lost += count
 
 
-def open_exporter(config: TracingConfig) -> QuietExporter:
-    """An exporter to `config.endpoint`. Connects when first used. Raises ConfigError if TLS files cannot be read."""
+def silence_library_logs() -> None:
+    """Silences the exporter's own loggers; QuietExporter logs a failure once."""
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def open_exporter(config: TracingConfig) -> QuietExporter:
+    """An exporter to `config.endpoint`. Connects when first used. Raises ConfigError if TLS files cannot be read."""
+    silence_library_logs()
     headers = [(key.lower(), value.get_secret_value()) for key, value in config.headers.items()]
     exporter = OTLPSpanExporter(
         # With a scheme, so that neither the library nor an environment variable guesses one.

@@ -1,4 +1,4 @@
-"""How spans say that something did not end well.
+"""How a span records an error.
 
 | it raised | span status | attributes | event |
 |---|---|---|---|
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from grpc import aio
 
-from rpc.causes import causes
-from rpc.errors import BatonError, Cancelled
+from baton.errors import BatonError, Cancelled
+from runtime.aio import leaf_errors
 
 _LONGEST_TEXT = 1024
 _LONGEST_STACK = 8192
@@ -26,7 +26,7 @@ _LONGEST_STACK = 8192
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a span says of an error: attributes, one event, and the message of an ERROR status; None of a cancel."""
+    """An error as a span records it: attributes, one event, and a status message, None for a cancellation."""
 
     attributes: Mapping[str, str]
     event: str
@@ -35,18 +35,18 @@ class Failure:
 
 
 def describe(error: BaseException) -> Failure:
-    """What a span says of the error that ended it. Of a group that tasks have raised, the first is meant."""
-    found = causes(error)
+    """The record of the error that ended a span; of a group of errors, of the first."""
+    found = leaf_errors(error)
     first = next((one for one in found if not isinstance(one, BatonError)), found[0])
     if is_departure(first):
-        return _cancel("departure", "its caller left, or stopped it")
+        return _cancel("departure", "the caller left, or cancelled the call")
     if isinstance(first, Cancelled):
         return _cancel("request", first.message)
     return _known(first) if isinstance(first, BatonError) else _unexpected(first)
 
 
 def is_departure(error: BaseException) -> bool:
-    """Whether nobody waits any more: the task was cancelled, or gRPC could not write because its peer has gone."""
+    """Whether the caller is gone: the task was cancelled, or gRPC could not write to the peer."""
     if isinstance(error, aio.BaseError):
         return not isinstance(error, aio.AbortError)
     return isinstance(error, (asyncio.CancelledError, GeneratorExit))

@@ -4,12 +4,10 @@ from collections.abc import Iterable
 
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState, format_span_id, format_trace_id
 
-TRACEPARENT = "traceparent"
-TRACESTATE = "tracestate"
+from baton.connection.metadata import Metadata
+from baton.connection.tracing import STATE_KEY, TRACEPARENT, TRACESTATE, UNDECIDED
 
-Metadata = tuple[tuple[str, str], ...]
-
-# The specification's least that must be passed on, and more than anybody needs.
+# The specification requires that at least this many characters are passed on.
 _LONGEST_STATE = 512
 _HEX = frozenset("0123456789abcdef")
 
@@ -21,7 +19,7 @@ def read_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> SpanCont
     for key, value in metadata or ():
         if key == TRACEPARENT:
             if parent:
-                return None  # Two parents are as good as none.
+                return None  # Two parents are invalid.
             parent = str(value)
         elif key == TRACESTATE:
             states.append(str(value))
@@ -47,13 +45,25 @@ def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | N
     return context if context.is_valid else None
 
 
+def is_undecided(context: SpanContext) -> bool:
+    """Whether the caller began the trace without deciding whether to record it, as clients without OpenTelemetry do."""
+    return context.trace_state.get(STATE_KEY) == UNDECIDED
+
+
+def decided(context: SpanContext, *, is_sampled: bool) -> SpanContext:
+    """The caller's span with our sampling decision, without the mark `undecided`."""
+    flags = TraceFlags(TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT)
+    state = context.trace_state.delete(STATE_KEY)
+    return SpanContext(context.trace_id, context.span_id, True, flags, state)
+
+
 def format_traceparent(context: SpanContext) -> str:
     """The header that names a span."""
     return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags & 0xFF:02x}"
 
 
 def metadata_of(context: SpanContext) -> Metadata:
-    """What a call carries so that its server continues the trace."""
+    """The metadata with which a server continues the trace."""
     parent = (TRACEPARENT, format_traceparent(context))
     return (parent, (TRACESTATE, context.trace_state.to_header())) if context.trace_state else (parent,)
 

@@ -1,7 +1,7 @@
-"""What a recorded span holds until its end, when it becomes one of OpenTelemetry's and is on its way.
+"""A recorded span until it ends, when it becomes one of OpenTelemetry's and is exported.
 
-Made here and not by the SDK's Tracer, whose spans are safe for threads, limited and checked at each attribute: ours
-belong to one event loop, and cost a third (benchmarks/trace_overhead.py).
+Not the SDK's spans, which are thread-safe and check each attribute: ours belong to one event loop, and cost a third
+(benchmarks/telemetry/trace_overhead.py).
 """
 
 import random
@@ -16,6 +16,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from rpc.tracing import failures
+from rpc.tracing.propagation import decided, is_undecided
 
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes: TypeAlias = Mapping[str, AttributeValue]
@@ -27,7 +28,7 @@ _UNSET = Status(StatusCode.UNSET)
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where recorded spans go, whose they are, and which traces that begin here are recorded."""
+    """The processor, resource and sampler of recorded spans."""
 
     processor: SpanProcessor
     resource: Resource
@@ -36,10 +37,10 @@ class Sink:
 
 
 class Recorder:
-    """Records the spans of one call: where they go, and the offset of their clock.
+    """Records the spans of one call. Holds their sink, and the offset of their clock.
 
-    Times are seconds of time.perf_counter, so that a wall clock that is set never bends a trace. `epoch_ns` is what
-    has to be added: the Unix time at which that counter was 0, looked up once a call.
+    Times are seconds of time.perf_counter, so that setting the wall clock never distorts a trace. `epoch_ns` is added
+    to them: the Unix time at which that counter was 0, looked up once for each call.
     """
 
     __slots__ = ("_epoch_ns", "sink")
@@ -51,25 +52,35 @@ class Recorder:
     def begin(
         self, name: str, parent: SpanContext | None, started: float, kind: SpanKind
     ) -> tuple[SpanContext, "Recording | None"]:
-        """The first span of a call here; None if it is not to be recorded. A caller decides for its own traces."""
+        """The first span of a call in this process; None if it is not recorded.
+
+        The caller decides that, unless it left the decision to this process.
+        """
         if parent is None:
             trace_id = _random_id(128)
-            is_sampled = self.sink.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+            is_sampled = self._samples(trace_id, name)
             context = _context(trace_id, is_sampled=is_sampled)
+        elif is_undecided(parent):
+            is_sampled = self._samples(parent.trace_id, name)
+            parent = decided(parent, is_sampled=is_sampled)
+            context = _below(parent)
         else:
             is_sampled = parent.trace_flags.sampled
             context = _below(parent)
         return context, Recording(self, name, (context, parent), started, kind) if is_sampled else None
 
+    def _samples(self, trace_id: int, name: str) -> bool:
+        return self.sink.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+
     def unix_ns(self, seconds: float) -> int:
-        """A time as spans have it."""
+        """A time in Unix nanoseconds."""
         return self._epoch_ns + int(seconds * 1e9)
 
 
 class Recording:
-    """A span in the making. Its times are of time.perf_counter.
+    """A span that is being recorded. Its times are of time.perf_counter.
 
-    What is said of it after its end is dropped: the exporter's thread reads it then.
+    Changes after its end are dropped, because the exporter's thread reads it then.
     """
 
     __slots__ = (
@@ -97,7 +108,7 @@ class Recording:
         self._has_ended = False
 
     def child(self, name: str, started: float, kind: SpanKind) -> "Recording":
-        """One below it."""
+        """A child span."""
         return Recording(self._recorder, name, (_below(self.context), self.context), started, kind)
 
     def set(self, attributes: Attributes) -> None:
@@ -111,12 +122,12 @@ class Recording:
             self._events.append(Event(name, attributes, self._recorder.unix_ns(at)))
 
     def link(self, context: SpanContext, attributes: Attributes) -> None:
-        """Points to another span."""
+        """Links to another span."""
         if not self._has_ended:
             self._links.append(Link(context, attributes))
 
     def fail(self, error: BaseException) -> None:
-        """Says how it ended, if not well. Who says so first knows best."""
+        """Records the error that ended it. Only the first one is kept."""
         if self._status is not None or self._has_ended:
             return
         failure = failures.describe(error)
@@ -125,7 +136,7 @@ class Recording:
         self._status = _UNSET if failure.message is None else Status(StatusCode.ERROR, failure.message)
 
     def end(self, ended: float) -> None:
-        """Sends it on its way, once."""
+        """Ends and exports it, once."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -149,7 +160,7 @@ class Recording:
 
 
 def _below(parent: SpanContext) -> SpanContext:
-    """Another span of the same trace."""
+    """The child of a span of the same trace."""
     flags = _SAMPLED if parent.trace_flags.sampled else _UNSAMPLED
     return SpanContext(parent.trace_id, _random_id(64), False, flags, parent.trace_state)
 
@@ -160,5 +171,5 @@ def _context(trace_id: int, *, is_sampled: bool) -> SpanContext:
 
 
 def _random_id(bits: int) -> int:
-    """Never 0, which means that there is none."""
+    """A random id; never 0, which is invalid."""
     return random.getrandbits(bits) or 1

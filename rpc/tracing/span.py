@@ -1,4 +1,4 @@
-"""A span, recorded or not, and the one that the running task is in."""
+"""`Span`, recorded or not, and the current span of a task."""
 
 import time
 from contextvars import ContextVar
@@ -6,12 +6,13 @@ from types import TracebackType
 
 from opentelemetry.trace import SpanContext, SpanKind, format_trace_id
 
-from rpc.tracing.propagation import Metadata, format_traceparent, metadata_of, parse_traceparent
+from baton.connection.metadata import Metadata
+from rpc.tracing.propagation import format_traceparent, metadata_of, parse_traceparent
 from rpc.tracing.recording import Attributes, AttributeValue, Recorder, Recording
 
 
 class Span:
-    """A part of a trace. Where it is not recorded its methods do nothing, and it only passes the trace on.
+    """A part of a trace. If it is not recorded, its methods do nothing, and it only propagates the trace.
 
     Its owner ends it, once. Times are seconds of time.perf_counter; unset is now.
     """
@@ -25,7 +26,7 @@ class Span:
 
     @property
     def is_recording(self) -> bool:
-        """Whether anybody will see it."""
+        """Whether it will be exported."""
         return self._recording is not None
 
     @property
@@ -40,20 +41,20 @@ class Span:
 
     @property
     def metadata(self) -> Metadata:
-        """What calls made within this span carry."""
+        """The metadata of calls within this span."""
         if self._metadata is None:
             self._metadata = metadata_of(self.context) if self.context else ()
         return self._metadata
 
     def child(self, name: str, *, started: float | None = None, kind: SpanKind = SpanKind.INTERNAL) -> "Span":
-        """A new span below this one."""
+        """A new child span."""
         if self._recording is None:
             return self
         below = self._recording.child(name, _or_now(started), kind)
         return Span(below.context, below)
 
     def stage(self, name: str, started: float, ended: float, attributes: Attributes) -> None:
-        """A span below this one that is over already: what was measured elsewhere is not measured again."""
+        """Adds a child span that has already ended, with times that were measured elsewhere."""
         if self._recording is not None:
             below = self._recording.child(name, started, SpanKind.INTERNAL)
             below.set(attributes)
@@ -70,18 +71,18 @@ class Span:
             self._recording.event(name, attributes or {}, _or_now(at))
 
     def link(self, other: "SpanContext | str | None", relation: str) -> None:
-        """Points to a span that is not above this one, by its context or its traceparent; none if that is invalid."""
+        """Links to a span outside of its ancestors, by context or traceparent. Ignores an invalid traceparent."""
         context = parse_traceparent(other) if isinstance(other, str) else other
         if self._recording is not None and context is not None:
             self._recording.link(context, {"baton.link": relation})
 
     def fail(self, error: BaseException) -> None:
-        """Says how it ended, if not well; see rpc/tracing/failures.py. Who says so first knows best."""
+        """Records the error that ended it; see rpc/tracing/failures.py. Only the first one is kept."""
         if self._recording is not None:
             self._recording.fail(error)
 
     def end(self, ended: float | None = None) -> None:
-        """It is over. A second end changes nothing."""
+        """Ends it. A second call has no effect."""
         if self._recording is not None:
             self._recording.end(_or_now(ended))
 
@@ -103,13 +104,13 @@ _current: ContextVar[Span] = ContextVar("baton_span", default=NO_SPAN)
 
 
 def begin(recorder: Recorder, name: str, parent: SpanContext | None, *, started: float, kind: SpanKind) -> Span:
-    """The first span of a call in this process; whether it is recorded is for the recorder to say."""
+    """The first span of a call in this process. The recorder decides whether it is recorded."""
     context, recording = recorder.begin(name, parent, started, kind)
     return Span(context, recording)
 
 
 def current_span() -> Span:
-    """The span that this task is in; NO_SPAN if it is in none."""
+    """The current span of this task, or NO_SPAN."""
     return _current.get()
 
 
@@ -129,17 +130,18 @@ class entered:  # noqa: N801  # reads as a function: `with entered(span):`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Set, not reset by a token: a token is good for one context only, and a generator may be closed in another.
+        # Not reset(token): a token is valid in one context only, and a generator may be closed in another.
         _current.set(self._before)
 
 
 class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefill") as span:`
-    """A span below the current one, for as long as the context is open, and current within it.
+    """A child of the current span, which is the current span while the context is open.
 
-    An error that passes through becomes its status. Nothing is made where the current span is not recorded.
+    An error that passes through becomes its status. If the current span is not recorded, no span is made. It ends at
+    `ended`, in seconds of time.perf_counter, or when the context is left.
     """
 
-    __slots__ = ("_attributes", "_before", "_kind", "_name", "_span", "_started")
+    __slots__ = ("_attributes", "_before", "_kind", "_name", "_span", "_started", "ended")
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
         self._attributes = attributes
         self._kind = kind
         self._started = started
+        self.ended: float | None = None
 
     def __enter__(self) -> Span:
         self._before = _current.get()
@@ -170,7 +173,7 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
             return
         if error is not None:
             self._span.fail(error)
-        self._span.end()
+        self._span.end(self.ended)
 
 
 def _or_now(seconds: float | None) -> float:

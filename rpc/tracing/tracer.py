@@ -1,11 +1,10 @@
-"""A process's tracer: begins the span of a call, and sends what was recorded when the process ends."""
+"""The tracer of a process: begins the spans of calls, and flushes them when the process ends."""
 
 import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor
@@ -14,7 +13,8 @@ from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind
 
-from rpc.errors import ConfigError
+from baton.errors import ConfigError
+from baton.version import __version__
 from rpc.tracing.config import TracingConfig
 from rpc.tracing.exporter import open_exporter
 from rpc.tracing.recording import Recorder, Sink
@@ -22,23 +22,23 @@ from rpc.tracing.span import NO_SPAN, Span, begin
 
 _SCOPE = "baton"
 
-# An export that is given up ends within a moment, and says that its spans are lost.
+# How long an aborted export may take to return.
 _GIVE_UP_SECONDS = 0.5
 
 
 class Tracer:
-    """Begins spans. One that is off records nothing, and passes a caller's trace on."""
+    """Begins spans. Without a sink it records nothing, and only propagates callers' traces."""
 
     def __init__(self, sink: Sink | None = None) -> None:
         self._sink = sink
 
     @property
     def is_on(self) -> bool:
-        """Whether it records anything at all."""
+        """Whether it records spans."""
         return self._sink is not None
 
     def begin(self, name: str, parent: SpanContext | None, kind: SpanKind = SpanKind.SERVER) -> Span:
-        """A span that belongs to no other of this process: of a trace that comes from elsewhere, or a new one."""
+        """The first span in this process of the caller's trace, or of a new one."""
         if self._sink is None:
             return Span(parent) if parent else NO_SPAN
         now = time.perf_counter()
@@ -53,7 +53,7 @@ NO_TRACER = Tracer()
 async def configure_tracing(
     config: TracingConfig, service_name: str, instance_id: str = ""
 ) -> AsyncGenerator[Tracer, None]:
-    """A tracer of this process while the context is open; leaving it sends what is left, for `flush_seconds` at most.
+    """The tracer of this process. Leaving the context exports the remaining spans, within `flush_seconds`.
 
     OpenTelemetry's global provider is left alone, so that one process may hold several services.
     Raises ConfigError if the endpoint is not `host:port` or TLS files cannot be read.
@@ -68,7 +68,7 @@ async def configure_tracing(
 
 @asynccontextmanager
 async def recording(config: TracingConfig, exporter: SpanExporter, resource: Resource) -> AsyncGenerator[Tracer, None]:
-    """A tracer that gives its spans to any exporter, in batches, from a thread of its own."""
+    """A tracer that exports its spans in batches, from its own thread."""
     processor = BatchSpanProcessor(
         exporter,
         max_queue_size=config.max_queue_spans,
@@ -76,7 +76,7 @@ async def recording(config: TracingConfig, exporter: SpanExporter, resource: Res
         max_export_batch_size=min(config.max_batch_spans, config.max_queue_spans),
         export_timeout_millis=config.export_timeout_seconds * 1e3,
     )
-    scope = InstrumentationScope(_SCOPE, version("baton-serving"))
+    scope = InstrumentationScope(_SCOPE, __version__)
     try:
         yield Tracer(Sink(processor, resource, scope, TraceIdRatioBased(config.sample_ratio)))
     finally:
@@ -84,7 +84,7 @@ async def recording(config: TracingConfig, exporter: SpanExporter, resource: Res
 
 
 def _close(processor: SpanProcessor, exporter: SpanExporter, flush_seconds: float) -> None:
-    # The processor would wait for half a minute, and has no way to say how long it may.
+    # The processor itself would wait for up to 30 s; its shutdown takes no timeout.
     flushing = threading.Thread(target=processor.shutdown, name="trace-flush", daemon=True)
     flushing.start()
     flushing.join(flush_seconds)
@@ -97,7 +97,7 @@ def _resource(service_name: str, instance_id: str) -> Resource:
     attributes = {
         "service.name": service_name,
         "service.namespace": "baton",
-        "service.version": version("baton-serving"),
+        "service.version": __version__,
     }
     if instance_id:
         attributes["service.instance.id"] = instance_id

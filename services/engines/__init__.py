@@ -1,0 +1,16 @@
+"""Engines: pytorch/, simulated/, vllm/, trtllm/ (experimental), and what they have in common.
+
+base.py           the Protocols of engines and encoders, facts and load
+registry.py       the kinds of engines
+context.py        the base of configurations, and what a worker passes to its engine
+prompt.py         prompts, media and sampling parameters
+answer.py         tokens, and the end of a generation
+kv.py             KV blocks: layout, memory, owners
+loras.py          adapters: what an engine has, and how requests use them
+kv_events.py      events of prefix caches
+external/         what engines have in common that transfer KV themselves
+canary.py         test requests to an idle engine
+embedding.py      the Protocol of embedders, which turn texts into vectors
+closing_stream.py a running generation, which closing it aborts
+memory/           pools in shared or private memory, and the order in which requests get free blocks
+"""

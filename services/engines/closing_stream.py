@@ -1,13 +1,13 @@
-"""A generation that runs already, to be read: closing it ends it, also if it was never read."""
+"""A generator for a generation that is already running: closing it aborts the generation, even if it was never read."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 
-from services.answer import Finished, Tokens
+from services.engines.answer import Finished, Tokens
 
 
 class ClosingStream(AsyncGenerator[Tokens | Finished, None]):
-    """Reads `events`; closing it awaits `drop`, for a generator that was never read never runs its `finally`."""
+    """Yields `events`; closing it awaits `drop`. A generator that was never read does not run its own `finally`."""
 
     def __init__(self, events: AsyncGenerator[Tokens | Finished, None], drop: Callable[[], Awaitable[None]]) -> None:
         self._events = events

@@ -1,8 +1,10 @@
-"""What is said on the tcp transport's connections, and how many bytes are said at once.
+"""The messages on the tcp transport's connections, and how they are sent and received.
 
-The reader begins with MAGIC and the owner's token. Then, again and again: the reader sends COUNT and that many ids as
-little-endian uint32; the owner answers COUNT, the number of bytes that follow, and the blocks in the order of the ids.
-An owner that has something against a request closes the connection.
+The reader sends MAGIC and the owner's token. Then, for each request, the reader sends ID_LENGTH and a handoff's id, and
+COUNT and as many block ids as little-endian uint32. The owner answers COUNT, the number of bytes that follow, and the
+blocks in the order of the ids. All of them must belong to the handoff.
+
+The owner closes the connection to refuse a request.
 """
 
 import contextlib
@@ -10,20 +12,22 @@ import select
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
-MAGIC = b"BATONKV1"
+MAGIC = b"BATONKV2"
 TOKEN_BYTES = 32
 COUNT = struct.Struct("<Q")
+ID_LENGTH = struct.Struct("<B")
 
-# What one call of the system moves at most: enough to be worth it, and little enough to look at the clock in between.
+# The most bytes of one system call: enough to be efficient, and few enough to check the clock often.
 _GATHERED_BYTES = 4 * 1024 * 1024
 _GATHERED_VIEWS = 512
 _TIMEVAL = struct.Struct("@ll")
 
 
 def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Makes every wait on a blocking socket end after so long, with an OSError."""
+    """Sets a timeout for every wait on a blocking socket, which raises an OSError."""
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(seconds)
         return
@@ -33,7 +37,7 @@ def limit_waits(connection: socket.socket, seconds: float) -> None:
 
 
 def send_all(connection: socket.socket, views: Iterable[memoryview]) -> None:
-    """Sends the views, many at once. Raises OSError, also when the other side does not read."""
+    """Sends the views, several in one call. Raises OSError, also if the peer does not read."""
     for gathered in _gather(views):
         if isinstance(connection, ssl.SSLSocket):
             for view in gathered:
@@ -45,36 +49,52 @@ def send_all(connection: socket.socket, views: Iterable[memoryview]) -> None:
 
 
 def receive_all(connection: socket.socket, views: Iterable[memoryview]) -> Iterator[None]:
-    """Fills the views, many at once, and yields in between. Raises OSError, also when nothing comes."""
+    """Fills the views, several in one call, and yields in between. Raises OSError, also if no bytes arrive."""
     for gathered in _gather(views):
         left = gathered
         while left:
             count = _receive_some(connection, left)
             if not count:
-                raise ConnectionError("the other side closed the connection")
+                raise ConnectionError("the peer closed the connection")
             left = _after(left, count)
         yield
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """The next bytes. Raises OSError."""
+    """Returns this many bytes. Raises OSError."""
     received = bytearray(size)
     for _ in receive_all(connection, [memoryview(received)]):
         pass
     return bytes(received)
 
 
+def receive_before(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Returns this many bytes if they all arrive before `deadline` of the monotonic clock. Raises OSError."""
+    received = bytearray(size)
+    left = [memoryview(received)]
+    while left:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("deadline exceeded")
+        limit_waits(connection, remaining)
+        count = connection.recv_into(left[0])
+        if not count:
+            raise ConnectionError("the peer closed the connection")
+        left = _after(left, count)
+    return bytes(received)
+
+
 def is_silent(connection: socket.socket) -> bool:
-    """Whether nothing has come on an idle connection: not even its end."""
+    """Whether an idle connection is open, and has received nothing."""
     poll = select.poll()
     poll.register(connection, select.POLLIN | select.POLLRDHUP)
     return not poll.poll(0)
 
 
 def shut(connection: socket.socket) -> None:
-    """Wakes a thread that waits on the socket; merely closing it would not."""
+    """Wakes a thread that waits on the socket; closing the socket would not."""
     with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, which would go on in plain text.
+        # Not a TLS socket's own method, which would continue in plain text.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
@@ -100,7 +120,7 @@ def _gather(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of the views after `count` bytes."""
+    """Returns the views without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

@@ -1,9 +1,10 @@
-"""The transport of one host: the pool is a file in memory, which the reader maps and copies from."""
+"""The transport within a host: the pool is a file in memory, which the reader maps and copies from."""
 
 import asyncio
 import mmap
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,32 +15,43 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-from baton.engine.v1 import handoff_pb2
 
-from rpc.settle import settle
-from services.kv import BlockMemory
-from services.transports.transport import Transfer, TransferFailed, TransportUnavailable
+from baton.engine.v1 import handoff_pb2
+from runtime.aio import wait_until_done
+from services.engines.kv import BlockMemory
+from services.transports.base import (
+    Endpoint,
+    Exposure,
+    PoolShape,
+    Transfer,
+    TransferFailed,
+    Transport,
+    TransportContext,
+    TransportUnavailable,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
-# What is copied between two looks at the clock and at whether anybody still wants it.
+# The bytes copied between two checks of the deadline and of a cancellation.
 _STRIDE_BYTES = 4 * 1024 * 1024
-# Below this, a copy that holds the interpreter's lock costs less than letting go of it.
+# Below this size, a copy that holds the interpreter's lock costs less than releasing it.
 _CHEAP_BYTES = 64 * 1024
 
 
 def host_id() -> str:
-    """Equal in two processes exactly if each can open the other's files in memory; empty outside Linux."""
+    """Returns an id that is equal in two processes if and only if each can open the other's memory files; empty outside
+    Linux.
+    """
     if not _BOOT_ID.exists():
         return ""
     boot = _BOOT_ID.read_text(encoding="ascii").strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
 
 
-def endpoint(memory: BlockMemory) -> handoff_pb2.TransportEndpoint | None:
-    """How others map this pool; None if it is not in host memory."""
+def _endpoint(memory: BlockMemory) -> Endpoint | None:
+    """Returns the endpoint of a pool; None if it is not in host memory."""
     if memory.file_descriptor is None or not host_id():
         return None
     shm = handoff_pb2.ShmEndpoint(
@@ -47,39 +59,44 @@ def endpoint(memory: BlockMemory) -> handoff_pb2.TransportEndpoint | None:
         path=f"/proc/{os.getpid()}/fd/{memory.file_descriptor}",
         size=memory.num_blocks * memory.block_bytes,
     )
-    return handoff_pb2.TransportEndpoint(shm=shm)
+    return Endpoint(shm=shm)
 
 
-class ShmTransport:
-    """Maps pools read-only. What is mapped stays readable when its owner is gone."""
+class ShmTransport(Transport):
+    """Maps pools read-only. A mapped pool stays readable after its owner has ended."""
 
     name = "shm"
+    supports_tls = True
 
-    def __init__(self) -> None:
+    def __init__(self, context: TransportContext) -> None:
+        del context
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="shm")
 
-    def __enter__(self) -> "ShmTransport":
-        return self
-
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown()
 
-    async def open(self, endpoint: handoff_pb2.TransportEndpoint, num_blocks: int, block_bytes: int) -> "ShmPool":
+    async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:
+        """Offers the pool's file, which processes of the same user can open. See Transport."""
+        del exposure
+        return _endpoint(memory)
+
+    async def open(self, endpoint: Endpoint, shape: PoolShape) -> "ShmPool":
         """Maps the pool. See Transport."""
         shm = endpoint.shm
         if not shm.host_id or shm.host_id != host_id():
             raise TransportUnavailable("the pool is in the memory of another host, container or user")
         if not _PATH.fullmatch(shm.path):
-            raise TransportUnavailable(f"{shm.path} is no file of another process")
-        if shm.size < num_blocks * block_bytes:
-            raise TransportUnavailable(f"{shm.size} bytes are too few for {num_blocks} blocks")
-        return ShmPool(_map(shm.path, num_blocks * block_bytes), block_bytes, self._threads)
+            raise TransportUnavailable(f"{shm.path} is not a file of another process")
+        if shm.size < shape.num_bytes:
+            raise TransportUnavailable(f"{shm.size} bytes are too few for {shape.num_blocks} blocks")
+        mapping = asyncio.get_running_loop().run_in_executor(self._threads, _map, shm.path, shape.num_bytes)
+        return ShmPool(await mapping, shape.block_bytes, self._threads)
 
 
 class ShmPool:
-    """One mapped pool."""
+    """A mapped pool."""
 
     def __init__(self, mapping: mmap.mmap, block_bytes: int, threads: ThreadPoolExecutor) -> None:
         self._bytes = memoryview(mapping)
@@ -94,10 +111,10 @@ class ShmPool:
             await asyncio.shield(copying)
         finally:
             unwanted.set()
-            await settle(copying)
+            await wait_until_done(copying)
 
     def close(self) -> None:
-        """Drops the mapping, with the last view of it."""
+        """Drops the mapping, which is freed with its last view."""
         self._blocks = np.empty((0, 1), np.uint8)
         self._bytes = memoryview(b"")
 
@@ -107,7 +124,7 @@ class ShmPool:
             if unwanted.is_set():
                 return
             if time.monotonic() > transfer.deadline:
-                raise TransferFailed("copying took too long")
+                raise TransferFailed("deadline exceeded")
             self._gather(ids, into)
         writer.commit()
 
@@ -121,17 +138,22 @@ class ShmPool:
             else:
                 np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
             return
-        # Never out of bounds: the ids are checked. Any other mode copies twice.
+        # The ids are checked, so `clip` changes none; any other mode copies twice.
         np.take(self._blocks, ids, axis=0, out=np.frombuffer(into, np.uint8).reshape(-1, size), mode="clip")
 
 
 def _map(path: str, size: int) -> mmap.mmap:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without blocking: the owner may have ended, and another process with its id may have a pipe there without a
+        # writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise TransportUnavailable(f"cannot open {path}: {error.strerror}") from error
     try:
-        if os.fstat(descriptor).st_size < size:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise TransportUnavailable(f"{path} is not a file in memory")
+        if found.st_size < size:
             raise TransportUnavailable(f"{path} is smaller than the pool")
         return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     except OSError as error:
@@ -143,7 +165,7 @@ def _map(path: str, size: int) -> mmap.mmap:
 def _pieces(
     views: Sequence[memoryview], source: Sequence[int], block_bytes: int
 ) -> Iterator[tuple[memoryview, Sequence[int]]]:
-    """The destination in strides, each with the ids of the blocks that belong there."""
+    """Yields the destination in strides, each with the ids of its blocks."""
     stride = max(1, _STRIDE_BYTES // block_bytes)
     position = 0
     for view in views:

@@ -1,4 +1,4 @@
-"""The reader's side of the tcp transport: asks an owner for blocks, and receives them where they belong."""
+"""The tcp transport, the reader's side: requests blocks from an owner's server, and receives them into place."""
 
 import array
 import asyncio
@@ -9,56 +9,79 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 from baton.engine.v1 import handoff_pb2
-
-from rpc.aio import timeout
-from rpc.settle import settle
-from services.transports.frames import COUNT, MAGIC, is_silent, limit_waits, receive_all, send_all, shut
-from services.transports.secure import ReaderTls
-from services.transports.transport import Transfer, TransferFailed, TransportUnavailable
+from runtime.aio import timeout, wait_until_done
+from services.engines.kv import BlockMemory
+from services.transports.base import (
+    Endpoint,
+    Exposure,
+    PoolShape,
+    Transfer,
+    TransferFailed,
+    Transport,
+    TransportContext,
+    TransportUnavailable,
+)
+from services.transports.frames import COUNT, ID_LENGTH, MAGIC, is_silent, limit_waits, receive_all, send_all, shut
+from services.transports.secure import OwnerTls, ReaderTls
+from services.transports.tcp_server import serve_pool
 
 _CONNECT_SECONDS = 5.0
-# An owner that sends nothing for so long sends nothing any more.
+# The longest silence of an owner during an answer.
 _SILENCE_SECONDS = 10.0
+# Threads for each owner, so that a stuck owner delays only its own readers.
 _THREADS = 8
 
 
-class TcpTransport:
-    """Reads pools over sockets, each pull in a thread."""
+class TcpTransport(Transport):
+    """Serves pools on ports of their own, and reads other pools over sockets, with a few threads for each owner."""
 
     name = "tcp"
+    supports_tls = True
 
-    def __init__(self, tls: ReaderTls | None = None) -> None:
-        self._tls = tls
-        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="kv-receive")
+    def __init__(self, context: TransportContext) -> None:
+        self._tls = None if context.tls is None else ReaderTls(context.tls)
+        self._servers = contextlib.AsyncExitStack()
 
-    def __enter__(self) -> "TcpTransport":
-        return self
-
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown()
+        """Closes the servers. Readers' threads end when the readers are closed."""
+        await self._servers.aclose()
 
-    async def open(self, endpoint: handoff_pb2.TransportEndpoint, num_blocks: int, block_bytes: int) -> "TcpPool":
-        """Connects. See Transport; the owner knows its pool's shape and checks every request."""
-        del num_blocks, block_bytes
-        pool = TcpPool(endpoint.tcp, self._threads, self._tls)
-        try:
-            pool.give_back(await pool.connect())
-        except (OSError, asyncio.TimeoutError) as error:
-            raise TransportUnavailable(f"cannot connect to {endpoint.tcp.host}:{endpoint.tcp.port}: {error}") from error
+    async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:
+        """Serves the blocks that the guard allows, on a free port. See Transport."""
+        tls = None if exposure.tls is None else OwnerTls(exposure.tls)
+        serving = serve_pool(memory, exposure.listen_host, exposure.guard, tls)
+        server = await self._servers.enter_async_context(serving)
+        return server.endpoint(exposure.advertised_host)
+
+    async def open(self, endpoint: Endpoint, shape: PoolShape) -> "TcpPool":
+        """Connects. The owner knows its pool's shape and checks every request. See Transport."""
+        del shape
+        pool = TcpPool(endpoint.tcp, self._tls)
+        with contextlib.ExitStack() as undo:
+            undo.callback(pool.close)
+            try:
+                pool.give_back(await pool.connect())
+            except (OSError, asyncio.TimeoutError) as error:
+                why = str(error) or f"nothing within {_CONNECT_SECONDS:g} s"
+                raise TransportUnavailable(
+                    f"cannot connect to {endpoint.tcp.host}:{endpoint.tcp.port}: {why}"
+                ) from error
+            undo.pop_all()
         return pool
 
 
 class TcpPool:
-    """One owner's pool, and the connections to it that are idle."""
+    """One owner's pool, and the idle connections to it."""
 
-    def __init__(self, endpoint: handoff_pb2.TcpEndpoint, threads: ThreadPoolExecutor, tls: ReaderTls | None) -> None:
+    def __init__(self, endpoint: handoff_pb2.TcpEndpoint, tls: ReaderTls | None) -> None:
         self._tls = tls
         self._endpoint = endpoint
-        self._threads = threads
+        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="kv-receive")
         self._idle: list[socket.socket] = []
 
     async def pull(self, transfer: Transfer) -> None:
@@ -68,43 +91,61 @@ class TcpPool:
         except (OSError, asyncio.TimeoutError) as error:
             raise TransferFailed(f"cannot connect: {error}") from error
         request = _Request(connection, transfer)
-        receiving = asyncio.get_running_loop().run_in_executor(self._threads, request.run)
+        submitted = self._threads.submit(request.run)
+        receiving = asyncio.wrap_future(submitted)
         try:
             await asyncio.shield(receiving)
         except OSError as error:
-            raise TransferFailed(str(error) or "the owner went silent") from error
+            raise TransferFailed(str(error) or "the owner does not answer") from error
         finally:
             request.stop_unless_done()
-            await settle(receiving)
+            # If it still waits for a thread; a running call was stopped above, and ends by itself.
+            submitted.cancel()
+            await wait_until_done(receiving)
             self._keep_or_close(connection, request)
 
     def close(self) -> None:
-        """Closes the idle connections."""
+        """Closes the idle connections, and ends the idle threads."""
         while self._idle:
             self._idle.pop().close()
+        self._threads.shutdown(wait=False)
 
     async def connect(self) -> socket.socket:
-        """A new connection, with the token sent. Raises OSError."""
+        """Returns a new connection to the first of the owner's addresses that answers, with the token sent. Raises
+        OSError.
+        """
         loop = asyncio.get_running_loop()
-        host, port = self._endpoint.host, self._endpoint.port
+        deadline = loop.time() + _CONNECT_SECONDS
         async with timeout(_CONNECT_SECONDS):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = found[0]
-            connection = socket.socket(family, kind, protocol)
-            with contextlib.ExitStack() as undo:
-                undo.callback(connection.close)
-                connection.setblocking(False)
-                await loop.sock_connect(connection, address)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setblocking(True)
-                saying_hello = loop.run_in_executor(self._threads, self._say_hello, connection)
-                try:
-                    connection = await asyncio.shield(saying_hello)
-                except asyncio.CancelledError:
-                    shut(connection)
-                    await settle(saying_hello)
-                    raise
-                undo.pop_all()
+            found = await loop.getaddrinfo(self._endpoint.host, self._endpoint.port, type=socket.SOCK_STREAM)
+        error: Exception = OSError(f"{self._endpoint.host} has no address")
+        for index, (family, _, _, _, address) in enumerate(found):
+            try:
+                # Each address gets its share of the time, so that a silent one leaves some for the others.
+                async with timeout((deadline - loop.time()) / (len(found) - index)):
+                    return await self._connect(family, address)
+            except (OSError, asyncio.TimeoutError) as failed:
+                error = failed
+        raise error
+
+    async def _connect(self, family: int, address: tuple[Any, ...]) -> socket.socket:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(True)
+            submitted = self._threads.submit(self._say_hello, connection)
+            saying_hello = asyncio.wrap_future(submitted)
+            try:
+                connection = await asyncio.shield(saying_hello)
+            except asyncio.CancelledError:
+                shut(connection)
+                submitted.cancel()
+                await wait_until_done(saying_hello)
+                raise
+            undo.pop_all()
         return connection
 
     def _say_hello(self, connection: socket.socket) -> socket.socket:
@@ -128,7 +169,7 @@ class TcpPool:
         return None
 
     def _keep_or_close(self, connection: socket.socket, request: "_Request") -> None:
-        # After anything but a whole answer, what comes next on the connection is not known.
+        # After an incomplete answer, the next bytes of the connection are unknown.
         if request.complete:
             self.give_back(connection)
         else:
@@ -136,7 +177,7 @@ class TcpPool:
 
 
 class _Request:
-    """One question and its answer on one connection, asked in a thread, and stopped from any other."""
+    """One request and its answer on one connection. Runs in a thread; any other thread can stop it."""
 
     def __init__(self, connection: socket.socket, transfer: Transfer) -> None:
         self.complete = False
@@ -145,13 +186,13 @@ class _Request:
         self._stopped = threading.Event()
 
     def stop_unless_done(self) -> None:
-        """Makes the thread end at once: from then on nothing can arrive."""
+        """Stops the thread at once; no more bytes arrive after that."""
         if not self.complete:
             self._stopped.set()
             shut(self._connection)
 
     def run(self) -> None:
-        """Asks, receives and commits. Raises OSError."""
+        """Requests, receives and commits. Raises OSError."""
         transfer = self._transfer
         if self._stopped.is_set():
             raise ConnectionError("stopped")
@@ -171,7 +212,7 @@ class _Request:
     def _limit_wait(self) -> None:
         remaining = self._transfer.deadline - time.monotonic()
         if remaining <= 0:
-            raise TimeoutError("it took too long")
+            raise TimeoutError("deadline exceeded")
         limit_waits(self._connection, min(_SILENCE_SECONDS, remaining))
 
 
@@ -179,4 +220,5 @@ def _question(transfer: Transfer) -> bytes:
     ids = array.array("I", transfer.source)
     if sys.byteorder == "big":
         ids.byteswap()
-    return COUNT.pack(len(ids)) + ids.tobytes()
+    handoff_id = transfer.handoff_id.encode()[:255]
+    return ID_LENGTH.pack(len(handoff_id)) + handoff_id + COUNT.pack(len(ids)) + ids.tobytes()

@@ -1,4 +1,4 @@
-"""The owner's side of the tcp transport: sends blocks to whoever has the token, a thread a connection."""
+"""The tcp transport, the owner's side: sends blocks to readers that name their handoff, with a thread a connection."""
 
 import array
 import asyncio
@@ -8,103 +8,180 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
-from baton.engine.v1 import handoff_pb2
 
-from services.kv import BlockMemory
-from services.transports.frames import COUNT, MAGIC, TOKEN_BYTES, limit_waits, receive_exactly, send_all, shut
+from baton.engine.v1 import handoff_pb2
+from services.engines.kv import BlockMemory
+from services.transports.base import Endpoint, ReadGuard
+from services.transports.frames import (
+    COUNT,
+    ID_LENGTH,
+    MAGIC,
+    TOKEN_BYTES,
+    limit_waits,
+    receive_before,
+    receive_exactly,
+    send_all,
+    shut,
+)
 from services.transports.secure import OwnerTls
 
 log = structlog.get_logger(__name__)
 
-_HELLO_SECONDS = 5.0
-# Between two requests; readers keep their connections, and notice when one was closed.
+HELLO_SECONDS = 5.0
+"""The time until the first request, TLS included, however slowly bytes arrive."""
+MAX_CONNECTIONS = 256
+"""The most connections that have sent the token."""
+MAX_GREETING = 64
+"""The most connections that have not sent the token. One more closes the oldest, so silent peers cannot block readers.
+"""
+
+# Between two requests. Readers keep their connections, and notice when one was closed.
 _IDLE_SECONDS = 300.0
 _STUCK_SECONDS = 30.0
-_MAX_CONNECTIONS = 256
 _READ_BYTES = 64 * 1024 * 1024
+# After a failed accept, as when file descriptors run out. Waiting connections stay in the backlog.
+_ACCEPT_AGAIN_SECONDS = 0.1
+
+
+class _Connection:
+    """One connection and its thread. With TLS, `socket` becomes the TLS socket."""
+
+    def __init__(self, accepted: socket.socket, serve: "Callable[[_Connection], None]") -> None:
+        self.socket = accepted
+        self.greet_until = time.monotonic() + HELLO_SECONDS
+        self.thread = threading.Thread(target=serve, args=(self,), name="kv-send", daemon=True)
 
 
 class PoolServer:
-    """A pool, offered at a port. Its threads never touch the event loop."""
+    """A pool, offered on a port. Its threads never use the event loop."""
 
-    def __init__(self, memory: BlockMemory, host: str, tls: OwnerTls | None = None) -> None:
+    def __init__(self, memory: BlockMemory, host: str, guard: ReadGuard, tls: OwnerTls | None = None) -> None:
+        self._guard = guard
         self._tls = tls
         self._memory = memory
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=64)
-        self._port = int(self._listener.getsockname()[1])
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self.port = int(self._listener.getsockname()[1])
+        self.accept_failures = 0
+        self._greeting: dict[_Connection, None] = {}
+        self._readers: dict[_Connection, None] = {}
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._accepting.start()
 
-    def endpoint(self, host: str) -> handoff_pb2.TransportEndpoint:
-        """How readers get here, by the name under which they know this host."""
-        tcp = handoff_pb2.TcpEndpoint(host=host, port=self._port, token=self._token)
-        return handoff_pb2.TransportEndpoint(tcp=tcp)
+    @property
+    def num_readers(self) -> int:
+        """The number of connections that have sent the token."""
+        return len(self._readers)
+
+    @property
+    def num_connections(self) -> int:
+        """The number of connections."""
+        with self._lock:
+            return len(self._readers) + len(self._greeting)
+
+    def endpoint(self, host: str) -> Endpoint:
+        """The endpoint for readers, with the host name that they know."""
+        tcp = handoff_pb2.TcpEndpoint(host=host, port=self.port, token=self._token)
+        return Endpoint(tcp=tcp)
 
     def close(self) -> None:
         """Ends every connection and waits for its thread. Blocking."""
+        self._closing.set()
         shut(self._listener)
         self._accepting.join()
         with self._lock:
-            threads = list(self._connections.values())
-            for connection in self._connections:
-                shut(connection)
-        for thread in threads:
-            thread.join()
+            connections = [*self._greeting, *self._readers]
+            for connection in connections:
+                shut(connection.socket)
+        for connection in connections:
+            connection.thread.join()
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,), name="kv-send", daemon=True)
-            with self._lock:
-                if len(self._connections) >= _MAX_CONNECTIONS:
-                    connection.close()
-                    continue
-                self._connections[connection] = thread
-            thread.start()
+                accepted, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    self.accept_failures += 1
+                    log.warning("could not accept a reader", error=str(error))
+                    self._closing.wait(_ACCEPT_AGAIN_SECONDS)
+                continue
+            self._begin(_Connection(accepted, self._serve))
 
-    def _serve(self, connection: socket.socket) -> None:
-        if self._tls is not None:
-            connection = self._secure(connection, self._tls)
+    def _begin(self, connection: _Connection) -> None:
+        with self._lock:
+            if len(self._greeting) >= MAX_GREETING:
+                oldest = next(iter(self._greeting))
+                del self._greeting[oldest]
+                shut(oldest.socket)
+            self._greeting[connection] = None
         try:
-            self._answer_all(connection)
+            connection.thread.start()
+        except RuntimeError as error:  # no more threads
+            log.warning("could not serve a reader", error=str(error))
+            self._end(connection)
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            certificate = self._greet(connection)
+            self._answer_all(connection.socket, certificate)
         except OSError as error:
             log.debug("a reader's connection ended", error=str(error))
         finally:
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
+            self._end(connection)
 
-    def _secure(self, connection: socket.socket, tls: OwnerTls) -> ssl.SSLSocket:
-        """The socket takes the plain one's place, which is none any more."""
+    def _end(self, connection: _Connection) -> None:
         with self._lock:
-            secure = tls.wrap(connection)
-            self._connections[secure] = self._connections.pop(connection)
+            self._greeting.pop(connection, None)
+            self._readers.pop(connection, None)
+            connection.socket.close()
+
+    def _greet(self, connection: _Connection) -> str:
+        """Checks the token; returns the URI in the reader's certificate, or an empty string. Raises OSError for other
+        peers.
+        """
+        certificate = ""
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        limit_waits(connection.socket, HELLO_SECONDS)
+        if self._tls is not None:
+            certificate = self._tls.shake_hands(self._secure(connection, self._tls))
+        hello = receive_before(connection.socket, len(MAGIC) + TOKEN_BYTES, connection.greet_until)
+        if not hmac.compare_digest(hello, MAGIC + self._token):
+            raise ConnectionError("wrong token")
+        with self._lock:
+            if connection not in self._greeting or len(self._readers) >= MAX_CONNECTIONS:
+                raise ConnectionError(f"there are {len(self._readers)} readers already")
+            del self._greeting[connection]
+            self._readers[connection] = None
+        return certificate
+
+    def _secure(self, connection: _Connection, tls: OwnerTls) -> ssl.SSLSocket:
+        """Returns the TLS socket in place of the plain one, which must not be used any more."""
+        with self._lock:
+            secure = tls.wrap(connection.socket)
+            connection.socket = secure
+        secure.settimeout(max(0.001, connection.greet_until - time.monotonic()))
         return secure
 
-    def _answer_all(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        limit_waits(connection, _HELLO_SECONDS)
-        if self._tls is not None and isinstance(connection, ssl.SSLSocket):
-            self._tls.shake_hands(connection)
-        hello = receive_exactly(connection, len(MAGIC) + TOKEN_BYTES)
-        if not hmac.compare_digest(hello, MAGIC + self._token):
-            raise ConnectionError("no token of ours")
+    def _answer_all(self, connection: socket.socket, certificate: str) -> None:
         while True:
             limit_waits(connection, _IDLE_SECONDS)
-            (count,) = COUNT.unpack(receive_exactly(connection, COUNT.size))
+            (length,) = ID_LENGTH.unpack(receive_exactly(connection, ID_LENGTH.size))
+            deadline = time.monotonic() + _STUCK_SECONDS
+            handoff_id = receive_before(connection, length, deadline).decode("ascii", "replace")
+            (count,) = COUNT.unpack(receive_before(connection, COUNT.size, deadline))
+            block_ids = self._checked(_receive_ids(connection, self._limited(count), deadline))
+            if not self._guard.may_read(handoff_id, certificate, block_ids):
+                raise ConnectionError("no handoff that is held covers these blocks")
             limit_waits(connection, _STUCK_SECONDS)
-            block_ids = self._checked(_receive_ids(connection, self._limited(count)))
             send_all(connection, self._answer(block_ids))
 
     def _answer(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
@@ -125,17 +202,19 @@ class PoolServer:
 
 
 @asynccontextmanager
-async def serve_pool(memory: BlockMemory, host: str, tls: OwnerTls | None = None) -> AsyncIterator[PoolServer]:
-    """Offers `memory` on a free port of `host` while the context is open."""
-    server = PoolServer(memory, host, tls)
+async def serve_pool(
+    memory: BlockMemory, host: str, guard: ReadGuard, tls: OwnerTls | None = None
+) -> AsyncIterator[PoolServer]:
+    """Serves what the guard allows of `memory` on a free port of `host` while the context is open."""
+    server = PoolServer(memory, host, guard, tls)
     try:
         yield server
     finally:
         await asyncio.to_thread(server.close)
 
 
-def _receive_ids(connection: socket.socket, count: int) -> list[int]:
-    ids = array.array("I", receive_exactly(connection, count * 4))
+def _receive_ids(connection: socket.socket, count: int, deadline: float) -> list[int]:
+    ids = array.array("I", receive_before(connection, count * 4, deadline))
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()

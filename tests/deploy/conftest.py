@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from support.edge import Edge, open_edge
+from support.cluster.behind_envoy import Edge, open_edge
 from support.lifetimes import in_one_task
 
 

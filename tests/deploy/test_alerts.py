@@ -1,4 +1,4 @@
-"""The alert rules: that each one fires when it should, asks for what is measured, and says what to do."""
+"""The alert rules: each fires when it should, queries existing metrics, and says what to do."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from support.manifests import DEPLOY, ROOT
-from support.promtool import promtool
+from support.servers.promtool import promtool
 
 PROMETHEUS = DEPLOY / "prometheus"
 RULES = PROMETHEUS / "rules" / "baton.yaml"

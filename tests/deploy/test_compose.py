@@ -1,4 +1,4 @@
-"""The Compose files, as far as they can be tried without a Docker engine."""
+"""The Compose files' text; `make compose` runs them."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def services() -> Iterator[tuple[str, Any]]:
 
 def commands() -> list[Command]:
     return [
-        command_of(where, each["command"]) for where, each in services() if each.get("image", "").startswith("baton:")
+        command_of(where, each["command"]) for where, each in services() if each.get("command", [""])[0] == "python"
     ]
 
 
@@ -102,7 +102,7 @@ def test_envoy_mounts_what_its_configuration_names_and_is_scraped_where_it_serve
     assert envoy["command"][-1] == "deploy/envoy/envoy.yaml"
     listeners = config["static_resources"]["listeners"]
     ports = {each["name"]: each["address"]["socket_address"]["port_value"] for each in listeners}
-    assert envoy["ports"] == [f"127.0.0.1:8080:{ports['clients']}"]
+    assert envoy["ports"] == [f"127.0.0.1:${{BATON_ENVOY_PORT:-8080}}:{ports['clients']}"]
     jobs = {job["job_name"]: job for job in yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]}
     assert jobs["envoy"]["dns_sd_configs"][0]["names"] == list(read("envoy")["services"])
     assert jobs["envoy"]["dns_sd_configs"][0]["port"] == ports["metrics"]
@@ -117,7 +117,10 @@ def test_grafana_reads_dashboards_from_where_they_are_mounted() -> None:
 def test_grafana_asks_the_services_that_are_there() -> None:
     sources = yaml.safe_load(_provisioning("datasources").read_text())["datasources"]
     hosts = {source["url"].split("/")[2].split(":")[0] for source in sources}
-    assert hosts == {"prometheus", "jaeger"} <= set(read("platform")["services"])
+    platform = read("platform")["services"]
+    assert hosts == {"prometheus", "jaeger"} <= set(platform)
+    # The trace viewer has its name, unless Jaeger itself is asked for.
+    assert platform["traces"]["networks"]["default"]["aliases"] == platform["jaeger"]["profiles"] == ["jaeger"]
 
 
 def _provisioning(kind: str) -> Path:

@@ -5,6 +5,7 @@ It scrapes a cluster of real processes, each a simulated worker with a stand-in 
 
 import asyncio
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -15,19 +16,21 @@ from typing import Any
 import grpc
 import pytest
 import yaml
+from support.clients.scraping import scrape
+from support.cluster.fleet import PATIENT, Fleet, FleetPlan, overrides, shared_fleet
+from support.images.simulated_workers import about, different
+from support.manifests import DEPLOY, ROOT
+from support.servers.etcd import EtcdServer
+from support.servers.prometheus import SCRAPE_SECONDS, PrometheusServer, prometheus
+from support.servers.promtool import promtool, require
+
 from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.cluster import Cluster, ClusterPlan, cluster, until_ready
-from support.etcd_server import EtcdServer
-from support.manifests import DEPLOY, ROOT
-from support.prometheus_server import SCRAPE_SECONDS, PrometheusServer, prometheus
-from support.promtool import promtool, require
-from support.scraping import scrape
-from support.seeing import about, different
 
 FOLDER = DEPLOY / "grafana" / "dashboards"
 RULES = DEPLOY / "prometheus" / "rules" / "baton.yaml"
 WINDOW = "5m"
+SIMULATED = {"kind": "simulated", "image_tokens": 4, "decode_step_seconds": 0.002, "max_context_tokens": 16384}
 PROMPTS = ("a short prompt of some length", "m" * 2000, "l" * 9000)
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
@@ -67,24 +70,30 @@ def expressions() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def running(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def running(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     require("prometheus")
-    plan = ClusterPlan(
+    plan = FleetPlan(
         namespace="dashboards",
         etcd=shared_etcd.endpoint,
-        engine={"kind": "simulated", "image_tokens": 4, "decode_step_seconds": 0.002, "max_context_tokens": 16384},
+        worker=(
+            *overrides("engine", SIMULATED),
+            "encode.inline_bytes=0",
+        ),
+        # With the policy that predicts, so that its panels have data.
+        router=(PATIENT, "routing.policy=predicted_seconds"),
         encode=1,
-        worker={"encode.inline_bytes": 0},
+        prefill=1,
+        decode=1,
         metrics=True,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "fake_nvml"))
-        with cluster(plan, tmp_path_factory.mktemp("dashboards")) as started:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "fake_nvml"), prepend=os.pathsep)
+        with shared_fleet(plan, tmp_path_factory.mktemp("dashboards")) as started:
             yield started
 
 
 @pytest.fixture(scope="module")
-def scraped(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+def scraped(running: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
     """After load, all of which it has seen."""
     with prometheus(running.metrics, [RULES], tmp_path_factory.mktemp("prometheus")) as server:
         server.wait_for(f"count(up == 1) == {len(running.metrics)}")
@@ -95,10 +104,9 @@ def scraped(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-async def _load(running: Cluster) -> None:
+async def _load(running: Fleet) -> None:
     """For as long as it takes to be scraped several times: counters have to grow in the sight of Prometheus."""
     async with grpc.aio.insecure_channel(running.router.address) as channel:
-        await until_ready(channel, len(running.workers))
         stub = InferenceServiceStub(channel)
         for _ in range(4):
             texts = [_request(prompt=prompt, stopping={"max_tokens": 20}) for prompt in PROMPTS]
@@ -108,7 +116,9 @@ async def _load(running: Cluster) -> None:
 
 
 def _request(**fields: Any) -> generate_pb2.GenerateRequest:
-    return generate_pb2.GenerateRequest(**fields)
+    """A request whose KV is handed over, whatever the policy predicts."""
+    routing = generate_pb2.RoutingOptions(topology=generate_pb2.TOPOLOGY_DISAGGREGATED)
+    return generate_pb2.GenerateRequest(routing=routing, **fields)
 
 
 async def _run(stub: InferenceServiceStub, request: generate_pb2.GenerateRequest) -> None:
@@ -180,7 +190,7 @@ def test_a_cluster_that_is_well_sets_off_no_alert(scraped: PrometheusServer) -> 
     assert [each.labels["alertname"] for each in scraped.query("ALERTS")] == []
 
 
-def test_promtool_finds_no_fault_with_what_any_process_serves(running: Cluster, scraped: PrometheusServer) -> None:
+def test_promtool_finds_no_fault_with_what_any_process_serves(running: Fleet, scraped: PrometheusServer) -> None:
     for address in running.metrics.values():
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
             promtool("check", "metrics", stdin=answer.read().decode())
@@ -235,5 +245,5 @@ def test_everything_that_is_asked_for_is_measured(expression: str) -> None:
 def test_every_metric_has_a_panel() -> None:
     text = " ".join(query.expression for query in queries())
     rows = re.findall(r"^\| `(baton_\w+)`", PAGE, re.M)
-    # Of an engine that only its own machines have.
-    assert [name for name in rows if name not in text and not name.startswith("baton_trtllm_")] == []
+    # Of engines that only their own environments have.
+    assert [name for name in rows if name not in text and not name.startswith(("baton_trtllm_", "baton_vllm_"))] == []

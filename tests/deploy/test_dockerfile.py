@@ -1,16 +1,15 @@
-"""The Dockerfile, as far as it can be tried without a Docker engine."""
+"""The Dockerfile's text; tests/containers builds and runs its images."""
 
 import re
 import runpy
-import zipfile
-from pathlib import Path
+import sys
 
 import pytest
 from support.manifests import DEPLOY, ROOT
 
 FILE = DEPLOY / "docker" / "Dockerfile"
 TEXT = FILE.read_text().replace("\\\n", " ")
-TARGETS = ("cpu", "cuda", "trtllm")
+TARGETS = ("router", "cpu", "cuda", "trtllm")
 
 
 def stages() -> dict[str, str]:
@@ -22,7 +21,7 @@ def stages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_image_runs_as_nobody_in_particular(target: str) -> None:
+def test_every_image_runs_as_an_unprivileged_user(target: str) -> None:
     assert re.findall(r"^USER (.*)$", stages()[target], re.M)[-1] == "10001:10001"
 
 
@@ -31,30 +30,54 @@ def test_every_image_has_a_health_check(target: str) -> None:
     assert re.search(r'^HEALTHCHECK .* CMD \["baton", "health"\]$', stages()[target], re.M)
 
 
+def copied() -> set[str]:
+    return {source for words in re.findall(r"^COPY (?!--from)(.*)$", TEXT, re.M) for source in words.split()[:-1]}
+
+
+def kept() -> set[str]:
+    lines = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    return {line.removeprefix("!") for line in lines if line.startswith("!")}
+
+
 def test_everything_that_is_copied_exists() -> None:
-    copied = [words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.*)$", TEXT, re.M)]
-    assert [source for sources in copied for source in sources if not (ROOT / source).exists()] == []
+    assert [source for source in copied() | kept() if not (ROOT / source).exists()] == []
 
 
 def test_every_package_of_the_wheel_is_copied() -> None:
     packages = re.search(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
     assert packages
-    for package in re.findall(r'"(\w+)[/"]', packages[1]):
-        assert f"COPY {package} {package}" in stages()["build"]
+    assert set(re.findall(r'"(\w+)[/"]', packages[1])) <= kept()
+    assert "COPY . ." in stages()["code"]
 
 
 def test_nothing_that_is_copied_is_ignored() -> None:
-    lines = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
-    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    copied = {source for words in re.findall(r"^COPY (?!--from)(.*)$", TEXT, re.M) for source in words.split()[:-1]}
-    assert copied == kept
+    assert copied() - {"."} <= kept() | {"packaging/client/pyproject.toml"}
 
 
-def test_what_the_tensorrt_llm_image_brings_is_not_installed_again(tmp_path: Path) -> None:
-    wheel = tmp_path / "baton_serving-0.1.0-py3-none-any.whl"
-    metadata = "Name: baton-serving\nRequires-Dist: torch>=2.11\nRequires-Dist: grpcio>=1.81.1\n"
-    metadata += "Requires-Dist: pytest; extra == 'dev'\nRequires-Dist: transformers<6,>=5.0\n\nRequires-Dist: prose\n"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("baton_serving-0.1.0.dist-info/METADATA", metadata)
-    script = runpy.run_path(str(DEPLOY / "docker" / "requirements.py"))
-    assert script["requirements"](str(wheel)) == ["grpcio>=1.81.1"]
+def names(target: str) -> set[str]:
+    requirements = runpy.run_path(str(DEPLOY / "docker" / "requirements.py"))["requirements"]
+    return {re.split(r"[^A-Za-z0-9._-]", each)[0] for each in requirements(target)}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="it runs in the image's Python, and reads TOML")
+class TestRequirements:
+    @pytest.fixture(autouse=True)
+    def _in_the_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(ROOT)
+
+    def test_a_router_gets_no_torch(self) -> None:
+        assert names("cpu") - names("router") == {"numpy", "safetensors", "torch", "transformers"}
+
+    def test_what_the_tensorrt_llm_image_brings_is_not_installed_again(self) -> None:
+        assert names("cuda") - names("trtllm") >= {"torch", "transformers", "numpy"}
+        assert "grpcio" in names("trtllm")
+
+    def test_batons_own_wheels_are_no_requirement(self) -> None:
+        assert "baton-client" not in names("cuda")
+
+
+def test_no_image_changes_its_dependencies_with_the_code() -> None:
+    assert all("COPY --from=code /opt/venv" in stages()[target] for target in TARGETS[:3])
+    packages = [text for name, text in stages().items() if name.startswith("packages-")]
+    assert len(packages) == 3
+    assert [text for text in packages if re.search(r"^COPY (baton|router|services|runtime)\b", text, re.M)] == []

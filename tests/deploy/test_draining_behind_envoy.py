@@ -1,11 +1,11 @@
-"""A router that leaves while streams run through Envoy: nobody notices."""
+"""A router that shuts down while streams run through Envoy: clients notice nothing."""
 
 import asyncio
 from pathlib import Path
 
-from support.bench import eventually
-from support.edge import open_edge
-from support.generation import generate_all, greedy_text
+from support.clients.generation import generate_all, greedy_text
+from support.cluster.behind_envoy import open_edge
+from support.eventually import eventually
 
 
 async def test_no_stream_is_lost_while_a_router_is_drained(tmp_path: Path) -> None:

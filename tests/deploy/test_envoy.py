@@ -1,4 +1,4 @@
-"""Envoy, as deploy/envoy/envoy.yaml has it, really run before two routers."""
+"""A real Envoy with deploy/envoy/envoy.yaml in front of two routers."""
 
 import asyncio
 import base64
@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, model_pb2, tokenize_pb2
 from google.protobuf import json_format
 from google.rpc import error_details_pb2
-from support.bench import eventually
-from support.edge import Edge
-from support.envoy import CONFIG, fetch, write_descriptors
-from support.generation import generate, generate_all, greedy_text
+from support.clients.generation import generate, generate_all, greedy_text
+from support.cluster.behind_envoy import Edge
+from support.eventually import eventually
+from support.servers.envoy import CONFIG, fetch, write_descriptors
 
-from client.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
+from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, model_pb2, tokenize_pb2
+from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from router.config import RouterConfig
 from rpc.channels import open_channel
 

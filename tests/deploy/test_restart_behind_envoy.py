@@ -1,16 +1,21 @@
-"""200 streams at a time through Envoy, without a pause and without a retry, while its routers are restarted in turn."""
+"""Requests through Envoy, without a client's own retry, while its routers are restarted."""
 
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.envoy import Envoy, running_envoy
-from support.etcd_server import EtcdServer
+from grpc import aio
+from support.cluster.fleet import Fleet, FleetPlan, fleet
 from support.faults.load import requests_of
-from support.fleet import Fleet, FleetPlan, fleet
+from support.servers.envoy import Envoy, running_envoy
+from support.servers.etcd import EtcdServer
+from support.servers.scripted_router import NAME, scripted
 
+from baton.inference.v1 import model_pb2
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
 
 STREAMS = 200
@@ -52,3 +57,35 @@ async def test_routers_restart_behind_envoy_and_no_stream_fails(shared_etcd: Etc
         assert loading.right > STREAMS
         assert exit_codes == [0, 0]
         assert await running.blocks_used() == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "is_retried"), [("CANCELLED", True), ("cancelled by CancelGeneration", False)], ids=["grpcs", "ours"]
+)
+async def test_a_call_that_met_a_stopping_router_goes_to_another(
+    tmp_path: Path, message: str, is_retried: bool
+) -> None:
+    """gRPC itself answers a call that reaches a server as it stops. A request that was cancelled stays so."""
+
+    async def refuse(_request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.CANCELLED, message)
+
+    async def answer(_request: Any, _context: Any) -> model_pb2.ListModelsResponse:
+        return model_pb2.ListModelsResponse()
+
+    async with scripted(ListModels=refuse) as stopping, scripted(ListModels=answer) as running:
+        for each in (stopping, running):
+            each.health.set(NAME, True)
+        addresses = [stopping.server.address, running.server.address]
+        async with running_envoy(tmp_path, addresses) as envoy, open_channel(envoy.address) as channel:
+            stub = InferenceServiceStub(channel)
+            ends = {await _end_of(stub) for _ in range(30)}
+    assert ends == ({"OK"} if is_retried else {"OK", f"CANCELLED: {message}"})
+
+
+async def _end_of(stub: InferenceServiceStub) -> str:
+    try:
+        await stub.ListModels(model_pb2.ListModelsRequest(), timeout=10)
+    except aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    return "OK"

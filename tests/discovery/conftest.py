@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer
+from support.servers.etcd import EtcdServer
 
 from discovery.etcd import EtcdConfig, EtcdRegistry
 

@@ -4,7 +4,7 @@ from discovery.backoff import Backoff
 
 
 def test_each_wait_is_half_to_all_of_a_bound_that_doubles() -> None:
-    backoff = Backoff(first_seconds=0.1, most_seconds=0.8)
+    backoff = Backoff(first_seconds=0.1, max_seconds=0.8)
     waits = [backoff.next_seconds() for _ in range(5)]
     assert all(bound / 2 <= wait <= bound for wait, bound in zip(waits, [0.1, 0.2, 0.4, 0.8, 0.8], strict=True))
 

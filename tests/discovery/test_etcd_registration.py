@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer, free_port
-from support.tcp_proxy import TcpProxy
-from support.worker_views import Views, eventually, worker
+from support.eventually import eventually
+from support.router.worker_views import Views, worker
+from support.servers.etcd import EtcdServer, free_port
+from support.servers.tcp_proxy import TcpProxy
 
+from baton.errors import Unavailable
 from discovery.etcd import EtcdRegistry
 from discovery.record import WorkerRecord
-from rpc.aio import TaskGroup
-from rpc.errors import Unavailable
+from runtime.aio import TaskGroup
 
 OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
 
@@ -67,8 +68,8 @@ async def test_a_lease_revoked_by_an_outsider_is_replaced(
     async with open_etcd(shared_etcd.endpoint) as registry, registry.register(worker("w1")) as registration:
         lease = lease_of(shared_etcd, key)
         shared_etcd.control("lease", "revoke", lease)
-        await eventually(lambda: lease_of(shared_etcd, key) not in ("", lease), seconds=TTL_SECONDS)
-        assert registration.registered
+        await eventually(lambda: lease_of(shared_etcd, key) not in ("", lease))
+        await eventually(lambda: registration.registered)  # etcd has the key before its answer is here
 
 
 async def test_a_key_deleted_by_an_outsider_is_put_again(
@@ -77,7 +78,7 @@ async def test_a_key_deleted_by_an_outsider_is_put_again(
     async with open_etcd(shared_etcd.endpoint) as registry, registry.register(worker("w1")):
         lease = lease_of(shared_etcd, key)
         shared_etcd.control("del", key)
-        await eventually(lambda: lease_of(shared_etcd, key) == lease, seconds=TTL_SECONDS)
+        await eventually(lambda: lease_of(shared_etcd, key) == lease)
 
 
 async def test_a_record_overwritten_by_an_outsider_is_put_again(
@@ -85,15 +86,17 @@ async def test_a_record_overwritten_by_an_outsider_is_put_again(
 ) -> None:
     async with open_etcd(shared_etcd.endpoint) as registry, registry.register(worker("w1")):
         shared_etcd.control("put", key, worker("w1", 0).to_json().decode())
-        await eventually(lambda: stored(shared_etcd, key) == worker("w1"), seconds=TTL_SECONDS)
+        await eventually(lambda: stored(shared_etcd, key) == worker("w1"))
 
 
 async def test_it_is_not_registered_once_the_lease_may_be_over(own_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
     async with open_etcd(own_etcd.endpoint) as registry, registry.register(worker("w1")) as registration:
-        frozen_at = time.monotonic()
+        last_seen = frozen_at = time.monotonic()
         own_etcd.pause()
-        await eventually(lambda: not registration.registered)
-        assert time.monotonic() - frozen_at <= TTL_SECONDS + 0.3
+        while (now := time.monotonic()) and registration.registered:
+            last_seen = now  # read before the question, so that a pause of this process proves nothing
+            await asyncio.sleep(0.01)
+        assert last_seen - frozen_at <= TTL_SECONDS
         own_etcd.resume()
 
 
@@ -104,7 +107,7 @@ async def test_it_registers_again_after_etcd_was_killed_and_restarted(
         own_etcd.kill()
         await eventually(lambda: not registration.registered)
         own_etcd.start()
-        await eventually(lambda: registration.registered, seconds=6)
+        await eventually(lambda: registration.registered)
         assert stored(own_etcd, key) == worker("w1")
 
 
@@ -115,8 +118,8 @@ async def test_it_registers_again_in_an_etcd_that_lost_its_data(
         own_etcd.kill()
         own_etcd.wipe()
         own_etcd.start()
-        await eventually(lambda: stored(own_etcd, key) == worker("w1"), seconds=6)
-        assert registration.registered
+        await eventually(lambda: stored(own_etcd, key) == worker("w1"))
+        await eventually(lambda: registration.registered)  # etcd has the key before its answer is here
 
 
 async def test_an_update_while_etcd_is_away_is_written_when_it_is_back(
@@ -127,7 +130,7 @@ async def test_an_update_while_etcd_is_away_is_written_when_it_is_back(
         own_etcd.kill()
         await registration.update(draining)
         own_etcd.start()
-        await eventually(lambda: stored(own_etcd, key) == draining, seconds=6)
+        await eventually(lambda: stored(own_etcd, key) == draining)
 
 
 async def test_leaving_does_not_wait_long_for_an_etcd_that_hangs(own_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
@@ -135,10 +138,10 @@ async def test_leaving_does_not_wait_long_for_an_etcd_that_hangs(own_etcd: EtcdS
         async with registry.register(worker("w1")):
             own_etcd.pause()
             left_at = time.monotonic()
-        assert time.monotonic() - left_at < 4
+        assert time.monotonic() - left_at < 10
 
 
-async def test_entering_raises_unavailable_naming_the_endpoint_if_nobody_answers(open_etcd: OpenEtcd) -> None:
+async def test_entering_raises_unavailable_naming_the_endpoint_without_an_answer(open_etcd: OpenEtcd) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     async with open_etcd(endpoint, start_timeout_seconds=1.0) as registry:
         with pytest.raises(Unavailable, match=endpoint):
@@ -170,7 +173,7 @@ async def test_a_worker_that_is_cut_off_is_gone_for_others_after_its_lease_and_t
         await views.until_ids(seconds=2 * TTL_SECONDS)
         assert not registration.registered
         await proxy.restore()
-        await views.until_ids("w1", seconds=6)
+        await views.until_ids("w1")
 
 
 async def test_a_thawed_process_gives_way_to_the_one_that_has_taken_its_place(

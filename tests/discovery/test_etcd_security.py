@@ -1,4 +1,4 @@
-"""How etcd lets us in: users and passwords, tokens that are renewed, and TLS."""
+"""Authentication at etcd: users and passwords, renewed tokens, and TLS."""
 
 import datetime
 import ipaddress
@@ -11,11 +11,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from support.etcd_server import EtcdServer
-from support.worker_views import Views, eventually, worker
+from support.eventually import eventually
+from support.router.worker_views import Views, worker
+from support.servers.etcd import EtcdServer
 
+from baton.errors import PermissionDenied, Unauthenticated, Unavailable
 from discovery.etcd import EtcdRegistry
-from rpc.errors import PermissionDenied, Unauthenticated, Unavailable
 
 OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
 

@@ -1,6 +1,6 @@
-"""Who a watcher believes to be registered, before, during and after an outage."""
+"""The workers that a watcher sees before, during and after an outage."""
 
-from support.worker_views import worker
+from support.router.worker_views import worker
 
 from discovery.membership import Membership
 
@@ -26,39 +26,39 @@ def test_without_doubt_a_listing_replaces_everyone() -> None:
 
 def test_in_doubt_an_empty_listing_is_not_believed() -> None:
     membership = members("a")
-    membership.doubt()
+    membership.hold_removals()
     membership.replace({})
     assert membership.workers == (worker("a"),)
 
 
 def test_in_doubt_a_removal_is_not_believed() -> None:
     membership = members("a")
-    membership.doubt()
+    membership.hold_removals()
     membership.remove(b"a")
     assert membership.workers == (worker("a"),)
 
 
 def test_in_doubt_a_new_worker_and_a_change_are_believed() -> None:
     membership = members("a")
-    membership.doubt()
+    membership.hold_removals()
     membership.replace({b"a": worker("a", 2), b"b": worker("b")})
     assert membership.workers == (worker("a", 2), worker("b"))
 
 
 def test_when_the_doubt_ends_who_is_absent_is_gone() -> None:
     membership = members("a", "b")
-    membership.doubt()
+    membership.hold_removals()
     membership.replace({b"b": worker("b")})
-    membership.settle()
+    membership.apply_removals()
     assert membership.workers == (worker("b"),)
 
 
 def test_when_the_doubt_ends_who_has_come_back_stays() -> None:
     membership = members("a")
-    membership.doubt()
+    membership.hold_removals()
     membership.remove(b"a")
     membership.put(b"a", worker("a", 2))
-    membership.settle()
+    membership.apply_removals()
     assert membership.workers == (worker("a", 2),)
 
 

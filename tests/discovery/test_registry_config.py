@@ -1,9 +1,11 @@
-"""What may be written under the key `registry`."""
+"""The configuration key `registry`."""
+
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from support.etcd_server import EtcdServer
-from support.worker_views import Views, worker
+from support.router.worker_views import Views, worker
+from support.servers.etcd import EtcdServer
 
 from discovery.config import RegistryConfig, open_registry
 
@@ -25,6 +27,9 @@ def test_endpoints_may_be_urls() -> None:
     ("wrong", "named"),
     [
         ({"kind": "zookeeper"}, "kind"),
+        ({"kind": "file"}, "folder"),
+        ({"folder": "/mnt/registry"}, "folder"),
+        ({"kind": "file", "folder": "/mnt/registry", "poll_seconds": 0}, "poll_seconds"),
         ({"endpoint": "127.0.0.1:2379"}, "endpoint"),
         ({"endpoints": []}, "endpoints"),
         ({"endpoints": ["etcd-0"]}, "endpoints"),
@@ -52,6 +57,16 @@ async def test_a_memory_registry_is_opened_without_a_server() -> None:
 
 async def test_an_etcd_registry_is_opened(shared_etcd: EtcdServer, namespace: str) -> None:
     config = RegistryConfig(endpoints=(shared_etcd.endpoint,), lease_ttl_seconds=2)
+    async with (
+        open_registry(config, namespace) as registry,
+        registry.register(worker("w1")),
+        Views(registry) as views,
+    ):
+        await views.until_ids("w1")
+
+
+async def test_a_file_registry_is_opened(tmp_path: Path, namespace: str) -> None:
+    config = RegistryConfig.model_validate({"kind": "file", "folder": str(tmp_path), "poll_seconds": 0.02})
     async with (
         open_registry(config, namespace) as registry,
         registry.register(worker("w1")),

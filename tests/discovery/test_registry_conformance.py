@@ -1,24 +1,28 @@
-"""What every registry does, in memory and in a real etcd."""
+"""What every registry does: in memory, in a folder and in a real etcd."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer
-from support.worker_views import Views, eventually, worker
+from support.eventually import eventually
+from support.router.worker_views import Views, worker
+from support.servers.etcd import EtcdServer
 
+from baton.errors import ConfigError
 from discovery.etcd import EtcdConfig, EtcdRegistry
+from discovery.file import FileRegistry
 from discovery.memory import MemoryRegistry
 from discovery.registry import Registry, WorkerRecord
-from rpc.aio import timeout
-from rpc.errors import ConfigError
+from runtime.aio import timeout
 
 OpenRegistry = Callable[[str], AbstractAsyncContextManager[Registry]]
 
 
-@pytest.fixture(params=["memory", "etcd"])
-def open_registry(request: pytest.FixtureRequest) -> OpenRegistry:
+@pytest.fixture(params=["memory", "file", "etcd"])
+def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> OpenRegistry:
     """Opens a namespace's registry; opened twice, both see the same workers."""
     memories: dict[str, MemoryRegistry] = {}
 
@@ -27,12 +31,17 @@ def open_registry(request: pytest.FixtureRequest) -> OpenRegistry:
         yield memories.setdefault(namespace, MemoryRegistry(namespace))
 
     @asynccontextmanager
+    async def open_file(namespace: str) -> AsyncIterator[Registry]:
+        async with FileRegistry(tmp_path / "registry", namespace, lease_ttl_seconds=2, poll_seconds=0.02) as registry:
+            yield registry
+
+    @asynccontextmanager
     async def open_etcd(namespace: str) -> AsyncIterator[Registry]:
         server: EtcdServer = request.getfixturevalue("shared_etcd")
         async with EtcdRegistry(EtcdConfig(endpoints=(server.endpoint,)), namespace, lease_ttl_seconds=2) as registry:
             yield registry
 
-    return open_memory if request.param == "memory" else open_etcd
+    return {"memory": open_memory, "file": open_file, "etcd": open_etcd}[request.param]
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ async def pair(open_registry: OpenRegistry, namespace: str) -> AsyncIterator[tup
         yield here, there
 
 
-async def test_the_first_view_comes_at_once_also_if_nobody_is_registered(registry: Registry) -> None:
+async def test_the_first_view_comes_at_once_also_without_workers(registry: Registry) -> None:
     async with Views(registry) as views:
         await views.until(lambda workers: workers == ())
 
@@ -172,6 +181,21 @@ async def test_of_two_processes_under_one_worker_id_the_higher_epoch_stays(pair:
         await views.until(lambda workers: workers == (worker("w1", 5),))
 
 
+async def test_a_process_that_begins_has_a_higher_epoch_whatever_its_clock_says(
+    pair: tuple[Registry, Registry],
+) -> None:
+    here, there = pair
+    ahead = time.time_ns() + 10**18
+    async with here.register(worker("w1", epoch=ahead)):
+        assert await there.next_epoch("w1") == ahead + 1
+        assert ahead > await there.next_epoch("w2") > 10**18
+
+
+async def test_no_epoch_is_larger_than_what_a_record_holds(registry: Registry) -> None:
+    async with registry.register(worker("w1", epoch=2**64 - 1)):
+        assert await registry.next_epoch("w1") == 2**64 - 1
+
+
 async def test_the_lower_epoch_comes_back_when_the_higher_has_gone(pair: tuple[Registry, Registry]) -> None:
     here, there = pair
     async with there.register(worker("w1", 4)) as older, Views(here) as views:
@@ -197,32 +221,36 @@ async def test_a_namespace_that_could_reach_into_another_is_refused(
             pass
 
 
-async def test_numbers_of_two_processes_differ(pair: tuple[Registry, Registry]) -> None:
+async def test_allocated_ids_of_two_processes_differ(pair: tuple[Registry, Registry]) -> None:
     here, there = pair
-    async with here.number("node", 3) as one, there.number("node", 3) as two, there.number("node", 3) as three:
+    async with (
+        here.allocate_id("node", 3) as one,
+        there.allocate_id("node", 3) as two,
+        there.allocate_id("node", 3) as three,
+    ):
         assert {one.value, two.value, three.value} == {0, 1, 2}
 
 
-async def test_a_number_that_was_given_back_is_given_again(pair: tuple[Registry, Registry]) -> None:
+async def test_a_freed_id_is_allocated_again(pair: tuple[Registry, Registry]) -> None:
     here, there = pair
-    async with here.number("node", 1):
+    async with here.allocate_id("node", 1):
         pass
-    async with there.number("node", 1) as again:
+    async with there.allocate_id("node", 1) as again:
         assert again.value == 0
 
 
-async def test_numbers_of_another_kind_or_namespace_are_others(
+async def test_ids_of_another_kind_or_namespace_are_independent(
     registry: Registry, open_registry: OpenRegistry, namespace: str
 ) -> None:
     async with (
-        registry.number("node", 1),
-        registry.number("other", 1) as other,
+        registry.allocate_id("node", 1),
+        registry.allocate_id("other", 1) as other,
         open_registry(f"{namespace}-2") as elsewhere,
-        elsewhere.number("node", 1) as number,
+        elsewhere.allocate_id("node", 1) as allocated,
     ):
-        assert (other.value, number.value) == (0, 0)
+        assert (other.value, allocated.value) == (0, 0)
 
 
-async def test_numbers_are_not_workers(registry: Registry) -> None:
-    async with registry.number("node", 4):
+async def test_allocated_ids_are_not_workers(registry: Registry) -> None:
+    async with registry.allocate_id("node", 4):
         assert await _first_view(registry) == ()

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.worker_views import worker
+from support.router.worker_views import worker
 
 from discovery.registry import WorkerRecord
 
@@ -25,9 +25,12 @@ _INTEGERS = st.integers(min_value=0, max_value=2**64 - 1)
         layout_digest=_TEXTS,
         max_context_tokens=_INTEGERS,
         capabilities=st.lists(_TEXTS).map(tuple),
-        data_parallel_ranks=_INTEGERS,
+        data_parallel_ranks=st.integers(1, 4096),
         draining=st.booleans(),
         certificate=_TEXTS,
+        layout=_TEXTS,
+        offers=st.none() | st.lists(_TEXTS).map(tuple),
+        reads=st.none() | st.lists(_TEXTS).map(tuple),
     )
 )
 def test_a_record_is_read_as_it_was_written(record: WorkerRecord) -> None:
@@ -48,6 +51,9 @@ def test_the_json_is_an_object_with_the_names_of_the_fields() -> None:
         "data_parallel_ranks": 1,
         "draining": False,
         "certificate": "",
+        "layout": "",
+        "offers": None,
+        "reads": None,
     }
 
 
@@ -91,6 +97,9 @@ def test_an_unknown_key_is_ignored() -> None:
         ("epoch", 1.0),
         ("epoch", -1),
         ("epoch", 2**64),
+        ("data_parallel_ranks", 0),
+        ("data_parallel_ranks", 4097),
+        ("data_parallel_ranks", 2**63),
         ("roles", "decode"),
         ("roles", ["decode", 1]),
         ("capabilities", {}),

@@ -24,3 +24,10 @@ def test_comments_of_the_protos_are_on_the_page() -> None:
     assert "Streams an answer: Started, tokens, Finished." in PAGE
     assert "Nucleus: the smallest set of tokens" in PAGE
     assert "map of uint32 to float" in PAGE
+
+
+def test_help_explains_and_writes_nothing(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "tools" / "api_docs.py"), "--help"]
+    shown = subprocess.run(script, check=True, timeout=60, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "docs/api.md" in shown
+    assert list(tmp_path.iterdir()) == []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rpc import errors
-from rpc.errors import BatonError
+from baton import errors
+from baton.errors import BatonError
 from rpc.status import code_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()

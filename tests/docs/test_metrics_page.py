@@ -11,13 +11,15 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-import router.metrics
-import rpc.metrics
-import services.engines.trtllm.metrics
-import services.metrics
-from rpc.frequent_histogram import FrequentHistogram
-from rpc.metrics import REGISTRY
-from services.gpu import GpuCollector
+import router.processes.metrics
+import router.telemetry.metrics
+import runtime.metrics
+import services.engines.trtllm.monitoring.metrics
+import services.engines.vllm.monitoring.metrics
+import services.telemetry.metrics
+from runtime.frequent_histogram import FrequentHistogram
+from runtime.metrics import REGISTRY
+from services.telemetry.gpu import GpuCollector
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 
@@ -46,7 +48,14 @@ def families() -> dict[str, Metric]:
     return {shown_name(each): each for each in found if each.name.startswith("baton_")}
 
 
-MODULES = (router.metrics, services.metrics, services.engines.trtllm.metrics, rpc.metrics)
+MODULES = (
+    router.processes.metrics,
+    router.telemetry.metrics,
+    services.telemetry.metrics,
+    services.engines.trtllm.monitoring.metrics,
+    services.engines.vllm.monitoring.metrics,
+    runtime.metrics,
+)
 ROWS = {row.name: row for row in rows()}
 
 
@@ -82,7 +91,7 @@ def test_every_label_is_explained() -> None:
 def test_names_say_their_units() -> None:
     for name, family in families().items():
         if family.type == "histogram":
-            assert name.endswith("_seconds")
+            assert name.endswith(("_seconds", "_ratio"))
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)\b", name)
 
 
@@ -106,8 +115,9 @@ def test_names_say_their_units() -> None:
     ],
 )
 def test_what_has_never_happened_is_zero_and_not_unknown(package: str, zeros: list[str]) -> None:
-    script = f"import {package}.metrics, prometheus_client as p; from rpc.metrics import REGISTRY as r; " + (
-        "print(p.generate_latest(r).decode())"
+    script = (
+        f"import {package}.telemetry.metrics, prometheus_client as p; from runtime.metrics import REGISTRY as r; "
+        + ("print(p.generate_latest(r).decode())")
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert [zero for zero in zeros if f"{zero} 0.0" not in done.stdout.splitlines()] == []

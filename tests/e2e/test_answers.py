@@ -1,17 +1,18 @@
-"""What a client gets from the demonstration model over real processes: text, streamed, ended where it should."""
+"""Answers of the demonstration model from real processes: text, streaming, and where it ends."""
 
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
 import pytest_asyncio
+from support.clients.generation import generate, generate_all, greedy_text
+from support.cluster.fleet import PATIENT, Fleet, FleetPlan, overrides, shared_fleet
+from support.engines.checkpoints import DEMO
+from support.servers.etcd import EtcdServer
+
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import sampling_pb2, tokenize_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.checkpoints import DEMO
-from support.cluster import Cluster, ClusterPlan, cluster
-from support.etcd_server import EtcdServer
-from support.generation import generate, generate_all, greedy_text
 
 # Many processes share two cores: slow is not wrong.
 pytestmark = pytest.mark.timeout(400)
@@ -20,15 +21,15 @@ STORY = "Tell a story about Mia and a fox."
 
 
 @pytest.fixture(scope="module")
-def demo(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def demo(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     engine = {"kind": "pytorch", "model": DEMO, "name": "demo", "threads": 1}
-    plan = ClusterPlan(namespace="answers", etcd=shared_etcd.endpoint, engine=engine)
-    with cluster(plan, tmp_path_factory.mktemp("answers")) as running:
+    plan = FleetPlan("answers", shared_etcd.endpoint, overrides("engine", engine), (PATIENT,), prefill=1, decode=1)
+    with shared_fleet(plan, tmp_path_factory.mktemp("answers")) as running:
         yield running
 
 
 @pytest_asyncio.fixture
-async def stub(demo: Cluster) -> AsyncIterator[InferenceServiceStub]:
+async def stub(demo: Fleet) -> AsyncIterator[InferenceServiceStub]:
     async with grpc.aio.insecure_channel(demo.router.address) as channel:
         yield InferenceServiceStub(channel)
 
@@ -40,16 +41,20 @@ def chat(text: str) -> pb.GenerateRequest:
     return request
 
 
+@pytest.mark.feature("text prompts", engine="pytorch", facade="grpc")
+@pytest.mark.feature("streaming", engine="pytorch", facade="grpc")
 async def test_a_prompt_is_answered(stub: InferenceServiceStub) -> None:
     answer = await generate(stub, greedy_text("Sort: pear apple mango"))
     assert answer.text == "apple mango pear"
     assert answer.finished.reason == sampling_pb2.FINISH_REASON_END_OF_SEQUENCE
 
 
+@pytest.mark.feature("chats", engine="pytorch", facade="grpc")
 async def test_a_chat_is_answered(stub: InferenceServiceStub) -> None:
     assert (await generate(stub, chat("Sort: pear apple mango"))).text == "apple mango pear"
 
 
+@pytest.mark.feature("prefill and decode on different workers", engine="pytorch", facade="grpc")
 async def test_the_answer_was_prefilled_and_decoded_by_different_workers(stub: InferenceServiceStub) -> None:
     finished = (await generate(stub, greedy_text(STORY, 128))).finished
     assert finished.topology == pb.TOPOLOGY_DISAGGREGATED
@@ -71,6 +76,7 @@ async def test_one_token_at_most_is_one_token(stub: InferenceServiceStub) -> Non
     assert first.finished.decode_worker_id == ""
 
 
+@pytest.mark.feature("stop tokens", engine="pytorch", facade="grpc")
 async def test_a_stop_token_that_comes_first_ends_the_answer_there(stub: InferenceServiceStub) -> None:
     whole = await generate(stub, greedy_text(STORY, 128))
     request = greedy_text(STORY, 128)
@@ -80,6 +86,7 @@ async def test_a_stop_token_that_comes_first_ends_the_answer_there(stub: Inferen
     assert answer.finished.reason == sampling_pb2.FINISH_REASON_STOP_TOKEN
 
 
+@pytest.mark.feature("stop strings", engine="pytorch", facade="grpc")
 async def test_a_stop_string_over_the_first_and_second_token_ends_the_answer_before_it(
     stub: InferenceServiceStub,
 ) -> None:
@@ -94,6 +101,7 @@ async def test_a_stop_string_over_the_first_and_second_token_ends_the_answer_bef
     assert answer.finished.stop_string == request.stopping.stop[0]
 
 
+@pytest.mark.feature("seeds", engine="pytorch", facade="grpc")
 async def test_a_seed_gives_the_same_tokens_alone_and_among_others(stub: InferenceServiceStub) -> None:
     def sampled(seed: int) -> pb.GenerateRequest:
         request = greedy_text(STORY, 48)
@@ -107,6 +115,7 @@ async def test_a_seed_gives_the_same_tokens_alone_and_among_others(stub: Inferen
     assert len({answer.ids for answer in together}) > 8
 
 
+@pytest.mark.feature("prefix cache", engine="pytorch", facade="grpc")
 async def test_a_prompt_seen_before_is_taken_from_the_cache(stub: InferenceServiceStub) -> None:
     request = greedy_text("Repeat: " + " ".join(["kite"] * 60), 4)
     first, second = [(await generate(stub, request)).finished.usage for _ in range(2)]

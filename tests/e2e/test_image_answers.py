@@ -1,4 +1,4 @@
-"""Answers about images are those of the plain model: encode, prefill and decode in separate processes."""
+"""Answers about images equal the plain model's: encode, prefill and decode in separate processes."""
 
 import struct
 import zlib
@@ -9,21 +9,21 @@ from io import BytesIO
 import grpc
 import pytest
 import pytest_asyncio
+from PIL import Image
+from support.clients.generation import generate, generate_all
+from support.cluster.fleet import PATIENT, Fleet, FleetPlan, overrides, shared_fleet
+from support.engines.checkpoints import DEMO, PlainModel
+from support.images.demo_questions import MAX_TOKENS, Question, as_chat, as_prompt, chat, questions
+from support.images.pictures import animation, chunk, many_scans, picture, vast_png
+from support.servers.etcd import EtcdServer
+
+from baton import AsyncClient
+from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import media_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from PIL import Image
-from support.checkpoints import DEMO, PlainModel
-from support.cluster import Cluster, ClusterPlan, cluster, until_ready
-from support.etcd_server import EtcdServer
-from support.generation import generate, generate_all
-from support.pictures import animation, chunk, many_scans, picture, vast_png
-from support.questions import MAX_TOKENS, Question, as_chat, as_prompt, chat, questions
-
-from client.api import Client
 from models.demo.draw_examples import EXAMPLES
-from models.demo.generate_data import chat_prompt, raw_prompt
-from rpc.errors import InvalidRequest
+from models.demo.exercises.generate_data import chat_prompt, raw_prompt
 
 # Many processes share two cores: slow is not wrong.
 pytestmark = pytest.mark.timeout(400)
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(400)
 class Served:
     """A cluster of two encode workers, a prefill and a decode worker, and the model that it must agree with."""
 
-    cluster: Cluster
+    fleet: Fleet
     plain: PlainModel
 
 
@@ -42,21 +42,25 @@ def served(
     request: pytest.FixtureRequest, shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     inline_bytes = {"inline": 2**20, "leased": 0}[request.param]
-    plan = ClusterPlan(
+    plan = FleetPlan(
         namespace=f"images-{request.param}",
         etcd=shared_etcd.endpoint,
-        engine={"kind": "pytorch", "model": DEMO, "name": "demo", "threads": 1},
+        worker=(
+            *overrides("engine", {"kind": "pytorch", "model": DEMO, "name": "demo", "threads": 1}),
+            f"encode.inline_bytes={inline_bytes}",
+        ),
+        router=(PATIENT,),
         encode=2,
-        worker={"encode.inline_bytes": inline_bytes},
+        prefill=1,
+        decode=1,
     )
-    with cluster(plan, tmp_path_factory.mktemp(request.param)) as running:
+    with shared_fleet(plan, tmp_path_factory.mktemp(request.param)) as running:
         yield Served(running, PlainModel(DEMO))
 
 
 @pytest_asyncio.fixture
 async def stub(served: Served) -> AsyncIterator[InferenceServiceStub]:
-    async with grpc.aio.insecure_channel(served.cluster.router.address) as channel:
-        await until_ready(channel, len(served.cluster.workers))
+    async with grpc.aio.insecure_channel(served.fleet.router.address) as channel:
         yield InferenceServiceStub(channel)
 
 
@@ -91,6 +95,7 @@ async def test_a_conversation_about_pictures_equals_the_plain_models(
     assert [answer.ids for answer in answers] == plain_ids(served.plain, asked, chat_prompt)
 
 
+@pytest.mark.feature("images", engine="pytorch", facade="grpc")
 async def test_the_answer_depends_on_the_picture(stub: InferenceServiceStub) -> None:
     text = "What is in the picture?"
     files = [(EXAMPLES / name).read_bytes() for name in ("circle-and-square.png", "four-shapes.png")]
@@ -99,6 +104,7 @@ async def test_the_answer_depends_on_the_picture(stub: InferenceServiceStub) -> 
     assert answers[1].text.count("a ") == 4
 
 
+@pytest.mark.feature("embedding cache of images", engine="pytorch", facade="grpc")
 async def test_the_same_picture_is_encoded_once(served: Served, stub: InferenceServiceStub) -> None:
     [asked] = questions(1, "once")
     first = await generate(stub, as_prompt(asked))
@@ -111,7 +117,7 @@ async def test_the_same_picture_is_encoded_once(served: Served, stub: InferenceS
     assert second.ids == first.ids
 
 
-# Each is refused with its own status, and nobody falls over.
+# Each is refused with its own status, and no process fails.
 
 
 def _gif(size: tuple[int, int]) -> bytes:
@@ -200,11 +206,11 @@ async def test_bad_media_are_each_refused_by_their_status_and_the_workers_serve_
     asked = questions(4, "after bad ones")
     answers = await generate_all(stub, [as_prompt(each) for each in asked], at_once=4)
     assert [answer.ids for answer in answers] == plain_ids(served.plain, asked, raw_prompt)
-    assert all(worker.popen.poll() is None for worker in served.cluster.workers)
+    assert all(worker.is_alive for worker in served.fleet.workers)
 
 
 async def test_a_hundred_megabytes_are_refused_as_a_fault_of_the_request(served: Served) -> None:
-    async with Client(served.cluster.router.address) as client:
+    async with AsyncClient(served.fleet.router.address) as client:
         with pytest.raises(InvalidRequest, match="larger than max"):
             await anext(client.generate("What is in the picture?", images=[bytes(100 * 2**20)]))
         assert await client.models()

@@ -1,4 +1,4 @@
-"""Encode workers that are killed or hang in the middle: requests go elsewhere, and no embedding stays held."""
+"""Encode workers that are killed or hang during requests: requests go elsewhere, and no embedding stays held."""
 
 import asyncio
 import time
@@ -8,15 +8,15 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from support.clients.generation import Answer, generate
+from support.cluster.fleet import Fleet, FleetPlan, overrides, shared_fleet
+from support.images.pictures import picture
+from support.servers.etcd import EtcdServer
+
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.cluster import Cluster, ClusterPlan, cluster, until_ready
-from support.etcd_server import EtcdServer
-from support.generation import Answer, generate
-from support.pictures import picture
-
-from rpc.aio import timeout
+from runtime.aio import timeout
 
 # Many processes share two cores: slow is not wrong.
 pytestmark = pytest.mark.timeout(400)
@@ -26,24 +26,28 @@ ENCODE_SECONDS = 0.5
 
 
 @pytest.fixture
-def running(shared_etcd: EtcdServer, tmp_path: Path) -> Iterator[Cluster]:
-    plan = ClusterPlan(
+def running(shared_etcd: EtcdServer, tmp_path: Path) -> Iterator[Fleet]:
+    plan = FleetPlan(
         namespace=tmp_path.name,
         etcd=shared_etcd.endpoint,
-        engine={"kind": "simulated", "image_tokens": 16, "encode_seconds": ENCODE_SECONDS},
+        worker=(
+            *overrides("engine", {"kind": "simulated", "image_tokens": 16, "encode_seconds": ENCODE_SECONDS}),
+            "encode.inline_bytes=0",
+            f"handoff.lease_seconds={LEASE_SECONDS}",
+        ),
+        # Without a cache, whatever is held is held by a request.
+        router=("embeddings.max_bytes=0", "probe.timeout_seconds=1"),
         encode=2,
-        worker={"encode.inline_bytes": 0, "handoff.lease_seconds": LEASE_SECONDS},
-        # Nothing that is merely cached is to be taken for something that is held.
-        router={"embeddings.max_bytes": 0, "probe.timeout_seconds": 1},
+        prefill=1,
+        decode=1,
     )
-    with cluster(plan, tmp_path) as whole:
+    with shared_fleet(plan, tmp_path) as whole:
         yield whole
 
 
 @pytest_asyncio.fixture
-async def channel(running: Cluster) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(running: Fleet) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(running.router.address) as channel:
-        await until_ready(channel, len(running.workers))
         yield channel
 
 
@@ -75,12 +79,12 @@ async def ask_all(channel: grpc.aio.Channel, count: int) -> list[Answer | BaseEx
 
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 async def test_requests_of_a_lost_encode_worker_are_served_by_another(
-    running: Cluster, channel: grpc.aio.Channel, fault: str
+    running: Fleet, channel: grpc.aio.Channel, fault: str
 ) -> None:
     expected = [answer for answer in await ask_all(channel, 6) if isinstance(answer, Answer)]
     asking = asyncio.create_task(ask_all(channel, 6))
     await asyncio.sleep(1.2 * ENCODE_SECONDS)  # the first of three is done, the second is at work
-    getattr(running.encode[0], fault)()
+    getattr(running.nodes["encode-0"], fault)()
     lost_at = time.monotonic()
     answers = await asking
     assert [answer for answer in answers if isinstance(answer, BaseException)] == []
@@ -90,12 +94,12 @@ async def test_requests_of_a_lost_encode_worker_are_served_by_another(
 
 
 async def test_without_another_the_failure_is_typed_and_nothing_is_held(
-    running: Cluster, channel: grpc.aio.Channel
+    running: Fleet, channel: grpc.aio.Channel
 ) -> None:
     asking = asyncio.create_task(ask_all(channel, 4))
     await asyncio.sleep(1.2 * ENCODE_SECONDS)
-    for worker in running.encode:
-        worker.kill()
+    for name in ("encode-0", "encode-1"):
+        running.nodes[name].kill()
     failures = [answer for answer in await asking if isinstance(answer, BaseException)]
     assert failures
     for failure in failures:

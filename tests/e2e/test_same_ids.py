@@ -1,4 +1,4 @@
-"""A disaggregated answer is the answer of the plain model: prefill, handoff and decode in separate processes."""
+"""A disaggregated answer equals the plain model's: prefill, handoff and decode in separate processes."""
 
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -8,32 +8,42 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from support.clients.generation import generate_all, greedy_ids
+from support.cluster.fleet import PATIENT, Fleet, FleetPlan, overrides, shared_fleet
+from support.engines.checkpoints import DEMO, PlainModel, save_llama, save_qwen3
+from support.engines.device import DEVICE, ON_DEVICE
+from support.servers.etcd import EtcdServer
+from support.transports.nixl import INSTALLED
+
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.checkpoints import DEMO, PlainModel, save_llama, save_qwen3
-from support.cluster import Cluster, ClusterPlan, cluster
-from support.etcd_server import EtcdServer
-from support.generation import generate_all, greedy_ids
-from support.nixl import INSTALLED
 
 # Many processes share two cores: slow is not wrong.
 pytestmark = pytest.mark.timeout(400)
 
 MAX_TOKENS = 24
 
+# A pool in a GPU's memory is offered by cuda_ipc, and not by shm.
+NEAR = "shm" if DEVICE == "cpu" else "cuda_ipc"
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A cluster, and the plain model that it must agree with."""
 
-    cluster: Cluster
+    fleet: Fleet
     plain: PlainModel
     transport: str
 
 
 @pytest.fixture(
     scope="module",
-    params=[("demo", "shm"), ("demo", "tcp"), ("llama", "nixl" if INSTALLED else "shm"), ("qwen3", "tcp")],
+    params=[
+        ("demo", NEAR),
+        ("demo", "tcp"),
+        ("llama", "nixl" if INSTALLED and DEVICE == "cpu" else NEAR),
+        ("qwen3", "tcp"),
+    ],
     ids=lambda param: "-".join(param),
 )
 def served(
@@ -42,19 +52,29 @@ def served(
     model, transport = request.param
     folder = tmp_path_factory.mktemp(f"{model}-{transport}")
     path = _checkpoint(model, folder)
-    plan = ClusterPlan(
+    engine = {
+        **ON_DEVICE,
+        "kind": "pytorch",
+        "model": path,
+        "name": model,
+        "threads": 1,
+        "kv_cache_bytes": 256 << 20,
+    }
+    plan = FleetPlan(
         namespace=f"same-{model}-{transport}",
         etcd=shared_etcd.endpoint,
-        engine={"kind": "pytorch", "model": path, "name": model, "threads": 1},
-        transports=[transport],
+        worker=(*overrides("engine", engine), f"transports=[{transport}]"),
+        router=(PATIENT,),
+        prefill=1,
+        decode=1,
     )
-    with cluster(plan, folder) as running:
+    with shared_fleet(plan, folder) as running:
         yield Served(running, PlainModel(path), transport)
 
 
 @pytest_asyncio.fixture
 async def stub(served: Served) -> AsyncIterator[InferenceServiceStub]:
-    async with grpc.aio.insecure_channel(served.cluster.router.address) as channel:
+    async with grpc.aio.insecure_channel(served.fleet.router.address) as channel:
         yield InferenceServiceStub(channel)
 
 
@@ -83,6 +103,7 @@ def _requests(prompts: Sequence[Sequence[int]]) -> list[pb.GenerateRequest]:
     return [greedy_ids(prompt, MAX_TOKENS) for prompt in prompts]
 
 
+@pytest.mark.feature("the ids of transformers' own generate", engine="pytorch", facade="grpc")
 async def test_greedy_ids_equal_the_plain_models_alone_and_together_and_from_the_cache(
     served: Served, stub: InferenceServiceStub
 ) -> None:
@@ -98,5 +119,5 @@ async def test_greedy_ids_equal_the_plain_models_alone_and_together_and_from_the
         answer.finished.topology == pb.TOPOLOGY_DISAGGREGATED for answer in alone + together if len(answer.ids) > 1
     )
     assert sum(answer.finished.usage.cached_tokens for answer in together) > sum(len(p) for p in prompts) // 2
-    moved = {t.transport for a in alone for t in a.finished.ledger if t.transport}
+    moved = {t.transport for a in alone for t in a.finished.timings if t.transport}
     assert moved == {served.transport}

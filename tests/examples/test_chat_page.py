@@ -8,14 +8,15 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from support.bench import PATIENT, Bench, bench, eventually, simulated
-from support.browser import chromium
-from support.checkpoints import DEMO
-from support.clients import EXAMPLES, Program
-from support.demo import demo_worker
-from support.devtools import Page, open_page
-from support.envoy import Envoy, running_envoy
-from support.etcd_server import free_port
+from support.clients.browser import chromium
+from support.clients.devtools import Page, open_page
+from support.clients.examples import EXAMPLES, Program
+from support.cluster.demo import demo_worker
+from support.cluster.in_process import PATIENT, Bench, bench, simulated
+from support.engines.checkpoints import DEMO
+from support.eventually import eventually
+from support.servers.envoy import Envoy, running_envoy
+from support.servers.etcd import free_port
 
 # The first test builds the page, on two cores that others use too.
 pytestmark = pytest.mark.timeout(400)

@@ -1,4 +1,4 @@
-"""The client programs of examples/, one in each language, against real clusters: they all keep to one contract."""
+"""The client programs of examples/, one in each language, against real clusters: all meet one contract."""
 
 import os
 import re
@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from baton.inference.v1 import generate_pb2
-from support.bench import PATIENT, Bench, bench, eventually, simulated
-from support.clients import PROGRAMS, Program
-from support.demo import demo_worker
-from support.etcd_server import free_port
+from support.clients.examples import PROGRAMS, Program
+from support.cluster.demo import demo_worker
+from support.cluster.in_process import PATIENT, Bench, bench, simulated
+from support.eventually import eventually
+from support.servers.etcd import free_port
 
+from baton.inference.v1 import generate_pb2
 from router.config import AdmissionConfig
 
 # The first test of a language builds its program, on two cores that others use too.

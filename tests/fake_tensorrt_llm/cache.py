@@ -1,23 +1,26 @@
 """The stand-in's prefix cache, and the events by which it tells what it holds: a queue that a read empties."""
 
+import hashlib
 import itertools
 from collections import OrderedDict
 from typing import Any
 
 _hashes = itertools.count(2**63 + 1)  # Beyond what is signed.
 _WINDOW = 4096
+_GROUPS = (0, 1)
 
 
 class PrefixCache:
     """Blocks of prompts that were computed, oldest out first. It takes no part in the count of free blocks."""
 
-    def __init__(self, config: Any, rank: int | None = None) -> None:
-        self._block_tokens = (config and config.tokens_per_block) or 32
-        self._is_on = not config or config.enable_block_reuse is not False
-        self._max_events = (config and config.event_buffer_max_size) or 0
+    def __init__(self, config: Any, rank: int | None = None, *, is_v2: bool = False) -> None:
+        self._is_v2 = is_v2
+        self._block_tokens = config.tokens_per_block
+        self._is_on = config.enable_block_reuse
+        self._max_events = config.event_buffer_max_size
         self._rank = rank
         self.room = 64
-        self._blocks: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        self._blocks: OrderedDict[tuple[Any, ...], int | str] = OrderedDict()
         self._next_event = 0
         self.events: list[dict[str, Any]] = []
         self._tell({"type": "created", "num_blocks_per_cache_level": [64, 0]})
@@ -44,7 +47,7 @@ class PrefixCache:
         for end in range(self._block_tokens, len(meaning) + self._block_tokens, self._block_tokens):
             key = (salt, meaning[:end])
             if key not in self._blocks:
-                self._blocks[key] = next(_hashes)
+                self._blocks[key] = self._next_hash()
                 new.append(_stored(self._blocks[key], meaning[end - self._block_tokens : end], salt))
             elif not new:
                 parent = self._blocks[key]
@@ -58,16 +61,24 @@ class PrefixCache:
         """As if the buffer had been too small."""
         self._next_event += 1
 
+    def _next_hash(self) -> int | str:
+        number = next(_hashes)
+        return hashlib.sha256(str(number).encode()).hexdigest() if self._is_v2 else number
+
     def _tell(self, content: dict[str, Any]) -> None:
-        event: dict[str, Any] = {"event_id": self._next_event, "window_size": _WINDOW, "data": content}
-        if self._rank is not None:
-            event["attention_dp_rank"] = self._rank
-        self._next_event += 1
-        if self._max_events:
-            self.events.append(event)
+        """One event, or with the second manager one for each group of layers."""
+        for group in _GROUPS if self._is_v2 else (None,):
+            event: dict[str, Any] = {"event_id": self._next_event, "window_size": _WINDOW, "data": content}
+            if group is not None:
+                event |= {"layer_group_id": group, "hash_algo": "v2_sha256"}
+            if self._rank is not None:
+                event["attention_dp_rank"] = self._rank
+            self._next_event += 1
+            if self._max_events:
+                self.events.append(event)
 
 
-def _stored(number: int, tokens: tuple[int, ...], salt: str | None) -> dict[str, Any]:
+def _stored(number: int | str, tokens: tuple[int, ...], salt: str | None) -> dict[str, Any]:
     # Of images there are digests, as text.
     listed = [token if token < 2**32 else f"{token:x}" for token in tokens]
     found = {
@@ -76,5 +87,6 @@ def _stored(number: int, tokens: tuple[int, ...], salt: str | None) -> dict[str,
         "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in listed],
         "cache_level": 0,
         "priority": 35,
+        "cache_salt": salt,
     }
-    return found if salt is None else {**found, "cache_salt": salt}
+    return found if all(isinstance(token, int) for token in listed) else {**found, "mm_keys": [{"type": "mm_key"}]}

@@ -1,4 +1,4 @@
-"""How KV gets from one process's stand-in to another's: a file for each prompt, which whoever fetches it takes away."""
+"""How KV gets from one process to another: by a file for each prompt, which the process that fetches it removes."""
 
 import contextlib
 import json
@@ -31,11 +31,11 @@ class FileFabric:
         return tuple(found["meaning"]) if _is_alive(found["owner"]) else None
 
     def has(self, number: int) -> bool:
-        """Whether nobody has fetched it yet."""
+        """Whether it was not fetched yet."""
         return (self._folder / str(number)).exists()
 
     def withdraw(self, number: int) -> None:
-        """Nobody may fetch it any more."""
+        """Ends the time in which it can be fetched."""
         with contextlib.suppress(FileNotFoundError):
             (self._folder / str(number)).unlink()
 

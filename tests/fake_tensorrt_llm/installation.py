@@ -8,15 +8,14 @@ from typing import Any
 
 from fake_tensorrt_llm import llm, mm_encoder, shared_tensor
 from fake_tensorrt_llm.collector import collector_of
-from fake_tensorrt_llm.tables import AUTODEPLOY, LLM, SECTIONS, TABLES, VersionTable
+from fake_tensorrt_llm.tables import TABLES, VersionTable
 from fake_tensorrt_llm.values import (
+    GuidedDecodingParams,
     Logprob,
     RequestError,
     SamplingParams,
     SchedulingParams,
     disaggregated_params,
-    strict,
-    torch_llm_args,
 )
 
 
@@ -33,23 +32,25 @@ def installed(version: str) -> Iterator[VersionTable]:
             sys.modules.pop(name, None)
         llm.FABRIC.clear()
         shared_tensor.MEMORY.clear()
-        # One that hangs may be left over.
+        # A hung one may be left over.
         llm.RUNNING.clear()
         mm_encoder.ENCODERS.clear()
 
 
 def _modules(table: VersionTable) -> dict[str, ModuleType]:
     params = disaggregated_params(table)
-    sections: dict[str, Any] = {name: strict(name, fields) for name, fields in SECTIONS.items()}
-    sections["TorchLlmArgs"] = torch_llm_args(LLM)
-    sections["CacheTransceiverConfig"] = strict("CacheTransceiverConfig", table.transceiver)
-    torch_llm = llm.llm_of(table, LLM, params)
-    auto_llm = llm.llm_of(table, AUTODEPLOY, params)
+    torch_llm = llm.llm_of(table, table.arguments.pytorch, params)
+    auto_llm = llm.llm_of(table, table.arguments.autodeploy, params)
     return {
         "tensorrt_llm": _module(
             "tensorrt_llm", __version__=table.version, LLM=torch_llm, SamplingParams=SamplingParams
         ),
-        "tensorrt_llm.llmapi": _module("tensorrt_llm.llmapi", DisaggregatedParams=params, **sections),
+        "tensorrt_llm.llmapi": _module(
+            "tensorrt_llm.llmapi",
+            DisaggregatedParams=params,
+            GuidedDecodingParams=GuidedDecodingParams,
+            **table.arguments.exported,
+        ),
         "tensorrt_llm.llmapi.disagg_utils": _module("tensorrt_llm.llmapi.disagg_utils", **_ids(table)),
         "tensorrt_llm.executor": _module("tensorrt_llm.executor"),
         "tensorrt_llm.executor.result": _module("tensorrt_llm.executor.result", Logprob=Logprob),
@@ -69,11 +70,17 @@ def _modules(table: VersionTable) -> dict[str, ModuleType]:
 
 def _ids(table: VersionTable) -> dict[str, Any]:
     def by_node(node_id: int, process_id: int) -> int:
-        assert 0 <= node_id < 256
-        assert 0 <= process_id < 64
+        if not (0 <= node_id < 256 and 0 <= process_id < 64):
+            raise ValueError("node_id must be in [0, 256) and process_id in [0, 64)")
         return llm.next_context_id(node_id, process_id)
 
-    return {"get_global_disagg_request_id": by_node} if table.id_arguments else {}
+    def by_machine(machine_id: int) -> int:
+        if not 0 <= machine_id < 1024:
+            raise ValueError("machine_id must be in [0, 1024)")
+        return llm.next_context_id(*divmod(machine_id, 64))
+
+    found = {("node_id", "process_id"): by_node, ("machine_id",): by_machine}.get(table.id_arguments)
+    return {"get_global_disagg_request_id": found} if found else {}
 
 
 def _module(name: str, **members: Any) -> ModuleType:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import itertools
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fake_tensorrt_llm.cache import PrefixCache
 from fake_tensorrt_llm.knobs import knobs
 from fake_tensorrt_llm.prompts import PromptReader
 from fake_tensorrt_llm.request import RequestOutput
-from fake_tensorrt_llm.statistics import Queues, taken
+from fake_tensorrt_llm.statistics import Executor, Queues, taken
 from fake_tensorrt_llm.tables import VersionTable
 from fake_tensorrt_llm.transfers import FABRIC, Transfers, next_context_id, node_of
 from fake_tensorrt_llm.values import RequestError
@@ -22,28 +23,29 @@ _DRAFT = (3, 1, 2)  # what speculative decoding has guessed at the end of a prom
 
 
 class LLM:
-    """Accepts what `arguments` names; `table` and `arguments` are set by the subclass of a version."""
+    """Accepts what `args_type` accepts; `table` and the types are set by the subclass of a version."""
 
     table: VersionTable
-    arguments: tuple[str, ...]
+    args_type: type[Any]
     params_type: type
 
     def __init__(self, model: str, tokenizer: Any = None, **arguments: Any) -> None:
-        unknown = sorted(set(arguments) - set(self.arguments))
-        if unknown:
-            raise ValueError(f"TorchLlmArgs: Extra inputs are not permitted: {', '.join(unknown)}")
+        if unknown := sorted(set(arguments) - set(self.args_type.model_fields)):
+            raise ValueError(f"LLM got invalid argument: {unknown[0]}")
         self.given = arguments
+        self.args = self.args_type(model=model, tokenizer=tokenizer, **arguments)
         self._knobs = knobs()
         self._reader = PromptReader(Path(model))
-        kv = arguments.get("kv_cache_config")
-        self._block_tokens = (kv and kv.tokens_per_block) or 32
-        self.blocks = ((kv and kv.max_tokens) or 2**20) // self._block_tokens
+        kv = self.args.kv_cache_config
+        self._block_tokens = kv.tokens_per_block
+        self.blocks = (kv.max_tokens or 2**20) // self._block_tokens
         self.blocks_free = self.blocks
-        is_split = arguments.get("enable_attention_dp")
-        ranks = range(arguments["tensor_parallel_size"]) if is_split else (None,)
-        self.caches = [PrefixCache(kv, rank) for rank in ranks]
+        is_split = getattr(self.args, "enable_attention_dp", False)
+        ranks = range(self.args.tensor_parallel_size) if is_split else (None,)
+        self.caches = [PrefixCache(kv, rank, is_v2=self.table.second_cache_manager) for rank in ranks]
         self._turns = itertools.count()
-        self._queues = Queues()
+        self._queues = Queues(len(self.caches))
+        self._executor = Executor()
         self.telling_fails: Exception | None = None
         self._waiting: list[RequestOutput] = []
         self._batch: list[RequestOutput] = []
@@ -54,12 +56,14 @@ class LLM:
         self.has_run = False
         self.frozen = False
         self.shutdown_seconds = 0.0
-        self.abort_fails = False
+        self.abort_fails: Exception | None = None
         self.fetch_seconds = self._knobs.fetch_seconds
         self.asked: list[Any] = []
-        self.refuses = ""
-        self.refuses_call = False
+        self.refuses: Exception | None = None
         self.is_silent = False
+        self.hides_end_of_prefill = False
+        self.salts: list[str | None] = []
+        self.drafts: list[list[int] | None] = []
         self.requests = 0
         self.spans: list[str] = []
         self._transfers = Transfers(self._knobs.fabric)
@@ -78,10 +82,17 @@ class LLM:
         """Whether anything is in its batch."""
         return bool(self._batch)
 
+    @property
+    def iterations(self) -> int:
+        """How many steps with work there were."""
+        return self._queues.iteration
+
     def shutdown(self) -> None:
         """Forgets everything."""
         time.sleep(self.shutdown_seconds)
         self.down = True
+        for request in [*self._waiting, *self._batch]:
+            request.cancel()
         if self in RUNNING:
             RUNNING.remove(self)
 
@@ -89,30 +100,32 @@ class LLM:
         return not (self.down or self.sick or self.crash)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """What nobody has read yet, waiting a little for something. Whoever reads it has taken it away."""
-        return self._taken(self._queues.stats, timeout)
-
-    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """The same, of the prefix cache."""
-        if not self.cache.is_told:
-            raise RuntimeError("KV cache events are not enabled")
-        others = [event for cache in self.caches[1:] for event in self._taken(cache.events, 0)]
-        return [*self._taken(self.cache.events, timeout), *others]
-
-    def _taken(self, waiting: list[dict[str, Any]], seconds: float | None) -> list[dict[str, Any]]:
+        """Statistics of iterations, empty before the first submission."""
         if self.telling_fails is not None:
             raise self.telling_fails
-        return taken(waiting, seconds or 0.0, lambda: self.down)
+        if self.table.reads_at_once:
+            return taken(self._queues.stats)
+        if self._executor._iter_stats_result is None:
+            return []
+        return self._executor._iter_stats_result.get_results(timeout or 0.0, lambda: self.down)
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Events of the prefix caches of all ranks."""
+        if self.telling_fails is not None:
+            raise self.telling_fails
+        if self.table.reads_at_once:
+            return [event for cache in self.caches for event in taken(cache.events)]
+        assert self._executor._iter_kv_events_result is not None, "KV Event IterationResult is not instantiated."
+        others = [event for cache in self.caches[1:] for event in taken(cache.events)]
+        return [*self._executor._iter_kv_events_result.get_results(timeout or 0.0, lambda: self.down), *others]
 
     def generate_async(self, inputs: Any, **arguments: Any) -> RequestOutput:
         """Queues it."""
         unknown = sorted(set(arguments) - set(self.table.generate))
         if unknown:
             raise TypeError(f"generate_async() got an unexpected keyword argument '{unknown[0]}'")
-        if self.refuses_call:
-            raise TypeError("generate_async() missing 1 required positional argument: 'mood'")
-        if self.refuses:
-            raise ValueError(self.refuses)
+        if self.refuses is not None:
+            raise self.refuses
         if self.down:
             raise RuntimeError("LLM is shutting down")
         request = self._request(
@@ -123,11 +136,16 @@ class LLM:
         )
         self.requests += 1
         self.asked.append(replace(arguments["sampling_params"]))
-        request.abort_fails = self.abort_fails
+        request.engine = weakref.ref(self)
         request.trace_headers = arguments.get("trace_headers") or {}
         request.rank = self._rank(arguments.get("scheduling_params"))
         request.submitted = time.monotonic()
+        self.salts.append(request.salt)
+        if self.args.speculative_config is not None and (request.params.logprobs or request.params.min_p):
+            request.put(RequestError("min_p and log probabilities are not supported with speculative decoding"))
+            return request
         self._waiting.append(request)
+        self._executor.expect_more(self._queues.stats, self.cache.events)
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         return request
@@ -140,7 +158,7 @@ class LLM:
         return int(scheduling.attention_dp_rank)
 
     def _request(self, inputs: Any, params: Any, handoff: Any, salt: str | None) -> RequestOutput:
-        if self.given.get("skip_tokenizer_init") and params.end_id is None:
+        if self.args.skip_tokenizer_init and params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id")
         if handoff is not None and handoff.request_type == "generation_only":
             self._check_generation_only(handoff)
@@ -155,28 +173,27 @@ class LLM:
             params.max_tokens = 1
         if (
             kind != "generation_only"
-            and len(context) > self.given.get("max_num_tokens", 8192)
-            and not self.given.get("enable_chunked_prefill")
+            and len(context) > self.args.max_num_tokens
+            and not self.args.enable_chunked_prefill
         ):
-            raise ValueError(f"The prompt length ({len(context)}) exceeds max_num_tokens")
+            raise RequestError(f"The prompt length ({len(context)}) exceeds max_num_tokens")
         request.blocks = -(-(len(context) + params.max_tokens) // self._block_tokens)
         return request
 
     def _check_context_only(self) -> None:
-        if not self.given.get("cache_transceiver_config"):
+        if not self.args.cache_transceiver_config:
             raise ValueError("Disaggregated serving is not enabled, please check the configuration.")
-        if not self.table.overlaps_on_prefill and not self.given.get("disable_overlap_scheduler"):
+        if not self.table.overlaps_on_prefill and not self.args.disable_overlap_scheduler:
             raise ValueError("Context only requests are not supported in pytorch backend when overlap is enabled")
 
     def _check_generation_only(self, handoff: Any) -> None:
-        if not self.given.get("cache_transceiver_config"):
+        if not self.args.cache_transceiver_config:
             raise ValueError("Disaggregated serving is not enabled, please check the configuration.")
         if handoff.multimodal_embedding_handles is not None:
             raise ValueError("not supported for generation-only mode")
-        if not handoff.first_gen_tokens:
-            raise ValueError("first_gen_tokens is needed")
-        if self.given.get("speculative_config") and handoff.draft_tokens != list(_DRAFT):
-            raise ValueError("the draft tokens of the context request are needed")
+        if self.args.speculative_config:
+            # They are padded where they are missing, so nothing tells but the speed.
+            self.drafts.append(handoff.draft_tokens)
 
     async def _run(self) -> None:
         while not self.down:
@@ -198,10 +215,11 @@ class LLM:
             request.fetching_since = request.fetching_since or time.monotonic()
         for request in [request for request in self._waiting if request.aborted]:
             self._waiting.remove(request)
-            request.cancel()
+            if self.table.answers_waiting_aborts:
+                request.cancel()
             if request.kind == "generation_only":
                 self.crash = RuntimeError("a request was aborted in the middle of a transfer")
-        while self._waiting and len(self._batch) < self.given.get("max_batch_size", 2048):
+        while self._waiting and len(self._batch) < self.args.max_batch_size:
             request = self._waiting[0]
             if request.blocks > self.blocks_free or not self._ready(request):
                 return
@@ -214,11 +232,12 @@ class LLM:
         request.meaning, key = self._reader.opened(request.read)
         cache = self.caches[request.rank]
         request.reused_blocks = cache.reused(key, request.salt)
+        request.cached_tokens = request.reused_blocks * self._block_tokens
         cache.store(key, request.salt)
         request.computed_at = time.monotonic() + self._knobs.prompt_seconds * len(key) / 1000
 
     def _ready(self, request: RequestOutput) -> bool:
-        """Whether its KV is here, which for a handoff nobody has may never be: then nothing behind it runs either."""
+        """Whether its KV has arrived. If it never does, no request behind it runs either."""
         if request.kind != "generation_only" or request.fetched:
             return True
         if time.monotonic() - request.fetching_since < self.fetch_seconds:
@@ -237,20 +256,21 @@ class LLM:
 
     def _replay(self, request: RequestOutput) -> None:
         output, handoff = request.outputs[0], request.handoff
-        output.token_ids.extend(handoff.first_gen_tokens)
+        output.token_ids.extend(handoff.first_gen_tokens or [])
+        request.skips_a_step = True
         if request.params.logprobs:
             output.logprobs.extend(handoff.first_gen_log_probs or [])
         request.put()
 
     def _note(self, stepped: int) -> None:
         """One iteration's statistics; without work there is none."""
-        if not (stepped and self.given.get("enable_iter_perf_stats")):
+        if not (stepped and self.args.enable_iter_perf_stats):
             return
         lengths = [len(request.prompt_token_ids) for request in self._waiting]
         self._queues.note(len(self._batch), lengths, self.blocks, self.blocks - self.blocks_free)
 
     def _step(self) -> int:
-        stepped = len(self._batch)
+        stepped, sampled = len(self._batch), 0
         for request in list(self._batch):
             if request.aborted:
                 self._leave(request)
@@ -258,16 +278,23 @@ class LLM:
                 continue
             if time.monotonic() < request.computed_at:
                 continue
+            if request.skips_a_step:
+                # The first token was sent ahead of the overlapped iteration that follows it.
+                request.skips_a_step = False
+                continue
             self._wear(1)
-            request.step(self._reader.vocab_size)
+            request.step(self._reader.vocab_size, row=sampled if self._knobs.noise_by_row else 0)
+            sampled += request.params.temperature != 0
             self.has_run = True
-            if request.finished and request.kind == "context_only":
+            if request.finished and request.kind == "context_only" and request.outputs[0].finish_reason == "length":
                 self._commit(request)
             elif request.finished:
                 self._leave(request)
-            if request.finished and self.given.get("return_perf_metrics"):
+                if self.hides_end_of_prefill and request.kind == "context_only":
+                    request.outputs[0].token_ids.clear()
+            if request.finished and self.args.return_perf_metrics:
                 request.report()
-                if self.given.get("otlp_traces_endpoint"):
+                if self.args.otlp_traces_endpoint:
                     self.spans.append(request.trace_headers.get("traceparent", ""))
             if request.finished or not self.is_silent:
                 request.put()
@@ -296,16 +323,23 @@ class LLM:
             "first_gen_tokens": list(output.token_ids),
             "ctx_request_id": number,
             "disagg_request_id": number,
-            "opaque_state": b"\x00state of " + self.table.version.encode(),
+            **self._location(request),
             "first_gen_log_probs": list(output.logprobs) or None,
-            "draft_tokens": list(_DRAFT) if self.given.get("speculative_config") else None,
+            "draft_tokens": list(_DRAFT) if self.args.speculative_config else None,
             "ctx_usage": {"prompt_tokens": len(request.prompt_token_ids)},
+            "conversation_id": request.handoff.conversation_id if "conversation_id" in self.table.handoff else None,
         }
         known = {name: value for name, value in fields.items() if name in self.table.handoff}
         output.disaggregated_params = self.params_type(**known)
 
+    def _location(self, request: RequestOutput) -> dict[str, Any]:
+        """Where the KV is: by an opaque state, or with the Python transceiver by an endpoint and a rank."""
+        if getattr(self.args.cache_transceiver_config, "transceiver_runtime", None) == "PYTHON":
+            return {"ctx_info_endpoint": "tcp://127.0.0.1:5555", "ctx_dp_rank": request.rank}
+        return {"opaque_state": b"\x00state of " + self.table.version.encode()}
+
     def _timeout_seconds(self) -> float:
-        return float((self.given["cache_transceiver_config"].kv_transfer_timeout_ms or 10**12) / 1000)
+        return float((self.args.cache_transceiver_config.kv_transfer_timeout_ms or 10**12) / 1000)
 
 
 def _context_id(handoff: Any) -> int:
@@ -315,15 +349,19 @@ def _context_id(handoff: Any) -> int:
     return number
 
 
-def llm_of(table: VersionTable, arguments: tuple[str, ...], params_type: type) -> type[LLM]:
+def llm_of(table: VersionTable, args_type: type[Any], params_type: type) -> type[LLM]:
     """LLM of one version, whose signatures say what it accepts."""
-    found = type("LLM", (LLM,), {"table": table, "arguments": arguments, "params_type": params_type})
+    found = type("LLM", (LLM,), {"table": table, "args_type": args_type, "params_type": params_type})
 
     def generate_async(self: LLM, *given: Any, **named: Any) -> RequestOutput:
         return LLM.generate_async(self, *given, **named)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [inspect.Parameter(name, kind) for name in ("self", *table.generate)]
+    required, optional = ("self", "inputs"), [name for name in table.generate if name != "inputs"]
+    names = [
+        *(inspect.Parameter(name, kind) for name in required),
+        *(inspect.Parameter(name, kind, default=None) for name in optional),
+    ]
     generate_async.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     found.generate_async = generate_async
     return found

@@ -10,7 +10,7 @@ import torch
 
 from fake_tensorrt_llm.prompts import PromptReader
 from fake_tensorrt_llm.shared_tensor import MEMORY, SharedTensorContainer
-from fake_tensorrt_llm.tables import LLM, VersionTable
+from fake_tensorrt_llm.tables import VersionTable
 
 ENCODERS: list["MultimodalEncoder"] = []
 
@@ -29,10 +29,8 @@ class MultimodalEncoder:
         dtype: str = "auto",
         **kwargs: Any,
     ) -> None:
-        unknown = sorted(set(kwargs) - set(LLM))
-        if unknown:
-            raise ValueError(f"TorchLlmArgs: Extra inputs are not permitted: {', '.join(unknown)}")
         self.given = {"tensor_parallel_size": tensor_parallel_size, "dtype": dtype, **kwargs}
+        self.args = self.table.arguments.pytorch(model=model, trust_remote_code=trust_remote_code, **self.given)
         self._reader = PromptReader(Path(model))
         self.crash: Exception | None = None
         self.down = False
@@ -50,7 +48,7 @@ class MultimodalEncoder:
 
     @property
     def unread(self) -> int:
-        """Embeddings that it has to keep, because nobody has read them yet."""
+        """Embeddings that it has to keep, because they were not read yet."""
         return sum(number in MEMORY for number in self._given_away)
 
     def _check_health(self) -> bool:
@@ -60,8 +58,8 @@ class MultimodalEncoder:
         """Synchronous; one result for each input."""
         if self.crash is not None:
             raise self.crash
-        if not isinstance(inputs, list) or len(inputs) > self.given.get("max_batch_size", 2048):
-            raise ValueError("a list no longer than max_batch_size is needed")
+        if not isinstance(inputs, list):
+            raise ValueError("a list is needed")
         self.batches.append(len(inputs))
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
@@ -78,7 +76,7 @@ class MultimodalEncoder:
         return SimpleNamespace(disaggregated_params=params, finished=True)
 
     def _give_away(self, rows: Any) -> dict[str, Any]:
-        handle = SharedTensorContainer.from_tensor(rows).dump_to_dict()
+        handle = SharedTensorContainer.from_device(rows).dump_to_dict()
         self._given_away[handle["storage_handle"]] = rows
         return handle
 

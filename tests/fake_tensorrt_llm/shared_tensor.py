@@ -1,11 +1,11 @@
-"""The stand-in's handles on embeddings: they do not own the memory, and each is good for one reader."""
+"""The stand-in's handles on embeddings: they do not own the memory. One on device memory is good for one reader."""
 
 import itertools
 import weakref
 from typing import Any
 
 _numbers = itertools.count(1)
-# By the number in a handle. What nobody has read yet cannot be given back by whoever made it.
+# By the number in a handle. Device memory whose handle was not read yet cannot be freed by its owner.
 MEMORY: dict[int, "weakref.ref[Any]"] = {}
 
 
@@ -20,8 +20,14 @@ class SharedTensorContainer:
     def from_tensor(cls, tensor: Any) -> "SharedTensorContainer":
         """Shares it, for as long as its owner keeps it."""
         number = next(_numbers)
-        MEMORY[number] = weakref.ref(tensor)
+        MEMORY[number] = weakref.ref(tensor, lambda _: MEMORY.pop(number, None))
         return cls(tensor, {"method_key": 2, "tensor_size": list(tensor.shape), "storage_handle": number})
+
+    @classmethod
+    def from_device(cls, tensor: Any) -> "SharedTensorContainer":
+        """The same, as if the tensor were on a GPU."""
+        shared = cls.from_tensor(tensor)
+        return cls(tensor, {**shared.dump_to_dict(), "method_key": 1})
 
     def dump_to_dict(self) -> dict[str, Any]:
         """The handle."""
@@ -29,8 +35,9 @@ class SharedTensorContainer:
 
     @classmethod
     def from_dict(cls, handle: dict[str, Any]) -> "SharedTensorContainer":
-        """Opens a handle, once."""
-        owned = MEMORY.pop(handle["storage_handle"], None)
+        """Opens a handle; one on device memory only once."""
+        number = handle["storage_handle"]
+        owned = MEMORY.pop(number, None) if handle["method_key"] == 1 else MEMORY.get(number)
         if owned is None:
             raise RuntimeError("the handle was read already")
         if (tensor := owned()) is None:

@@ -1,6 +1,13 @@
-"""What each supported version accepts: fields and keywords, one table a version."""
+"""What each version accepts and does: one table a version, resting on upstream source that was read.
+
+Upstream's repository could not be had whole, so the exact release of most files is not known. 1.2.0 is of files from
+the time of its release candidates; 1.3.0rc5 stands for early candidates of 1.3, 1.3.0rc29 for late ones, and
+1.3.0rc30 for the main branch after them. No file of a 1.4 was found.
+"""
 
 from dataclasses import dataclass
+
+from fake_tensorrt_llm.arguments import ARGUMENTS_1_2, ARGUMENTS_1_3, ARGUMENTS_1_3_LATE, ARGUMENTS_MAIN, Arguments
 
 _HANDOFF = (
     "request_type",
@@ -10,18 +17,20 @@ _HANDOFF = (
     "draft_tokens",
     "multimodal_embedding_handles",
     "multimodal_hashes",
-    "mrope_position_ids_handle",
-    "mrope_position_deltas_handle",
-    "first_gen_log_probs",
 )
 _HANDOFF_1_3 = (
     *_HANDOFF,
+    "mrope_position_ids_handle",
+    "mrope_position_deltas_handle",
+    "first_gen_log_probs",
     "first_gen_logits",
     "disagg_request_id",
     "ctx_dp_rank",
     "ctx_info_endpoint",
     "schedule_style",
 )
+_HANDOFF_1_3_LATE = (*_HANDOFF_1_3, "multimodal_item_runs")
+_HANDOFF_MAIN = (*_HANDOFF_1_3_LATE, "ctx_usage", "conversation_id")
 _GENERATE = (
     "inputs",
     "sampling_params",
@@ -33,9 +42,9 @@ _GENERATE = (
     "_postproc_params",
     "scheduling_params",
     "cache_salt",
-    "trace_headers",
 )
-_GENERATE_1_3 = (*_GENERATE, "conversation_params", "priority")
+_GENERATE_1_3 = (*_GENERATE, "trace_headers")
+_GENERATE_1_3_LATE = (*_GENERATE_1_3, "conversation_params", "priority")
 SAMPLING = (
     "end_id",
     "pad_id",
@@ -61,107 +70,50 @@ SAMPLING = (
     "add_special_tokens",
     "guided_decoding",
 )
-LLM = (
-    "skip_tokenizer_init",
-    "dtype",
-    "trust_remote_code",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_expert_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_cluster_parallel_size",
-    "gpus_per_node",
-    "enable_attention_dp",
-    "max_batch_size",
-    "max_num_tokens",
-    "max_seq_len",
-    "max_beam_width",
-    "enable_chunked_prefill",
-    "disable_overlap_scheduler",
-    "guided_decoding_backend",
-    "kv_cache_config",
-    "scheduler_config",
-    "cache_transceiver_config",
-    "cuda_graph_config",
-    "speculative_config",
-    "enable_lora",
-    "otlp_traces_endpoint",
-    "lora_config",
-    "return_perf_metrics",
-    "enable_iter_perf_stats",
-)
-_AUTODEPLOY_REFUSES = {
-    "scheduler_config",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_cluster_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_expert_parallel_size",
-    "enable_attention_dp",
-}
-AUTODEPLOY = tuple(name for name in LLM if name not in _AUTODEPLOY_REFUSES)
-SECTIONS = {
-    "KvCacheConfig": (
-        "enable_block_reuse",
-        "enable_partial_reuse",
-        "copy_on_partial_reuse",
-        "max_tokens",
-        "max_attention_window",
-        "free_gpu_memory_fraction",
-        "host_cache_size",
-        "event_buffer_max_size",
-        "dtype",
-        "tokens_per_block",
-    ),
-    "SchedulerConfig": ("capacity_scheduler_policy", "context_chunking_policy", "dynamic_batch_config"),
-    "CudaGraphConfig": ("enable_padding", "batch_sizes", "max_batch_size"),
-    "LoraConfig": ("lora_dir", "lora_target_modules", "max_lora_rank", "max_loras", "max_cpu_loras"),
-}
-_TRANSCEIVER = ("backend", "max_tokens_in_buffer", "kv_transfer_timeout_ms", "kv_transfer_sender_future_timeout_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionTable:
-    """One version."""
+    """One version. What is False by default came with a later one."""
 
     version: str
+    arguments: Arguments
     handoff: tuple[str, ...]
     generate: tuple[str, ...]
-    transceiver: tuple[str, ...]
-    id_arguments: tuple[str, ...]  # of get_global_disagg_request_id; empty where there is none
-    overlaps_on_prefill: bool
+    id_arguments: tuple[str, ...] = ("node_id", "process_id")  # of get_global_disagg_request_id; empty where it is not
     log_request: str = "log_request_metrics_dict"
+    overlaps_on_prefill: bool = True  # context_only requests beside the overlap scheduler
+    answers_waiting_aborts: bool = False  # a request that is aborted while it waits for its turn ends with an output
+    second_cache_manager: bool = (
+        False  # KVCacheManagerV2 is chosen: events have text as hashes, one for each layer group
+    )
+    reads_at_once: bool = True  # statistics and events; else see statistics.IterationResult
+    hashes_need_runs: bool = False  # multimodal_hashes without multimodal_item_runs are refused
 
 
 TABLES = {
     table.version: table
     for table in (
         VersionTable(
-            "1.2.1",
+            "1.2.0",
+            ARGUMENTS_1_2,
             _HANDOFF,
             _GENERATE,
-            _TRANSCEIVER,
-            (),
-            overlaps_on_prefill=False,
+            id_arguments=(),
             log_request="log_metrics_dict",
+            overlaps_on_prefill=False,
+            reads_at_once=False,
         ),
+        VersionTable("1.3.0rc5", ARGUMENTS_1_3, _HANDOFF_1_3, _GENERATE_1_3, id_arguments=("machine_id",)),
+        VersionTable("1.3.0rc29", ARGUMENTS_1_3_LATE, _HANDOFF_1_3_LATE, _GENERATE_1_3_LATE),
         VersionTable(
-            "1.3.0rc22",
-            _HANDOFF_1_3,
-            _GENERATE_1_3,
-            (*_TRANSCEIVER, "transceiver_runtime", "kv_transfer_poll_interval_ms", "kv_cache_bounce_size_mb"),
-            ("node_id", "process_id"),
-            overlaps_on_prefill=True,
-        ),
-        VersionTable(
-            "1.4.0rc1",
-            (*_HANDOFF_1_3, "ctx_usage"),
-            _GENERATE_1_3,
-            (*_TRANSCEIVER, "transceiver_runtime", "kv_transfer_poll_interval_ms", "agent_bounce_buffer_enable"),
-            ("node_id", "process_id"),
-            overlaps_on_prefill=True,
+            "1.3.0rc30",
+            ARGUMENTS_MAIN,
+            _HANDOFF_MAIN,
+            _GENERATE_1_3_LATE,
+            answers_waiting_aborts=True,
+            second_cache_manager=True,
+            hashes_need_runs=True,
         ),
     )
 }

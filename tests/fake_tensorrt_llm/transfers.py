@@ -11,7 +11,7 @@ _FIRST_ID = 2**60 + 1  # Beyond what a JSON number carries.
 
 @dataclass(slots=True)
 class Committed:
-    """KV of a prompt, held by whoever computed it. An answer follows from its `meaning`."""
+    """KV of a prompt, held by the LLM that computed it. An answer follows from its `meaning`."""
 
     owner: "Transfers"
     blocks: int
@@ -59,7 +59,7 @@ class Transfers:
         return freed
 
     def fetch(self, number: int) -> tuple[int, ...] | None:
-        """Takes it from its owner; None if nobody has it."""
+        """Takes it from its owner; None if it is not held."""
         if self._files is not None:
             return self._files.take(number)
         held = FABRIC.pop(number, None)

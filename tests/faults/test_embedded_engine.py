@@ -1,4 +1,4 @@
-"""A real model's answer goes on where its decode worker died: the same tokens, penalties, stop strings and all."""
+"""A real model's answer continues after its decode worker died: the same tokens, penalties and stop strings."""
 
 import asyncio
 import os
@@ -6,19 +6,24 @@ import uuid
 from pathlib import Path
 
 import pytest
-from baton.inference.v1 import generate_pb2 as pb
-from baton.inference.v1 import sampling_pb2
-from support.checkpoints import DEMO
-from support.etcd_server import EtcdServer
+from support.cluster.fleet import Fleet, FleetPlan, fleet
+from support.engines.checkpoints import DEMO
+from support.engines.device import DEVICE, ON_DEVICE
 from support.faults.cells import Cell, Disturbance, Step
 from support.faults.outcomes import Outcome, follow
 from support.faults.table import table
 from support.faults.trials import Shape, Trials, session_for
-from support.fleet import Fleet, FleetPlan, fleet
+from support.servers.etcd import EtcdServer
+
+from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1 import sampling_pb2
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 LEASE_SECONDS = 2.0
-ENGINE = f"engine={{kind: pytorch, model: {DEMO}, name: demo, threads: 1, kv_cache_bytes: 64MiB}}"
+_SETTINGS = ", ".join(f"{key}: {value}" for key, value in ON_DEVICE.items())
+ENGINE = f"engine={{kind: pytorch, model: {DEMO}, name: demo, threads: 1, kv_cache_bytes: 64MiB, {_SETTINGS}}}"
+# On a GPU, which is not shared by so many tests, a sample of the matrix.
+TRANSPORTS, TURNS = (["shm", "tcp"], 6) if DEVICE == "cpu" else (["cuda_ipc"], 2)
 WORKER = (ENGINE, f"handoff.lease_seconds={LEASE_SECONDS}", "drain_seconds=1")
 ROUTER = (
     "probe={interval_seconds: 0.5, timeout_seconds: 1.5, hung_seconds: 3}",
@@ -107,7 +112,7 @@ def cells() -> list[Cell]:
 
 @pytest.mark.skipif(not FULL, reason="takes minutes")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_whatever_happens_to_a_real_model_nothing_is_lost(
     transport: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:
@@ -118,6 +123,6 @@ async def test_whatever_happens_to_a_real_model_nothing_is_lost(
             running, LEASE_SECONDS, Shape(short_tokens=40, long_tokens=400, max_tokens=120, pause_seconds=8.0)
         )
         await trials.learn()
-        reports = [await trials.run(cell, 6) for cell in cells()]
+        reports = [await trials.run(cell, TURNS) for cell in cells()]
     print("\n" + table(f"faults, embedded engine, {transport}", reports))
     assert [fault for report in reports for fault in report.faults] == []

@@ -1,4 +1,4 @@
-"""etcd is killed, frozen, and loses all it knew, under load: no request fails, no process ends, all register again."""
+"""etcd is killed, frozen, and loses its data, under load: no request fails, no process ends, all register again."""
 
 import asyncio
 import os
@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer, start_cluster
+from support.cluster.fleet import Fleet, FleetPlan, fleet
 from support.faults.load import Load, load
-from support.fleet import Fleet, FleetPlan, fleet
-from support.worker_views import Views
+from support.router.worker_views import Views
+from support.servers.etcd import EtcdServer, start_cluster
 
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.registry import EtcdRegistry

@@ -1,17 +1,18 @@
-"""Streams of five minutes through Envoy: one that says something each second, and one that is silent all the time."""
+"""Streams of five minutes through Envoy: one with a message each second, and a silent one."""
 
 import os
 import uuid
 from pathlib import Path
 
 import pytest
+from grpc import aio
+from support.cluster.fleet import FleetPlan, fleet
+from support.faults.outcomes import Outcome, follow
+from support.servers.envoy import running_envoy
+from support.servers.etcd import EtcdServer
+
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from grpc import aio
-from support.envoy import running_envoy
-from support.etcd_server import EtcdServer
-from support.faults.outcomes import Outcome, follow
-from support.fleet import FleetPlan, fleet
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 SECONDS = 300
@@ -41,7 +42,7 @@ async def test_a_stream_of_five_minutes_passes_envoy(
         routers = [node.direct for node in running.nodes.values() if node.role == "router"]
         async with running_envoy(tmp_path, routers) as envoy, aio.insecure_channel(envoy.address) as channel:
             outcome = Outcome("long")
-            # Without a deadline, as a client might: nobody on the way has a shorter one than the router.
+            # Without a deadline, as a client might: no process on the way has a shorter one than the router.
             await follow(InferenceServiceStub(channel).Generate(request(max_tokens)), outcome)
     assert outcome.is_right, outcome
     assert len(outcome.ids) == max_tokens

@@ -7,12 +7,13 @@ import uuid
 from pathlib import Path
 
 import pytest
+from grpc import aio
+from support.cluster.fleet import Fleet, FleetPlan, fleet
+from support.faults.outcomes import Outcome, follow
+from support.servers.etcd import EtcdServer
+
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from grpc import aio
-from support.etcd_server import EtcdServer
-from support.faults.outcomes import Outcome, follow
-from support.fleet import Fleet, FleetPlan, fleet
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 SILENT_SECONDS = 300.0

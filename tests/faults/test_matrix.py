@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer
+from support.cluster.fleet import FleetPlan, fleet
 from support.faults.cells import all_cells, sample
 from support.faults.table import table
 from support.faults.trials import Shape, Trials
-from support.fleet import FleetPlan, fleet
-from support.nixl import NIXL
+from support.servers.etcd import EtcdServer
+from support.transports.nixl import NIXL
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 LEASE_SECONDS = 1.0

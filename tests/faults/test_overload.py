@@ -1,11 +1,11 @@
-"""At twice its capacity a cluster keeps the promises that it makes: the benchmark of overload, held to its bars."""
+"""At twice its capacity a cluster meets the deadlines of admitted requests: the benchmark overload, with its limits."""
 
 import asyncio
 import os
 import sys
 
 import pytest
-from support.processes import ROOT
+from support.cluster.processes import ROOT
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer
+from support.cluster.fleet import Fleet, FleetPlan, fleet
 from support.faults.load import load
-from support.fleet import Fleet, FleetPlan, fleet
+from support.servers.etcd import EtcdServer
 
 FULL = os.environ.get("BATON_FAULTS") == "full"
 ENGINE = "engine={kind: simulated, name: demo, num_blocks: 2048, block_bytes: 1024, decode_step_seconds: 0.02}"

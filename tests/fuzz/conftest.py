@@ -1,10 +1,10 @@
-"""A cluster that lives as long as a file's tests, in a loop of their own."""
+"""A cluster for all tests of a file, on their own event loop."""
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.fuzz_target import Target, fuzzed_cluster
+from support.clients.fuzz_target import Target, fuzzed_cluster
 
 
 @pytest.fixture(scope="module")

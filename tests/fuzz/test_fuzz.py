@@ -7,15 +7,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from baton.engine.v1 import decode_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2
-from baton.inference.v1 import cluster_service_pb2, inference_service_pb2
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fuzz_target import Target
-from support.random_messages import Known, mangled, messages
+from support.clients.fuzz_target import Target
+from support.clients.random_messages import Known, mangled, messages
+
+from baton.engine.v1 import decode_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2
+from baton.inference.v1 import cluster_service_pb2, inference_service_pb2
 
 INPUTS = int(os.environ.get("BATON_FUZZ_INPUTS", "400"))
 TESTS = 5

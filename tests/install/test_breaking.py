@@ -1,4 +1,4 @@
-"""What breaks clients is found before they find it."""
+"""Breaking changes of the protos are found."""
 
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,7 +19,7 @@ def make(*words: str, folder: Path = ROOT) -> str:
 
 def test_make_alone_lists_every_task() -> None:
     tasks = {line.split()[1] for line in make().splitlines() if line.startswith("  make ")}
-    assert tasks >= {"protos", "up", "down", "status", "logs", "doctor", "test", "check", "lint", "clean"}
+    assert tasks >= {"protos", "up", "down", "status", "logs", "doctor", "test", "check", "check-all", "lint", "clean"}
 
 
 def test_options_of_up_reach_the_command() -> None:
@@ -29,25 +27,28 @@ def test_options_of_up_reach_the_command() -> None:
     assert "up --prefill 2 --decode 3 --engine simulated --model x" in shown
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("agg", "--encode 0 --prefill 0"), ("disagg", "--encode 0 --prefill 1"), ("epd", "--encode 1 --prefill 1")],
-)
-def test_a_mode_is_a_choice_of_workers(mode: str, expected: str) -> None:
-    assert f"up {expected} --decode 1 " in make("--dry-run", "up", f"MODE={mode}")
+def test_without_options_the_command_decides() -> None:
+    assert "baton up --model models/demo\n" in make("--dry-run", "up")
 
 
-def test_what_is_said_of_a_role_is_stronger_than_the_mode() -> None:
-    assert "up --encode 0 --prefill 3 " in make("--dry-run", "up", "MODE=disagg", "PREFILL=3")
-
-
-def test_another_mode_is_refused() -> None:
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        make("--dry-run", "up", "MODE=fast")
-    assert "MODE=fast: there are agg, disagg and epd" in caught.value.stderr
+def test_a_mode_reaches_the_command() -> None:
+    assert "up --mode agg --prefill 3 --model models/demo\n" in make("--dry-run", "up", "MODE=agg", "PREFILL=3")
 
 
 def test_down_in_a_fresh_clone_does_nothing(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "protos").mkdir()
     assert make("down", folder=tmp_path) == ""
+
+
+def test_what_is_slow_runs_only_where_it_is_asked_for() -> None:
+    assert "-m 'not slow and not requires_trtllm and not requires_vllm' tests --ignore" in make("--dry-run", "test")
+    for words in (("test", "ALL=1"), ("test", "TESTS=tests/rpc")):
+        assert "not slow" not in make("--dry-run", *words)
+
+
+def test_check_all_runs_everything_on_both_servers() -> None:
+    shown = make("--dry-run", "check-all")
+    for part in ("BATON_TEST_SERVER=grpcio", "BATON_TEST_SERVER=http2", "BATON_FAULTS=full", "BATON_FUZZ_INPUTS=10000"):
+        assert part in shown
+    assert "not slow" not in shown

@@ -1,4 +1,4 @@
-"""The names of our packages are common words: nobody else may have them."""
+"""The names of our packages are common words: no other distribution may install them."""
 
 from importlib import metadata
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["router", "services", "discovery", "media", "rpc", "client", "baton"])
+@pytest.mark.parametrize(
+    "name", ["router", "services", "discovery", "grammars", "media", "rpc", "runtime", "cli", "devtools", "baton"]
+)
 def test_no_other_distribution_owns_the_name(name: str) -> None:
-    assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving"}
+    assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving", "baton-client"}
 
 
 def test_no_two_test_files_have_one_name() -> None:

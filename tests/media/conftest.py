@@ -8,7 +8,7 @@ from support.certificates import Authority, Pair
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Whoever signs for the servers that media are fetched from."""
+    """The certificate authority of the servers that media are fetched from."""
     return Authority(tmp_path_factory.mktemp("authority"), "media")
 
 

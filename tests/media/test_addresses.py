@@ -1,10 +1,10 @@
-"""Which addresses media are never fetched from."""
+"""The addresses that media are never fetched from."""
 
 from ipaddress import ip_address
 
 import pytest
 
-from media.addresses import is_public
+from media.sources.addresses import is_public
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,21 @@ from typing import Literal
 
 import pytest
 from PIL import Image
+from support.images.pictures import animation, chunk, many_scans, picture, png_with, vast_png
 from support.memory import peak_memory
-from support.pictures import animation, chunk, many_scans, picture, png_with, vast_png
 
+from baton.errors import InvalidRequest, Unsupported
 from media.config import MediaConfig
 from media.image import check_image
-from media.item import Media, MediaItem
+from media.item import CheckedMedia, MediaItem
 from media.loader import MediaLoader
-from rpc.errors import InvalidRequest, Unsupported
 
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 KINDS = sorted(TYPES)
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'><rect width='9' height='9'/></svg>"
 
 
-def check(content: bytes, mime_type: str = "", config: MediaConfig | None = None) -> Media:
+def check(content: bytes, mime_type: str = "", config: MediaConfig | None = None) -> CheckedMedia:
     return check_image(MediaItem("media[0]", content, mime_type), content, config or MediaConfig())
 
 
@@ -73,7 +73,7 @@ def test_every_colour_mode_is_accepted(kind: str, mode: str) -> None:
     assert check(picture(kind, mode=mode)).width == 32
 
 
-def test_orientation_is_left_to_whoever_decodes() -> None:
+def test_orientation_is_left_to_the_decoder() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     media = check(picture("JPEG", exif=exif))
@@ -93,7 +93,7 @@ def test_a_declared_type_that_is_not_the_contents_is_refused(kind: str, declared
     if declared == TYPES[kind]:
         assert check(picture(kind), declared).mime_type == declared
     else:
-        problem = f"says {declared}, the content is {TYPES[kind]}"
+        problem = f"is {declared}, but the content is {TYPES[kind]}"
         assert refusal(picture(kind), declared) == ("media[0].mime_type", problem)
 
 
@@ -126,6 +126,20 @@ NO_IMAGES = {
 }
 
 
+SVG_PROLOGS = [
+    b"<?xml version='1.0'?>\n",
+    b"<!-- drawn -->\n<!---->",
+    b"<!DOCTYPE svg PUBLIC 'x'>\n",
+    b" <?xml version='1.0'?><!-- a > b -- c -->\n<!DOCTYPE svg>\n<!-- d -->\n",
+]
+
+
+@pytest.mark.parametrize("prolog", SVG_PROLOGS)
+def test_an_svg_is_known_behind_what_may_stand_before_it(prolog: bytes) -> None:
+    with pytest.raises(Unsupported, match="SVG is not accepted"):
+        check(prolog + SVG)
+
+
 @pytest.mark.parametrize("name", NO_IMAGES)
 def test_content_of_another_kind_is_unsupported_by_its_name(name: str) -> None:
     with pytest.raises(Unsupported, match=rf"media\[0\].data: {name} is not accepted; accepted are image/png"):
@@ -134,13 +148,13 @@ def test_content_of_another_kind_is_unsupported_by_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", NO_IMAGES)
 def test_content_of_another_kind_that_says_it_is_an_image_is_refused_by_its_name(name: str) -> None:
-    expected = ("media[0].mime_type", f"says image/png, the content is {name}")
+    expected = ("media[0].mime_type", f"is image/png, but the content is {name}")
     assert refusal(NO_IMAGES[name], "image/png") == expected
 
 
 def test_content_of_no_known_kind_is_refused() -> None:
     field, problem = refusal(b"\x01\x02\x03\x04" * 9)
-    assert (field, problem.partition(";")[0]) == ("media[0].data", "is no image")
+    assert (field, problem.partition(";")[0]) == ("media[0].data", "is not an image")
 
 
 def test_empty_content_is_refused() -> None:
@@ -162,7 +176,7 @@ def test_a_picture_of_nothing_but_its_first_bytes_is_refused(kind: str, length: 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_an_animation_is_refused(kind: str) -> None:
-    expected = ("media[0].data", "has more than one frame; only stills are accepted")
+    expected = ("media[0].data", "has more than one frame; only still images are accepted")
     assert refusal(animation(kind), TYPES[kind]) == expected
 
 

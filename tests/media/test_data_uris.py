@@ -1,16 +1,16 @@
-"""Media that come as `data:` URIs."""
+"""Media in `data:` URIs."""
 
 import base64
 from urllib.parse import quote_from_bytes
 
 import pytest
+from support.images.pictures import picture
 from support.memory import peak_memory
-from support.pictures import picture
 
+from baton.errors import InvalidRequest, Unsupported
 from media.config import MediaConfig
 from media.item import MediaItem
 from media.loader import MediaLoader, load
-from rpc.errors import InvalidRequest, Unsupported
 
 PNG = picture("PNG")
 
@@ -50,7 +50,7 @@ async def test_a_uri_without_a_type_gets_the_contents() -> None:
 
 
 async def test_a_type_in_the_uri_that_is_not_the_contents_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="says image/jpeg, the content is image/png"):
+    with pytest.raises(InvalidRequest, match="is image/jpeg, but the content is image/png"):
         await load(MediaItem("media[0]", base64_uri(PNG, "image/jpeg")), MediaConfig())
 
 

@@ -19,7 +19,7 @@ def test_hosts_are_compared_in_lower_case() -> None:
     "host", ["", "https://example.org", "example.org/images", "*example.org", "a.*.org", "example.org:x", "a b", "u@b"]
 )
 def test_a_host_that_is_none_is_refused(host: str) -> None:
-    with pytest.raises(ValidationError, match="is no host"):
+    with pytest.raises(ValidationError, match="is not a host"):
         FetchConfig(allowed_hosts=(host,))
 
 

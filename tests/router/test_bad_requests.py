@@ -1,16 +1,17 @@
-"""Requests that are refused: with which status, naming which field, and before any worker is called."""
+"""Refused requests: the status and the field, before any worker is called."""
 
 from typing import Any
 
 import grpc
 import pytest
-from baton.inference.v1 import generate_pb2, model_pb2, tokenize_pb2
 from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_status import rpc_status
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-from support.bench import Bench, bench, simulated
+from support.cluster.in_process import Bench, bench, simulated
+
+from baton.inference.v1 import generate_pb2, model_pb2, tokenize_pb2
 
 INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 
@@ -64,6 +65,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("stopping.stop[0]", {"prompt": "x", "stopping": {"stop": ["a" * 257]}}),
     ("stopping.stop_token_ids[0]", {"prompt": "x", "stopping": {"stop_token_ids": [257]}}),
     ("response.logprobs", {"prompt": "x", "response": {"logprobs": 21}}),
+    ("response.min_tokens_per_message", {"prompt": "x", "response": {"min_tokens_per_message": 1025}}),
+    ("response.max_delay", {"prompt": "x", "response": {"max_delay": {"seconds": 11}}}),
+    ("response.max_delay", {"prompt": "x", "response": {"max_delay": {"seconds": -1}}}),
     ("routing.topology", {"prompt": "x", "routing": {"topology": 9}}),
 ]
 
@@ -87,7 +91,6 @@ async def test_all_wrong_fields_are_named_together(pair: Bench) -> None:
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("guided decoding", {"guided": {"regex": "a+"}}),
     ("lora", {"lora_name": "mine"}),
-    ("n > 1", {"sampling": {"n": 2}}),
     ("media", {"media": [{"mime_type": "image/png", "data": b"x"}]}),
 ]
 

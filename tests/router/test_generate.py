@@ -1,19 +1,23 @@
-"""Requests that succeed: what a client gets, over a prefill and a decode worker."""
+"""Successful requests on a prefill and a decode worker: the messages that a client gets."""
 
 import asyncio
 
 import pytest
-from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
 from google.protobuf import json_format
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-from support.bench import DECODE, FAST_ROUTER, PREFILL, Bench, bench, eventually, simulated
+from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, bench, simulated
+from support.cluster.server_kind import of_grpcio
+from support.eventually import eventually
 
+from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
 from router.config import RoutingConfig
 
 SEEDED = {"temperature": 1.0, "seed": 7}
 
 
+@pytest.mark.feature("prefill and decode on different workers", engine="simulated", facade="grpc")
+@pytest.mark.feature("text prompts", engine="simulated", facade="grpc")
 async def test_a_prompt_is_prefilled_on_one_worker_and_decoded_on_another(pair: Bench) -> None:
     stream = await pair.generate(prompt="hello", stopping={"max_tokens": 20})
     assert stream.placed == ("p1", "d1")
@@ -22,12 +26,43 @@ async def test_a_prompt_is_prefilled_on_one_worker_and_decoded_on_another(pair: 
     assert stream.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.feature("streaming", engine="simulated", facade="grpc")
 async def test_messages_come_in_order_and_are_numbered_without_gaps(pair: Bench) -> None:
     messages = (await pair.generate(prompt="hello", stopping={"max_tokens": 9})).messages
     events = [message.WhichOneof("event") for message in messages]
     assert (events[0], events[-1], set(events[1:-1])) == ("started", "finished", {"token"})
     assert [message.sequence for message in messages] == list(range(len(messages)))
     assert len({message.request_id for message in messages}) == 1
+
+
+async def test_tokens_come_together_if_that_is_asked_for(pair: Bench) -> None:
+    paced = await pair.generate(
+        prompt="hello",
+        sampling=SEEDED,
+        stopping={"max_tokens": 50},
+        response={"min_tokens_per_message": 8, "max_delay": {"seconds": 10}},
+    )
+    plain = await pair.generate(prompt="hello", sampling=SEEDED, stopping={"max_tokens": 50})
+    sizes = [len(message.token.token_ids) for message in paced.messages if message.HasField("token")]
+    # The rest may come as one: a router that stood still finds all of it.
+    assert (sizes[0], len(sizes) < 10) == (1, True)
+    assert all(size >= 8 for size in sizes[1:-1])
+    assert (paced.text, paced.token_ids) == (plain.text, plain.token_ids)
+
+
+async def test_a_stop_string_is_found_where_calls_share_a_stream_and_where_they_do_not() -> None:
+    for multiplex in (True, False):
+        router = FAST_ROUTER.model_copy(update={"multiplex": multiplex})
+        slow = simulated("d1", "decode", decode_step_seconds=0.005)
+        async with bench(PREFILL, slow, router=router) as running:
+            whole = await running.generate(prompt="hello", sampling=SEEDED, stopping={"max_tokens": 40})
+            stop = whole.text[20:23]
+            stream = await running.generate(
+                prompt="hello", sampling=SEEDED, stopping={"max_tokens": 40, "stop": [stop]}
+            )
+            assert stream.text == whole.text[: whole.text.index(stop)]
+            assert stream.finished.stop_string == stop
+            await eventually(lambda: running.used_blocks() == 0)
 
 
 async def test_the_first_token_comes_alone_and_once(pair: Bench) -> None:
@@ -65,6 +100,7 @@ async def test_a_stop_string_over_the_first_and_the_second_token_is_found(pair: 
     assert kept.text == text[:2]
 
 
+@pytest.mark.feature("stop strings", engine="simulated", facade="grpc")
 async def test_a_stop_string_later_in_the_text_cuts_text_ids_and_usage(pair: Bench) -> None:
     text = await pair.text_of(prompt="hello", sampling=SEEDED, stopping={"max_tokens": 60})
     stop = text[30:34]
@@ -82,6 +118,7 @@ async def test_no_stop_string_ends_an_answer_before_min_tokens(pair: Bench) -> N
     assert len(stream.token_ids) >= 10
 
 
+@pytest.mark.feature("stop tokens", engine="simulated", facade="grpc")
 async def test_a_stop_token_is_reported_and_has_no_text(pair: Bench) -> None:
     text = await pair.text_of(prompt="hello", sampling=SEEDED, stopping={"max_tokens": 30})
     token_id = ord(text[5])
@@ -102,6 +139,7 @@ async def test_the_end_of_sequence_ends_the_answer_and_has_no_text() -> None:
         assert len(stream.text) == len(stream.token_ids) - 1
 
 
+@pytest.mark.feature("whole answers", engine="simulated", facade="grpc")
 async def test_the_unary_answer_is_the_streams_in_one_message(pair: Bench) -> None:
     request = {"prompt": "hello", "sampling": SEEDED, "stopping": {"max_tokens": 40}, "response": {"logprobs": 2}}
     stream = await pair.generate(**request)
@@ -115,6 +153,7 @@ async def test_the_unary_answer_is_the_streams_in_one_message(pair: Bench) -> No
     assert unary.started.prompt_tokens == 5
 
 
+@pytest.mark.feature("seeds", engine="simulated", facade="grpc")
 async def test_the_same_seed_gives_the_same_text_and_none_gives_another(pair: Bench) -> None:
     stopping = {"max_tokens": 30}
     same = {await pair.text_of(prompt="hello", sampling=SEEDED, stopping=stopping) for _ in range(3)}
@@ -123,6 +162,7 @@ async def test_the_same_seed_gives_the_same_text_and_none_gives_another(pair: Be
     assert len(others) == 3
 
 
+@pytest.mark.feature("logprobs", engine="simulated", facade="grpc")
 async def test_logprobs_come_with_each_token(pair: Bench) -> None:
     stream = await pair.generate(prompt="hello", stopping={"max_tokens": 12}, response={"logprobs": 3})
     logprobs = [entry for message in stream.messages for entry in message.token.logprobs]
@@ -130,12 +170,14 @@ async def test_logprobs_come_with_each_token(pair: Bench) -> None:
     assert {len(entry.top) for entry in logprobs} == {3}
 
 
+@pytest.mark.feature("token ids as the prompt", engine="simulated", facade="grpc")
 async def test_token_ids_are_run_as_they_are(pair: Bench) -> None:
     from_text = await pair.generate(prompt="hello", sampling=SEEDED, stopping={"max_tokens": 8})
     from_ids = await pair.generate(token_ids={"ids": list(b"hello")}, sampling=SEEDED, stopping={"max_tokens": 8})
     assert from_ids.token_ids == from_text.token_ids
 
 
+@pytest.mark.feature("chats", engine="simulated", facade="grpc")
 async def test_a_conversation_is_rendered_by_the_models_template(pair: Bench) -> None:
     chat = {"messages": [{"role": "user", "parts": [{"text": "hel"}, {"text": "lo"}]}]}
     tokenized = await pair.stub.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat))
@@ -151,6 +193,7 @@ async def test_a_long_prompt_is_tokenized_like_a_short_one(pair: Bench) -> None:
     assert stream.finished.usage.prompt_tokens == 8000
 
 
+@pytest.mark.feature("Tokenize and Detokenize", engine="simulated", facade="grpc")
 async def test_tokenize_and_detokenize_are_inverse(pair: Bench) -> None:
     tokenized = await pair.stub.Tokenize(tokenize_pb2.TokenizeRequest(prompt="héllo 你"))
     request = tokenize_pb2.DetokenizeRequest(token_ids=tokenized.token_ids)
@@ -166,23 +209,27 @@ async def test_max_tokens_is_what_the_context_leaves_at_most() -> None:
             assert stream.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.feature("prefix cache", engine="simulated", facade="grpc")
 async def test_a_prompt_computed_before_is_taken_from_the_cache(pair: Bench) -> None:
     await pair.generate(prompt="x" * 64, stopping={"max_tokens": 2})
     stream = await pair.generate(prompt="x" * 64, stopping={"max_tokens": 2})
     assert 0 < stream.finished.usage.cached_tokens < 64
 
 
-async def test_the_ledger_has_each_stage_with_the_worker_that_ran_it(pair: Bench) -> None:
+@pytest.mark.feature("timings by stage", engine="simulated", facade="grpc")
+async def test_the_timings_has_each_stage_with_the_worker_that_ran_it(pair: Bench) -> None:
     finished = (await pair.generate(prompt="hello", stopping={"max_tokens": 5})).finished
     seen = {
-        (timing_pb2.Stage.Name(timing.stage).removeprefix("STAGE_"), timing.worker_id) for timing in finished.ledger
+        (timing_pb2.Stage.Name(timing.stage).removeprefix("STAGE_"), timing.worker_id) for timing in finished.timings
     }
     assert {(stage, "") for stage in ("ADMISSION", "TOKENIZE", "ROUTE", "DETOKENIZE", "UNATTRIBUTED")} <= seen
     assert {("PREFILL_QUEUE", "p1"), ("PREFILL_COMPUTE", "p1")} <= seen
     assert {(stage, "d1") for stage in ("HANDOFF_WAIT", "HANDOFF_TRANSFER", "DECODE_QUEUE", "DECODE")} <= seen
-    assert finished.ledger[-1].stage == timing_pb2.STAGE_UNATTRIBUTED
+    assert finished.timings[-1].stage == timing_pb2.STAGE_UNATTRIBUTED
 
 
+# Ours writes without waiting, so that no token of a client that reads waits for another one.
+@of_grpcio
 async def test_tokens_that_wait_go_out_together(pair: Bench) -> None:
     stream = await pair.generate(prompt="hello", stopping={"max_tokens": 2000})
     assert len(stream.token_ids) == 2000
@@ -201,7 +248,7 @@ async def test_streams_that_run_together_do_not_mix(pair: Bench) -> None:
 
 
 async def test_a_short_prompt_may_stay_on_its_decode_worker() -> None:
-    router = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(local_prefill_tokens=10)})
+    router = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="least_loaded", local_prefill_tokens=10)})
     async with bench(PREFILL, DECODE, router=router) as running:
         assert (await running.generate(prompt="short", stopping={"max_tokens": 2})).placed == ("", "d1")
         assert (await running.generate(prompt="long enough", stopping={"max_tokens": 2})).placed == ("p1", "d1")
@@ -215,6 +262,7 @@ async def test_one_worker_with_both_roles_runs_requests_whole() -> None:
         assert stream.finished.topology == generate_pb2.TOPOLOGY_AGGREGATED
 
 
+@pytest.mark.feature("sessions", engine="simulated", facade="grpc")
 async def test_sessions_stay_on_their_workers() -> None:
     workers = [simulated(f"d{index}", "decode") for index in range(4)]
     async with bench(*workers) as running:
@@ -229,6 +277,7 @@ async def test_equals_take_turns() -> None:
         assert len(placed) == 3
 
 
+@pytest.mark.feature("model list", engine="simulated", facade="grpc")
 async def test_the_models_are_listed_with_their_limits_and_workers(pair: Bench) -> None:
     models = (await pair.stub.ListModels(model_pb2.ListModelsRequest())).models
     assert [(model.name, model.prefill_workers, model.decode_workers) for model in models] == [("demo", 1, 1)]

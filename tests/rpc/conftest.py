@@ -1,4 +1,4 @@
-"""Leaves logging as it was found."""
+"""Restores the logging configuration."""
 
 from support.restored_logging import restored_logging
 

@@ -6,11 +6,11 @@ from contextlib import aclosing
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.scripted import NAME, Scripted, scripted, status_of
+from support.servers.scripted_router import NAME, Scripted, scripted, status_of
 
-from rpc.aio import timeout
-from rpc.calls import stream, unary
+from baton.calls import stream, unary
 from rpc.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING
+from runtime.aio import timeout
 
 
 async def check(peer: Scripted, service: str) -> int:
@@ -54,6 +54,25 @@ async def test_checking_an_unknown_service_is_not_found() -> None:
         stub = health_pb2_grpc.HealthStub(peer.channel)
         error = await status_of(stub.Check(health_pb2.HealthCheckRequest(service="no.such.Service")))
     assert error.code() is StatusCode.NOT_FOUND
+
+
+async def test_the_statuses_of_all_services() -> None:
+    async with scripted() as peer:
+        peer.health.set("one", False)
+        assert peer.health.statuses == {"": SERVING, NAME: SERVING, "one": NOT_SERVING}
+    assert set(peer.health.statuses.values()) == {NOT_SERVING}
+
+
+@pytest.mark.skipif(not hasattr(health_pb2, "HealthListRequest"), reason="this grpcio-health-checking has no List")
+async def test_list_has_the_statuses_of_all_services() -> None:
+    async with scripted() as peer:
+        peer.health.set("one", False)
+        listed = await unary(health_pb2_grpc.HealthStub(peer.channel).List(health_pb2.HealthListRequest()))
+    assert {name: one.status for name, one in listed.statuses.items()} == {
+        "": SERVING,
+        NAME: SERVING,
+        "one": NOT_SERVING,
+    }
 
 
 async def test_a_watch_pushes_every_change() -> None:

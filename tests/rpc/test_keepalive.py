@@ -1,4 +1,4 @@
-"""A peer that stops without a word, its connection open, is noticed by both sides."""
+"""Both sides notice a peer that stops and leaves its connection open."""
 
 import asyncio
 import os
@@ -10,21 +10,22 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from baton.inference.v1 import generate_pb2 as pb
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.scripted import scripted, until
+from support.eventually import eventually
+from support.servers.scripted_router import scripted
 
-from rpc.calls import stream
+from baton.calls import stream
+from baton.errors import Unavailable
+from baton.inference.v1 import generate_pb2 as pb
 from rpc.channels import open_channel
-from rpc.errors import Unavailable
 
 NOTICED_SECONDS = 20.0
 
 SERVER = """
 import asyncio
 from rpc.health import Health
-from rpc.serve import serve
+from rpc.server import serve
 
 async def main():
     async with serve("127.0.0.1:0", [], health=Health()) as server:
@@ -38,7 +39,7 @@ CALLER = """
 import asyncio, sys
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from rpc.calls import stream
+from baton.calls import stream
 from rpc.channels import open_channel
 
 async def main():
@@ -97,5 +98,5 @@ async def test_a_frozen_caller_is_noticed_while_its_stream_is_silent() -> None:
         assert await line(caller) == "started"
         os.kill(caller.pid, signal.SIGSTOP)
         frozen = time.monotonic()
-        await until(lambda: bool(gone), 2 * NOTICED_SECONDS)
+        await eventually(lambda: bool(gone), 2 * NOTICED_SECONDS)
     assert gone[0] - frozen < NOTICED_SECONDS

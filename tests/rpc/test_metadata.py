@@ -1,12 +1,12 @@
-"""The deadline, as it travels beside a request."""
+"""The deadline in a call's metadata."""
 
 from typing import Any
 
-from baton.inference.v1 import model_pb2
 from grpc import aio
-from support.scripted import scripted
+from support.servers.scripted_router import scripted
 
-from rpc.calls import unary
+from baton.calls import unary
+from baton.inference.v1 import model_pb2
 from rpc.metadata import remaining_seconds
 
 

@@ -1,18 +1,19 @@
-"""Errors on the wire, and back: every class, its code, its details."""
+"""Errors as statuses on the wire and back: every class, its code, its details."""
 
 from collections.abc import Iterator
 
 import pytest
 import structlog
-from baton.inference.v1 import generate_pb2, model_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
-from support.scripted import scripted, status_of
+from support.servers.scripted_router import scripted, status_of
 
-from rpc import errors
-from rpc.calls import unary
-from rpc.errors import BatonError, FieldViolation, InvalidRequest, Overloaded, QuotaExceeded
-from rpc.status import from_rpc_error, to_status
+from baton import errors
+from baton.calls import unary
+from baton.error_details import from_rpc_error
+from baton.errors import BatonError, FieldViolation, InvalidRequest, Overloaded, QuotaExceeded
+from baton.inference.v1 import generate_pb2, model_pb2
+from rpc.status import to_status
 
 # The contract with clients in other languages: not derived from the code under test.
 WIRE = {
@@ -36,6 +37,8 @@ WIRE = {
     "Unavailable": ("UNAVAILABLE", "WORKER_UNAVAILABLE"),
     "NoWorker": ("UNAVAILABLE", "NO_WORKER"),
     "Draining": ("UNAVAILABLE", "DRAINING"),
+    "LoraMismatch": ("FAILED_PRECONDITION", "LORA_MISMATCH"),
+    "LoraNotHere": ("UNAVAILABLE", "LORA_NOT_HERE"),
     "MediaUnavailable": ("UNAVAILABLE", "MEDIA_UNAVAILABLE"),
     "DeadlineExceeded": ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     "Cancelled": ("CANCELLED", "CANCELLED"),

@@ -1,7 +1,8 @@
-"""A cluster with mutual TLS on every port, and tokens: it works, and strangers get nothing from any of its parts."""
+"""A cluster with mutual TLS on every port, and tokens: it works, and unauthorized callers get nothing."""
 
 import io
 import logging
+import socket
 import ssl
 import urllib.request
 from collections.abc import AsyncIterator
@@ -11,33 +12,27 @@ from pathlib import Path
 
 import grpc
 import pytest
-from baton.engine.v1 import (
-    decode_pb2,
-    encode_pb2,
-    handoff_pb2,
-    prefill_pb2,
-    worker_pb2,
-    worker_pb2_grpc,
-)
-from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from grpc import aio
-from support.bench import PROBE, eventually
 from support.certificates import Authority
+from support.clients.worker_calls import WorkerCalls, prompt, sampling
+from support.cluster.in_process import PLACED_BY_LOAD, PROBE
+from support.eventually import eventually
 from support.lifetimes import in_one_task
 from support.restored_logging import restored_logging
-from support.worker_calls import WorkerCalls, prompt, sampling
 
+from baton.engine.v1 import decode_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
+from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
 from router.config import RouterConfig
-from router.host import Router, host_router
-from rpc.access import AuthConfig
+from router.server import Router, host_router
+from rpc.auth.access import AuthConfig
+from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.channels import open_channel
-from rpc.monitor import serve_monitor
-from rpc.telemetry import configure_logging
-from rpc.tls import TlsConfig, TlsSection
+from runtime.logs import configure_logging
+from runtime.monitor import serve_monitor
 from services.config import WorkerConfig
-from services.engines.simulated_config import SimulatedConfig
-from services.host import Worker, host_worker
+from services.engines.simulated.config import SimulatedConfig
+from services.server import Worker, host_worker
 
 __all__ = ["restored_logging"]
 
@@ -90,6 +85,7 @@ async def cluster(folder: Path) -> AsyncIterator[Guarded]:
         drain_seconds=0,
         tls=section("router"),
         auth=AuthConfig(tokens_file=tokens),
+        routing=PLACED_BY_LOAD,
     )
     registry = MemoryRegistry("test")
     async with (
@@ -135,10 +131,10 @@ async def test_a_request_runs_from_worker_to_worker(guarded: Guarded) -> None:
 
 async def test_the_kv_went_over_tls(guarded: Guarded) -> None:
     finished = await generate(guarded, "baton://client/carol")
-    assert "tcp" in [timing.transport for timing in finished.ledger]
+    assert "tcp" in [timing.transport for timing in finished.timings]
 
 
-async def test_nobody_but_a_worker_gets_anything_from_a_worker(guarded: Guarded) -> None:
+async def test_only_a_worker_gets_anything_from_a_worker(guarded: Guarded) -> None:
     """Every method, with an empty request: whatever is wrong with that is said only to those who may ask."""
     for uri in ("baton://client/carol", "baton://operator/otto"):
         async with open_channel(guarded.prefill.address, guarded.tls(uri)) as channel:
@@ -150,9 +146,9 @@ async def test_nobody_but_a_worker_gets_anything_from_a_worker(guarded: Guarded)
 
 async def test_a_stranger_gets_no_connection_to_any_part(guarded: Guarded, tmp_path: Path) -> None:
     stranger = guarded.tls("baton://worker/decode", Authority(tmp_path, "other"))
-    nobody = TlsConfig(ca=guarded.authority.ca)
+    anonymous = TlsConfig(ca=guarded.authority.ca)
     for address in (guarded.router.address, guarded.prefill.address, guarded.decode.address):
-        for tls in (stranger, nobody, None):
+        for tls in (stranger, anonymous, None):
             async with open_channel(address, tls) as channel:
                 for method in ("/grpc.health.v1.Health/Check", "/baton.engine.v1.WorkerService/GetModel"):
                     assert await _code(channel, method) is grpc.StatusCode.UNAVAILABLE
@@ -200,7 +196,7 @@ async def test_a_handoff_is_for_its_caller_and_the_reader_it_named(guarded: Guar
             )
         )
         for denied in (WorkerCalls("", intruder).renew, WorkerCalls("", intruder).release):
-            with pytest.raises(Exception, match="is not for baton://worker/intruder"):
+            with pytest.raises(Exception, match="baton://worker/intruder is not authorized"):
                 await denied(answer.handoff)
         assert (await WorkerCalls("", router).renew(answer.handoff)).still_valid
         assert (await WorkerCalls("", reader).renew(answer.handoff)).still_valid
@@ -213,7 +209,8 @@ async def test_a_client_cancels_only_what_is_its_own(guarded: Guarded) -> None:
         long = request(request_id="mine")
         long.stopping.max_tokens = 1000
         call = stub.Generate(long, metadata=bearer(ALICE))
-        await call.read()
+        for _ in range(3):  # Started, the first token, and one that shows that it is decoded
+            await call.read()
         cancel = generate_pb2.CancelGenerationRequest(request_id="mine")
         with pytest.raises(aio.AioRpcError) as caught:
             await stub.CancelGeneration(cancel, metadata=bearer(BOB))
@@ -272,6 +269,7 @@ _MESSAGES = [
 _OPERATORS = {
     "/baton.engine.v1.HandoffService/List",
     *(f"/baton.engine.v1.WorkerService/{name}" for name in ("Abort", "Drain", "GetLoad", "GetModel", "WatchLoad")),
+    *(f"/baton.engine.v1.WorkerService/{name}" for name in ("ListLoras", "LoadLora", "UnloadLora")),
 }
 
 
@@ -280,9 +278,21 @@ def test_metrics_are_for_those_with_a_certificate(tmp_path: Path) -> None:
     own, scraper = authority.issue("router"), authority.issue("scraper")
     tls = TlsConfig(ca=authority.ca, cert=own.cert, key=own.key)
     trusting = ssl.create_default_context(cafile=authority.ca)
-    with serve_monitor(":0", tls) as monitor:
+    with serve_monitor(":0", tls.server_context()) as monitor:
         url = f"https://127.0.0.1:{monitor.port}/metrics"
         with pytest.raises(OSError):  # noqa: PT011 - TLS 1.3 says it with whichever read comes next
             urllib.request.urlopen(url, context=trusting, timeout=5).read()
         trusting.load_cert_chain(scraper.cert, scraper.key)
         assert b"baton_build_info" in urllib.request.urlopen(url, context=trusting, timeout=5).read()
+
+
+def test_a_peer_that_never_shakes_hands_does_not_stop_the_metrics(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    own = authority.issue("router")
+    trusting = ssl.create_default_context(cafile=authority.ca)
+    with (
+        serve_monitor(":0", TlsConfig(cert=own.cert, key=own.key).server_context()) as monitor,
+        socket.create_connection(("127.0.0.1", monitor.port), timeout=5),
+    ):
+        url = f"https://127.0.0.1:{monitor.port}/metrics"
+        assert b"baton_build_info" in urllib.request.urlopen(url, context=trusting, timeout=3).read()

@@ -1,14 +1,14 @@
-"""A prefill and a decode worker in this process; whatever a test does, no block may be in use after it."""
+"""A prefill and a decode worker in this process. After each test all of their blocks must be free."""
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from support import nixl
+from support.cluster.workers import LEASE_SECONDS, Running, Starter
+from support.eventually import eventually
 from support.lifetimes import in_one_task
-from support.worker_calls import until
-from support.workers import LEASE_SECONDS, Running, Starter
+from support.transports import nixl
 
-from services.engines.shared_pool import SharedPool
+from services.engines.memory.shared_pool import SharedPool
 
 
 @pytest.fixture
@@ -18,18 +18,18 @@ def start() -> Starter:
 
 @pytest.fixture
 async def prefill(start: Starter) -> AsyncIterator[Running]:
-    """Its blocks must be back one lease and a second after the test, at the latest."""
+    """All blocks must be free one lease and a second after the test, at the latest."""
     async with in_one_task(start("prefill")) as running:
         yield running
-        await until(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
 
 
 @pytest.fixture
 async def decode(start: Starter) -> AsyncIterator[Running]:
-    """Its blocks must be back when the last call has ended."""
+    """All blocks must be free when the last call has ended."""
     async with in_one_task(start("decode")) as running:
         yield running
-        await until(lambda: running.blocks_used == 0, 1)
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 @pytest.fixture

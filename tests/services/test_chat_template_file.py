@@ -1,13 +1,13 @@
-"""A worker's chat template may come from a file, which is looked at before anything is loaded."""
+"""A worker's chat template may come from a file, which is checked before anything is loaded."""
 
 from pathlib import Path
 
 import pytest
-from support.bench import bench, simulated
+from support.cluster.in_process import bench, simulated
 
+from baton.errors import ConfigError
 from discovery.memory import MemoryRegistry
-from rpc.errors import ConfigError
-from services.host import host_worker
+from services.server import host_worker
 
 CHAT = {"messages": [{"role": "user", "parts": [{"text": "hello"}]}]}
 

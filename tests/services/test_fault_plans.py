@@ -6,29 +6,30 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from baton.engine.v1 import decode_pb2
+from support.clients.worker_calls import Decoded, WorkerCalls, calls_to, decode_request
+from support.cluster.workers import LEASE_SECONDS, Running, Starter, worker_process
+from support.eventually import eventually
 from support.lifetimes import in_one_task
-from support.worker_calls import Decoded, WorkerCalls, calls_to, decode_request, until
-from support.workers import LEASE_SECONDS, Running, Starter, worker_process
 
-from rpc.aio import timeout
-from rpc.calls import stream
-from rpc.errors import EngineFailed, HandoffLost, InvalidRequest, PermissionDenied, Unavailable
-from rpc.fault_plan import FAULT_KEY, Fault, parse
+from baton.calls import stream
+from baton.engine.v1 import decode_pb2
+from baton.errors import EngineFailed, HandoffLost, InvalidRequest, PermissionDenied, Unavailable
+from rpc.fault_injection import FAULT_KEY, Fault, parse
+from runtime.aio import timeout
 
 
 @pytest.fixture
 async def prefill(start: Starter) -> AsyncIterator[Running]:
     async with in_one_task(start("prefill", allow_faults=True)) as running:
         yield running
-        await until(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
 
 
 @pytest.fixture
 async def decode(start: Starter) -> AsyncIterator[Running]:
     async with in_one_task(start("decode", allow_faults=True)) as running:
         yield running
-        await until(lambda: running.blocks_used == 0, 1)
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 def test_a_plan_says_what_where_and_when() -> None:
@@ -49,14 +50,14 @@ def test_a_queue_is_prefills_unless_another_role_is_named() -> None:
         ("crash@lunch", "one of admission"),
         ("crash", "expected one of"),
         ("crash@decode;when=now", "the options are role, attempt, p and seed"),
-        ("crash@pull;role=prefill", "not a moment of the role"),
+        ("crash@pull;role=prefill", "not a point of the role"),
         ("delay@pull", "need seconds"),
         ("crash=3@pull", "need seconds"),
-        ("delay=x@pull", "'x' is no number"),
+        ("delay=x@pull", "'x' is not a number"),
         ("delay=-1@pull", "out of range"),
         ("corrupt@decode", "only what is held or pull"),
         ("crash@route", "a router can only delay or hang"),
-        ("delay=1@queue;role=router", "not a moment of the role"),
+        ("delay=1@queue;role=router", "not a point of the role"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_saying_why(plan: str, problem: str) -> None:
@@ -66,11 +67,11 @@ def test_a_plan_that_cannot_be_is_refused_saying_why(plan: str, problem: str) ->
 
 def test_chance_is_the_same_for_the_same_seed_and_request() -> None:
     [fault] = parse("drop@decode;p=0.3;seed=5")
-    struck = [fault.strikes(f"request-{number}") for number in range(1000)]
-    assert struck == [fault.strikes(f"request-{number}") for number in range(1000)]
+    struck = [fault.applies_to(f"request-{number}") for number in range(1000)]
+    assert struck == [fault.applies_to(f"request-{number}") for number in range(1000)]
     assert 250 < sum(struck) < 350
     [other] = parse("drop@decode;p=0.3;seed=6")
-    assert struck != [other.strikes(f"request-{number}") for number in range(1000)]
+    assert struck != [other.applies_to(f"request-{number}") for number in range(1000)]
 
 
 async def run(prefill: Running, decode: Running, plan: str, seconds: float = 20) -> Decoded:
@@ -87,10 +88,10 @@ async def test_a_worker_that_does_not_allow_it_refuses_a_plan(start: Starter) ->
             await worker.calls.prefill(metadata=((FAULT_KEY, "drop@prefill"),))
 
 
-@pytest.mark.parametrize("moment", ["queue", "prefill"])
-async def test_a_dropped_prefill_is_a_worker_that_went_away(prefill: Running, moment: str) -> None:
-    with pytest.raises(Unavailable, match=moment):
-        await prefill.calls.prefill(metadata=((FAULT_KEY, f"drop@{moment}"),))
+@pytest.mark.parametrize("point", ["queue", "prefill"])
+async def test_a_dropped_prefill_is_a_worker_that_went_away(prefill: Running, point: str) -> None:
+    with pytest.raises(Unavailable, match=point):
+        await prefill.calls.prefill(metadata=((FAULT_KEY, f"drop@{point}"),))
     assert prefill.blocks_used == 0
 
 
@@ -130,17 +131,17 @@ async def test_a_token_counts_from_the_start_of_the_answer(decode: Running) -> N
 async def test_a_delay_is_one(prefill: Running) -> None:
     started = asyncio.get_running_loop().time()
     await prefill.calls.release(await prefill.calls.prefill(metadata=((FAULT_KEY, "delay=0.3@prefill"),)))
-    assert 0.3 <= asyncio.get_running_loop().time() - started < 2
+    assert asyncio.get_running_loop().time() - started >= 0.3
 
 
-@pytest.mark.parametrize("moment", ["queue", "prefill", "held"])
-async def test_a_hang_lasts_until_it_is_cancelled(prefill: Running, moment: str) -> None:
-    request = asyncio.create_task(prefill.calls.prefill(metadata=((FAULT_KEY, f"hang@{moment}"),)))
+@pytest.mark.parametrize("point", ["queue", "prefill", "held"])
+async def test_a_hang_lasts_until_it_is_cancelled(prefill: Running, point: str) -> None:
+    request = asyncio.create_task(prefill.calls.prefill(metadata=((FAULT_KEY, f"hang@{point}"),)))
     await asyncio.sleep(0.2)
     assert not request.done()
     assert (await prefill.calls.abort()).found
     await asyncio.gather(request, return_exceptions=True)
-    await until(lambda: prefill.blocks_used == 0, 0.5)
+    await eventually(lambda: prefill.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 async def test_only_the_attempt_that_is_meant_is_struck(prefill: Running) -> None:
@@ -160,7 +161,7 @@ async def test_a_crash_is_the_processs(tmp_path: Path) -> None:
         assert await asyncio.to_thread(worker.popen.wait, 10) == -signal.SIGKILL
 
 
-async def test_a_frozen_worker_answers_nobody(tmp_path: Path) -> None:
+async def test_a_frozen_worker_answers_no_call(tmp_path: Path) -> None:
     engine = "engine={kind: simulated, allow_faults: true}"
     with worker_process("decode", tmp_path, engine) as worker:
         async with calls_to(worker.address) as calls:
@@ -172,5 +173,5 @@ async def test_a_frozen_worker_answers_nobody(tmp_path: Path) -> None:
 
 async def seconds_to_abort(calls: WorkerCalls) -> float:
     started = asyncio.get_running_loop().time()
-    await calls.abort("nobody")
+    await calls.abort("unknown")
     return asyncio.get_running_loop().time() - started

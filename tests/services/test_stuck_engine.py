@@ -1,28 +1,30 @@
-"""A worker whose engine hangs: its process ends, so that it is started anew."""
+"""A worker whose engine hangs ends its process, so that it is restarted."""
 
 import asyncio
 import subprocess
 import sys
 import time
 
-from support.checkpoints import DEMO
-from support.processes import ROOT
+from support.cluster.processes import ROOT
+from support.engines.checkpoints import DEMO
 
-# A worker as `python -m services` runs it, whose engine is given something to do that never ends.
+# A worker as `python -m services` runs it, whose engine's first step never ends.
 STUCK = """
 import asyncio, sys, threading
-from rpc.config import load
-from rpc.run import run
-from services.attending import attend
+from runtime.config import load
+from runtime.process import run
 from services.config import WorkerConfig
-from services.host import host_worker
+from services.engines.prompt import Prompt, Sampling
+from services.server import host_worker
+from services.worker import supervise
 
 config = load(WorkerConfig, sys.argv[1], sys.argv[2:]).value.named()
 
 async def work(stopping):
     async with host_worker(config) as worker:
-        never = asyncio.ensure_future(worker.engine._loop.call(lambda core: threading.Event().wait()))
-        await attend(worker, stopping)
+        worker.engine.runner.start = lambda _chunks: threading.Event().wait()
+        never = asyncio.ensure_future(worker.engine.prefill(Prompt((1, 2)), Sampling(max_tokens=4)))
+        await supervise(worker, stopping)
 
 run(work)
 """
@@ -35,5 +37,5 @@ async def test_a_worker_with_a_stuck_engine_ends_with_exit_code_1() -> None:
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     log, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1, log.decode()[-2000:]
-    assert b"the engine does not end; the process does" in log
+    assert b"engine shutdown timed out; exiting" in log
     assert time.monotonic() - started < 60

@@ -10,6 +10,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from rpc.auth.tls import TlsConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -93,3 +95,10 @@ def _usage(authority: bool) -> x509.KeyUsage:
 
 def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
+def worker_tls(folder: Path, name: str = "w1") -> TlsConfig:
+    """What a worker listens and calls with, signed by an authority of its own."""
+    authority = Authority(folder, f"authority of {name}")
+    pair = authority.issue(name, uris=[f"baton://worker/{name}"])
+    return TlsConfig(ca=authority.ca, cert=pair.cert, key=pair.key)

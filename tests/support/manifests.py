@@ -1,4 +1,4 @@
-"""What files of deploy/ say: their documents, and the processes that they start."""
+"""Reads the files of deploy/: their documents, and the processes that they start."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from router.config import RouterConfig
-from rpc.config import load
+from runtime.config import load
 from services.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""How much memory something takes at its worst."""
+"""The peak memory of a block of code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass
 class Peak:
-    """How far this process's memory rose above where it started, once the block has ended."""
+    """The growth of this process's peak memory, set at the end of the block."""
 
     megabytes: float = 0.0
 

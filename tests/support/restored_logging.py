@@ -1,4 +1,4 @@
-"""A fixture that leaves logging as it was found, for the conftest of whoever configures it."""
+"""A fixture that restores logging after a test that configures it."""
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import structlog
 
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    """Undoes what a test has configured."""
+    """Restores the logging configuration after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

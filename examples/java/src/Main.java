@@ -41,12 +41,12 @@ public final class Main {
     this.stub = stub;
   }
 
-  /** Prints an answer as it comes. */
+  /** Prints a completion as it streams. */
   private void stream(String prompt) {
     print(stub.generate(greedy(prompt).build()));
   }
 
-  /** Ends the call in the middle, which stops the request on the workers. */
+  /** Cancels the call in the middle, which cancels the request on the workers. */
   private void cancel(String prompt) {
     Context.CancellableContext context = Context.current().withCancellation();
     context.run(
@@ -65,7 +65,7 @@ public final class Main {
         });
   }
 
-  /** Cancels a request by its id, as anybody may who knows it, and prints what each worker confirmed. */
+  /** Cancels a request by its id, and prints what each worker confirmed. */
   private void stop(String prompt) {
     String id = UUID.randomUUID().toString();
     int count = 0;
@@ -85,17 +85,17 @@ public final class Main {
     }
   }
 
-  /** Gives the answer so long and no longer; every hop is told how much of it is left. */
+  /** Sets a deadline, which travels with the call to every worker. */
   private void deadline(double seconds, String prompt) {
     print(stub.withDeadlineAfter((long) (seconds * 1000), MILLISECONDS).generate(greedy(prompt).build()));
   }
 
-  /** Tries again what may pass, after the time that the server asks for. Not once text has been printed. */
+  /** Retries transient failures after the delay that the server asks for, but not after text has been printed. */
   private void retry(String prompt) throws InterruptedException {
     for (int attempt = 1; ; attempt++) {
       Iterator<GenerateResponse> call = stub.generate(greedy(prompt).build());
       try {
-        // The first message comes when the request has been let in: what fails later is not tried again.
+        // The first message comes after the request was admitted: later failures are not retried.
         call.hasNext();
       } catch (StatusRuntimeException error) {
         if (attempt == ATTEMPTS || !MAY_PASS.contains(error.getStatus().getCode())) {
@@ -109,7 +109,7 @@ public final class Main {
     }
   }
 
-  /** Asks for what cannot be, to show what an error says. */
+  /** Sends an invalid request, to show the details of an error. */
   private void errors() {
     SamplingParams wrong = SamplingParams.newBuilder().setTemperature(-1).setTopP(2).build();
     stub.generateUnary(GenerateUnaryRequest.newBuilder().setRequest(greedy("x").setSampling(wrong)).build());
@@ -131,7 +131,7 @@ public final class Main {
     System.out.flush();
   }
 
-  /** How long to wait: as the server says, else twice as long each time; with jitter in both cases. */
+  /** The delay before a retry: the server's, or else exponential backoff; with jitter in both cases. */
   private static long pauseMillis(StatusRuntimeException error, int attempt) {
     long asked =
         detail(error, RetryInfo.class)
@@ -143,7 +143,7 @@ public final class Main {
     return wait;
   }
 
-  /** Prints all that a failed call says. */
+  /** Prints the whole status of a failed call. */
   private static void explain(StatusRuntimeException error) {
     Status status = error.getStatus();
     System.err.printf("status %d: %s%n", status.getCode().value(), status.getDescription());

@@ -13,7 +13,7 @@ export function decode(thrown, api) {
   const hints = [];
   if (info?.metadata.stage) hints.push(`at ${info.metadata.stage}`);
   if (info?.metadata.worker_id) hints.push(`on ${info.metadata.worker_id}`);
-  if (retry?.retryDelay) hints.push(`try again in ${(durationMs(retry.retryDelay) / 1000).toFixed(1)} s`);
+  if (retry?.retryDelay) hints.push(`retry in ${(durationMs(retry.retryDelay) / 1000).toFixed(1)} s`);
   // A browser does not say why it could not connect.
   if (!info && error.cause instanceof TypeError) hints.push(`is Envoy at ${api}, and does it allow this page?`);
   return { reason: info?.reason ?? Code[error.code], message: error.rawMessage, fields, hints };

@@ -1,0 +1,28 @@
+"""The embedded PyTorch engine, on a CPU or a GPU. Only config.py can be imported without torch.
+
+A request goes through these, in this order:
+
+engine.py         the Engine: asynchronous calls into the engine's thread
+validation.py     checks of a request before the engine takes it
+engine_loop.py    the engine's thread: takes commands, runs steps, delivers results
+core.py           one step of the engine: schedule, run the model, hand out tokens
+scheduler.py      which sequences take part in a step
+sequence.py       one request: its tokens, its blocks, its progress
+event_queue.py    events of a request that wait for their reader
+stream.py         the generator that `decode` returns
+
+config.py         the engine's configuration
+facts.py          what it says of a loaded model
+stall_detector.py detects a thread that hangs
+
+runners/          a step of the model: tensors of the batch, CUDA graphs
+model/            checkpoints and language models
+kernels/          operations of the fused model, in PyTorch and in Triton
+kv_cache/         the block pool, its memory, held KV, CUDA IPC
+parallel/         a model split among processes: tensor parallelism
+lora/             adapters: reading, keeping and computing them
+speculation/      drafts of several tokens, verified in one step
+sampling/         choosing the next tokens
+vision/           images, vision tower, and the encoder
+embedding/        vectors of texts: the embedder
+"""

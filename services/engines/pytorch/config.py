@@ -1,16 +1,49 @@
-"""What can be set on the embedded PyTorch engine; importable without torch."""
+"""The configuration of the embedded PyTorch engine. Importable without torch."""
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 from typing_extensions import Self
 
+from runtime.config import Section
+from services.engines.context import EngineConfig
 
-class PyTorchConfig(BaseModel):
-    """Options of the embedded engine. What is None is derived from the device and the model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class LoraOptions(Section):
+    """The key `engine.lora`: adapters in PEFT's layout, each in a folder of its own below `folder`."""
+
+    folder: Path
+    load: tuple[str, ...] = ()
+    """Names of adapters to load at start; others are loaded when a request names them, if `on_demand`."""
+    on_demand: bool = True
+    max_loaded: int = Field(default=8, ge=1, le=256)
+    """Adapters in memory at the same time. Their memory is taken at start."""
+    max_rank: int = Field(default=16, ge=1, le=1024)
+    """The largest rank of an adapter; larger ones are refused."""
+
+    @model_validator(mode="after")
+    def _all_fit(self) -> Self:
+        if len(self.load) > self.max_loaded:
+            raise ValueError(f"load names {len(self.load)} adapters, and max_loaded is {self.max_loaded}")
+        return self
+
+
+class SpeculationOptions(Section):
+    """The key `engine.speculation`: several tokens in one step, where they can be guessed."""
+
+    kind: Literal["prompt_lookup"]
+    """prompt_lookup: what followed the last tokens when they occurred before."""
+    max_tokens: int = Field(default=4, ge=1, le=16)
+    """Draft tokens of a sequence in one step."""
+    ngram: int = Field(default=3, ge=1, le=8)
+    """How many of the last tokens must have occurred before."""
+    max_sequences: int = Field(default=8, ge=1)
+    """Steps with more decoding sequences get no drafts: they are used well without."""
+
+
+class PyTorchConfig(EngineConfig):
+    """Options of the embedded engine. Options that are None are derived from the device and the model."""
 
     kind: Literal["pytorch"] = "pytorch"
     model: Path
@@ -19,28 +52,56 @@ class PyTorchConfig(BaseModel):
     """The name under which the model is served; the folder's name if empty."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and KV. auto: float32 on a CPU, on CUDA bfloat16 unless the checkpoint is float32."""
+    """The dtype of weights and KV. auto: float32 on a CPU; on CUDA bfloat16 unless the checkpoint is float32."""
+    execution: Literal["auto", "library", "fused"] = "auto"
+    """library: transformers' modules. fused: kernels that read the block pool in place, with decode steps in CUDA
+    graphs, and the next step started while one runs; for llama, mistral, qwen2 and qwen3. auto: fused where CUDA,
+    Triton and the model allow it.
+    """
+    cuda_graphs: bool = True
+    """Captures the fused decode steps for each batch size when the worker starts."""
     kv_cache_bytes: ByteSize | None = Field(default=None, gt=0)
-    """Size of the block pool; 256 MiB on a CPU, `kv_cache_fraction` of what is free on CUDA."""
-    kv_cache_fraction: float = Field(default=0.8, gt=0, lt=1)
+    """Size of the block pool. By default 256 MiB on a CPU, and on CUDA the rest of `gpu_memory_share`."""
+    kv_cache_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """On CUDA: the pool's share of the free memory, instead of the computed size."""
+    gpu_memory_share: float = Field(default=1.0, gt=0, le=1)
+    """The share of the GPU's memory for this worker: weights, steps and the block pool."""
     block_tokens: int | None = Field(default=None, ge=1, le=256)
     """Tokens in a block: 16 on a CPU, 32 on CUDA."""
     max_context_tokens: int | None = Field(default=None, ge=2)
-    """Prompt and answer together; never more than the model's own limit or the pool."""
+    """Prompt and answer together; limited by the model's own limit and by the pool."""
     max_sequences: int = Field(default=64, ge=1)
     """Requests that run at the same time."""
     max_step_tokens: int | None = Field(default=None, ge=2)
-    """Tokens computed in one step, which bounds its duration: 512 on a CPU, 4096 on CUDA."""
+    """Tokens computed in one step, which bounds its duration: 512 on a CPU, 4096 on CUDA; to embed, 4096 and 16384."""
     max_waiting: int = Field(default=256, ge=1)
-    """Requests, or images to encode, that wait for room; one more is refused as Overloaded."""
+    """Requests, images to encode, or calls to embed that wait; one more is refused as Overloaded."""
     max_step_images: int = Field(default=16, ge=1)
-    """Images that an encode worker looks at together."""
+    """Images that an encode worker computes together."""
+    pooling: Literal["auto", "last", "mean", "cls", "max"] = "auto"
+    """How an embed worker makes a vector of the states of a text's tokens. auto: as the checkpoint's files for
+    sentence-transformers say; without them the last token's state of a decoder, and the mean of a model like BERT.
+    """
+    max_step_inputs: int = Field(default=64, ge=1)
+    """Texts that an embed worker takes together; those of one call are never divided."""
     max_logprobs: int = Field(default=20, ge=0)
     prefix_cache: bool = True
     stall_seconds: float | None = Field(default=None, gt=0)
-    """A step that takes longer is stuck, and the worker ends: 600 s on a CPU, 60 s on CUDA."""
+    """A layer that takes longer counts as stuck, and the worker ends; 12 s if unset."""
+    canary_seconds: float | None = Field(default=5.0, gt=0)
+    """The engine is tested with one token after this idle time; null disables the test."""
+    canary_patience_seconds: float = Field(default=8.0, gt=0)
+    """The engine counts as failed if the test takes longer."""
+    lora: LoraOptions | None = None
+    """Adapters; null serves none. Steps are then computed by transformers' modules."""
+    speculation: SpeculationOptions | None = None
+    """Speculative decoding; null turns it off. Steps are then computed by transformers' modules."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for one operation; PyTorch's own choice if unset."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Processes, and on CUDA GPUs, among which the model is split; by the fused kernels only. `kv_cache_bytes` is then
+    what each GPU takes.
+    """
 
     @model_validator(mode="after")
     def _step_holds_every_sequence(self) -> Self:
@@ -48,7 +109,18 @@ class PyTorchConfig(BaseModel):
             raise ValueError("max_step_tokens must be greater than max_sequences")
         return self
 
+    @model_validator(mode="after")
+    def _can_be_split(self) -> Self:
+        if self.tensor_parallel_size == 1:
+            return self
+        others = {"lora": self.lora, "speculation": self.speculation}
+        if unsupported := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"tensor_parallel_size: a split model does not support {', '.join(unsupported)}")
+        if self.execution == "library":
+            raise ValueError("tensor_parallel_size: transformers' modules are not split; execution must not be library")
+        return self
+
     @property
     def served_name(self) -> str:
-        """`name`, or the folder's."""
+        """`name`, or the folder's name."""
         return self.name or self.model.resolve().name

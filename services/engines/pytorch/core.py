@@ -1,84 +1,136 @@
-"""The engine itself, as its thread uses it: model, pool and scheduler, and what happens to a request in between."""
+"""The engine on its thread: model, pool and scheduler, and the life of a request."""
 
 import secrets
 import time
+from collections.abc import Sequence
 
 import torch
 
-from rpc.errors import BatonError, ConfigError, EngineFailed, HandoffLost, InvalidRequest
-from services.answer import FinishReason
-from services.engine import EngineLoad, ModelFacts
-from services.engines.pytorch import checkpoint
-from services.engines.pytorch.batch import Chunk, KvCache
-from services.engines.pytorch.blocks import BlockPool, CacheListener
+from baton.errors import BatonError, EngineFailed, HandoffLost, InvalidRequest
+from services.engines.answer import FinishReason
+from services.engines.base import EngineLoad
+from services.engines.memory.allocation import UNSHARED, RoomRules, no_room
+from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.memory import DTYPES, DeviceMemory, HostMemory, open_memory
-from services.engines.pytorch.model import LoadedModel, load_model
-from services.engines.pytorch.prefix import HashChain
-from services.engines.pytorch.runner import Runner
-from services.engines.pytorch.sampling import Chosen, SamplerState
-from services.engines.pytorch.scheduler import BlockReservation, Limits, Scheduler
+from services.engines.pytorch.facts import facts_of
+from services.engines.pytorch.guidance.vocabulary import open_vocabulary
+from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
+from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
+from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
+from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.lora.layers import NO_SLOT, LoraLayers
+from services.engines.pytorch.model import checkpoint
+from services.engines.pytorch.model.loading import LoadedModel, load_model
+from services.engines.pytorch.parallel.leader import Followers
+from services.engines.pytorch.parallel.pool_part import part_of_pool
+from services.engines.pytorch.parallel.shards import WHOLE
+from services.engines.pytorch.runners.batch import Chunk
+from services.engines.pytorch.runners.fused_runner import FusedRunner, Sizes
+from services.engines.pytorch.runners.runner import InflightStep, StepRunner
+from services.engines.pytorch.runners.selection import fused_runner, open_runner
+from services.engines.pytorch.sampling.prompt_logprobs import PromptReport
+from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
+from services.engines.pytorch.scheduler import BlockReservation, Scheduler, SchedulerLimits
 from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence
-from services.kv import KvLayout
-from services.prompt import Prompt, Sampling
-
-_HOST_CACHE_BYTES = 256 << 20
-_DEFAULT_BLOCK_TOKENS = {"cpu": 16, "cuda": 32}
-_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+from services.engines.pytorch.speculation.drafting import Drafter
+from services.telemetry import metrics
 
 
 class EngineCore:
-    """Everything here runs on the engine's thread, between steps or in one."""
+    """The engine without threads. Everything runs on the engine's thread, during a step or between two."""
 
-    def __init__(self, config: PyTorchConfig, listener: CacheListener | None = None) -> None:
+    def __init__(
+        self,
+        config: PyTorchConfig,
+        listener: CacheListener | None = None,
+        room: RoomRules = UNSHARED,
+        followers: Followers | None = None,
+    ) -> None:
         began = time.monotonic()
-        model = load_model(config)
-        self._layout = layout = _layout(config, model)
-        num_blocks = _num_blocks(config, model, layout)
+        model = load_model(config, followers.shard if followers else WHOLE)
+        self.followers = followers
+        self._layout = layout = layout_of(config, model)
+        self.lora = LoraLayers(model.module, config.lora.max_loaded, config.lora.max_rank) if config.lora else None
+        blocks = num_blocks(config, model, layout)
+        blocks = followers.least_blocks(blocks) if followers else blocks
         self.device: str = model.device.type
-        self.memory: HostMemory | DeviceMemory = open_memory(layout, num_blocks, model.device)
-        self._pool = BlockPool(num_blocks, listener)
+        self.memory: HostMemory | DeviceMemory = open_memory(layout, blocks, model.device)
+        self._pool = BlockPool(blocks, listener)
+        self.module = model.module
         self._prefix_cache = config.prefix_cache
-        self._runner = Runner(model, KvCache(self.memory.tensor, layout))
-        self.scheduler = Scheduler(self._pool, _limits(config, model, layout))
+        self._max_context_tokens = min(model.shape.max_context_tokens, self._pool.total * layout.block_tokens)
+        limits = _limits(config, self.device, layout.block_tokens, self._max_context_tokens)
+        self.runner = self._open_runner(config, model, limits)
+        self._room = room
+        self._stuck_since: float | None = None
+        drafter = Drafter(config.speculation, self._max_context_tokens) if config.speculation else None
+        self.scheduler = Scheduler(self._pool, limits, room, drafter)
+        self._inflight: InflightStep | None = None
+        # Sequences that ended while a step in flight still writes into their blocks, with the event to send afterwards.
+        self._leaving: list[tuple[TokenSequence, Event]] = []
         self._held: set[TokenSequence] = set()
         self.eos_token_ids = frozenset(model.eos_token_ids)
-        self._max_context_tokens = min(model.shape.max_context_tokens, self._pool.total * layout.block_tokens)
         self._warm_up()
-        self.facts = ModelFacts(
-            name=config.served_name,
-            engine="pytorch",
-            max_context_tokens=self._max_context_tokens,
-            vocab_size=model.shape.vocab_size,
-            max_logprobs=min(config.max_logprobs, model.shape.vocab_size),
-            eos_token_ids=model.eos_token_ids,
-            layout=layout,
-            files=checkpoint.model_files(config.model),
+        files = checkpoint.model_files(config.model)
+        self.vocabulary = open_vocabulary(files, model.shape.vocab_size, model.eos_token_ids)
+        self.facts = facts_of(
+            config,
+            model,
+            layout,
+            limits,
+            files,
+            kv_blocks=self._pool.total,
+            guided_decoding=self.vocabulary is not None,
+            takes_handoffs=self.exposes_kv,
             load_seconds=time.monotonic() - began,
-            images=model.images,
         )
 
-    def new_sequence(self, prompt: Prompt, sampling: Sampling, sink: Sink, *, hold: bool) -> TokenSequence:
-        """A request that has not been submitted yet. Safe on every thread."""
+    @property
+    def exposes_kv(self) -> bool:
+        """Whether the memory contains the KV of all heads; not where a model is split among GPUs."""
+        return self.followers is None or self.device == "cpu"
+
+    def close(self) -> None:
+        """Frees the memory, and ends the other ranks' processes."""
+        if self.followers is not None:
+            if isinstance(self.runner, FusedRunner):
+                self.runner.free_graphs()
+            self.followers.close()
+        self.memory.close()
+
+    def _open_runner(self, config: PyTorchConfig, model: LoadedModel, limits: SchedulerLimits) -> StepRunner:
+        sizes = Sizes(limits.max_sequences, limits.max_context_tokens, limits.block_tokens, graphs=config.cuda_graphs)
+        followers, pool = self.followers, self.memory.tensor
+        if followers is None:
+            return open_runner(config, model, pool, self._layout, sizes, self.lora)
+        ranks = followers.begin(len(pool), sizes, self.memory.file_descriptor, model.device)
+        return fused_runner(model, part_of_pool(pool, model.shard), sizes, ranks, followers.tell)
+
+    def new_sequence(
+        self, prompt: Prompt, sampling: Sampling, sink: Sink, *, hold: bool, lora_slot: int = NO_SLOT
+    ) -> TokenSequence:
+        """Creates a request, without submitting it. Safe on every thread."""
         return TokenSequence(
             prompt=prompt,
             sampling=sampling,
             hold=hold,
-            chain=HashChain(prompt.cache_salt, self._layout.block_tokens, prompt.media),
+            chain=HashChain(prompt.cache_salt, self._layout.block_tokens, prompt.media, prompt.chain_seed),
             sampler=SamplerState(prompt, sampling, self.eos_token_ids),
             sink=sink,
             tokens=list(prompt.context),
+            lora_slot=lora_slot,
+            prompt_report=PromptReport.of(prompt, sampling),
         )
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Queues a request whose prompt is run here. Raises Overloaded."""
+        """Queues a request whose prompt is computed here. Raises Overloaded."""
         if not self._ended_already(sequence):
             self.scheduler.enqueue(sequence)
 
     def submit_pulled(self, sequence: TokenSequence, reservation: BlockReservation) -> None:
-        """Lets a request run on the blocks of its reservation, which hold the right KV by now."""
+        """Starts a request on the blocks of its reservation, which now contain its KV."""
         if reservation.state is not State.RESERVED:
-            raise HandoffLost("the reservation was given back before the request could run")
+            raise HandoffLost("the reservation was released before the request could run")
         if sequence.prompt.emitted == () or reservation.num_tokens >= len(sequence.tokens):
             raise InvalidRequest.of("emitted", "must hold at least the token that follows the pulled ones")
         sequence.computed = reservation.num_tokens
@@ -88,36 +140,112 @@ class EngineCore:
         if self._ended_already(sequence):
             self.scheduler.remove(reservation)
             return
-        self.scheduler.take_over(reservation, sequence)
+        self.scheduler.add_reserved(reservation, sequence)
         self._store(sequence)
 
     def reserve(self, reservation: BlockReservation) -> None:
-        """Queues a wish for blocks. Raises Overloaded."""
+        """Queues a reservation. Raises Overloaded."""
         self.scheduler.enqueue(reservation)
 
+    def give_up_if_held_up(self, reservation: BlockReservation) -> None:
+        """Fails a reservation that has waited too long for held KV."""
+        if self.scheduler.is_held_up(reservation):
+            self.scheduler.remove(reservation)
+            reservation.settled(no_room(self._room))
+
     def abort(self, item: TokenSequence | BlockReservation) -> int:
-        """Ends a request or reservation in whatever state; returns how many blocks came back."""
+        """Ends a request or reservation in any state; returns how many blocks became free."""
+        self.finish_step()
         if isinstance(item, TokenSequence):
             self._held.discard(item)
         return self.scheduler.remove(item)
 
     def step(self) -> bool:
-        """Runs one step; False if there was nothing to do."""
-        chunks = self.scheduler.schedule()
-        if not chunks:
+        """Starts a step, and completes the previous one, if it is in flight. Returns False if there was
+        nothing to do.
+        """
+        inflight, self._inflight = self._inflight, None
+        if inflight is None:
+            chunks = self.scheduler.schedule()
+        else:
+            chunks = self.scheduler.schedule_ahead() if inflight.may_be_followed else []
+        if chunks:
+            self._inflight = self._start(chunks)
+        if inflight is not None:
+            self._take_in(inflight)
+        elif not chunks:
             return self._make_way()
-        for chunk, chosen in self._runner.run(chunks):
-            self._advance(chunk, chosen)
+        self._stuck_since = None
+        if self._inflight is not None and not self._inflight.may_be_followed:
+            self.finish_step()
         return True
 
-    def _make_way(self) -> bool:
-        """Where all that run wait for a block, and none could be run again here: ends the newest of them.
+    def finish_step(self) -> None:
+        """Waits for the step in flight, if there is one, and processes its outcome."""
+        inflight, self._inflight = self._inflight, None
+        if inflight is not None:
+            self._take_in(inflight)
 
-        Unless somebody else has blocks, who will give them back: then there is nothing to do but to wait.
+    def _start(self, chunks: list[Chunk]) -> InflightStep | None:
+        """Starts a step. If it runs out of memory, only the request that needs the most memory fails."""
+        try:
+            inflight = self.runner.start(chunks)
+        except torch.OutOfMemoryError:
+            if self.followers is not None:
+                raise  # the other ranks wait amid this step: the group cannot go on
+            torch.cuda.empty_cache()
+            largest = max(chunks, key=lambda chunk: chunk.count).sequence
+            self._leave(largest, Failed(EngineFailed("there was too little memory to compute this request")))
+            return None
+        for chunk in chunks:
+            chunk.sequence.in_flight.tokens += chunk.count
+            chunk.sequence.in_flight.ids += chunk.samples
+        return inflight
+
+    def _take_in(self, inflight: InflightStep) -> None:
+        for chunk, chosen in zip(inflight.chunks, inflight.outcomes(), strict=True):
+            flying = chunk.sequence.in_flight
+            flying.tokens -= chunk.count
+            flying.ids -= chunk.samples
+            if chunk.sequence.state is State.RUNNING and not flying.is_void:
+                self._advance(chunk, chosen)
+            flying.is_void = flying.is_void and flying.tokens > 0
+        leaving, self._leaving = self._leaving, []
+        for sequence, event in leaving:
+            self._leave(sequence, event)
+
+    def _leave(self, sequence: TokenSequence, event: Event) -> None:
+        """Frees a sequence's blocks and sends its last event, once no step writes into them any more."""
+        if not sequence.in_flight.tokens:
+            self.scheduler.remove(sequence)
+            sequence.sink(event)
+            return
+        if sequence.state is not State.DONE:
+            self.scheduler.retire(sequence)
+        self._leaving.append((sequence, event))
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """When to step again even if nothing happens; None for never."""
+        if self._stuck_since is None:
+            return None
+        return max(0.0, self._stuck_since + self._room.held_wait_seconds - time.monotonic())
+
+    def _make_way(self) -> bool:
+        """If all running sequences wait for a block and none can be preempted, fails the newest of them.
+
+        It waits while a pull is running, which will end. It waits only briefly for KV that is held for other workers,
+        since they may be waiting for this worker.
         """
         stuck = {block for sequence in self.scheduler.running for block in sequence.blocks}
-        if not stuck or self._pool.used > len(stuck):
+        if not stuck or self.scheduler.reserved:
+            self._stuck_since = None
             return False
+        if self._pool.used > len(stuck):
+            self._stuck_since = self._stuck_since or time.monotonic()
+            if self.patience_seconds:
+                return False
+        self._stuck_since = None
         sequence = self.scheduler.running[-1]
         self.abort(sequence)
         sequence.sink(
@@ -126,7 +254,8 @@ class EngineCore:
         return True
 
     def fail_all(self, error: BatonError) -> None:
-        """Ends every request that somebody waits for with `error`."""
+        """Fails every request with `error`. The step in flight is lost."""
+        self._inflight = None
         for item in [*self.scheduler.running, *self.scheduler.waiting]:
             self.abort(item)
             if isinstance(item, TokenSequence):
@@ -135,7 +264,7 @@ class EngineCore:
                 item.settled(error)
 
     def load(self) -> EngineLoad:
-        """A snapshot."""
+        """Returns the current load."""
         waiting = [item for item in self.scheduler.waiting if isinstance(item, TokenSequence)]
         return EngineLoad(
             running=len(self.scheduler.running),
@@ -148,13 +277,41 @@ class EngineCore:
 
     def _advance(self, chunk: Chunk, chosen: Chosen | None) -> None:
         sequence = chunk.sequence
+        if chosen is not None and chosen.is_unsettled:
+            sequence.sampler.needs_all_candidates = sequence.in_flight.is_void = True
+            return
         if chosen is not None and chosen.token_id is None:
             self._fail(sequence)
             return
-        sequence.computed = chunk.end
+        guidance = sequence.sampler.guidance
+        if guidance is not None and guidance.failure is not None:
+            self._leave(sequence, Failed(guidance.failure))
+            return
+        sequence.computed = chunk.end - len(chunk.drafts)
         self._store(sequence)
         if chosen is not None and chosen.token_id is not None:
+            sequence.drafts.drafted += len(chunk.drafts)
             self._append(sequence, chosen.token_id, chosen)
+            if chunk.drafts:
+                self._append_confirmed(chunk, chosen.more)
+
+    def _append_confirmed(self, chunk: Chunk, more: Sequence[Chosen]) -> None:
+        """Appends the tokens after confirmed drafts, whose KV the step has computed. That of other drafts stays in the
+        blocks, after the sequence's end, until it is overwritten.
+        """
+        sequence, accepted = chunk.sequence, 0
+        for chosen in more:
+            if sequence.state is not State.RUNNING:
+                break
+            sequence.computed += 1
+            self._store(sequence)
+            sequence.drafts.accepted += 1
+            accepted += 1
+            assert chosen.token_id is not None
+            self._append(sequence, chosen.token_id, chosen)
+        metrics.DRAFTED_TOKENS.inc(len(chunk.drafts))
+        metrics.ACCEPTED_TOKENS.inc(accepted)
+        sequence.drafts.note(accepted, len(sequence.tokens))
 
     def _append(self, sequence: TokenSequence, token_id: int, chosen: Chosen) -> None:
         sequence.tokens.append(token_id)
@@ -164,17 +321,16 @@ class EngineCore:
         if sequence.hold:
             self._hold(sequence, chosen, reason)
             return
-        sequence.sink(Token(token_id, chosen.logprob))
+        sequence.sink(Token(token_id, chosen.logprob, sequence.take_prompt_logprobs()))
         if reason is not None:
-            self.abort(sequence)
-            sequence.sink(sequence.finished(reason))
+            self._leave(sequence, sequence.finished(reason))
 
     def _hold(self, sequence: TokenSequence, chosen: Chosen, reason: FinishReason | None) -> None:
         if reason is None:
             self.scheduler.hold(sequence)
             self._held.add(sequence)
         else:
-            self.abort(sequence)
+            self.scheduler.remove(sequence)
         num_tokens = sequence.computed
         sequence.sink(
             Held(
@@ -187,11 +343,12 @@ class EngineCore:
                 cached_tokens=sequence.cached_tokens,
                 queue_seconds=sequence.queue_seconds,
                 compute_seconds=sequence.first_token_at - sequence.started,
+                prompt_logprobs=sequence.take_prompt_logprobs(),
             )
         )
 
     def _ended_already(self, sequence: TokenSequence) -> bool:
-        """Whether the ids that the client has already are the whole answer; then that is said at once."""
+        """Whether the ids that the client already has are the whole answer; if so, sends the last event."""
         if not sequence.prompt.emitted:
             return False
         reason = sequence.finish_reason(self.eos_token_ids, self._max_context_tokens)
@@ -201,7 +358,7 @@ class EngineCore:
         return reason is not None
 
     def _store(self, sequence: TokenSequence) -> None:
-        """Makes the sequence's newly filled blocks known to the prefix cache."""
+        """Adds the sequence's newly filled blocks to the prefix cache."""
         if not self._prefix_cache:
             return
         links = sequence.chain.upto(sequence.tokens, sequence.computed)
@@ -210,13 +367,15 @@ class EngineCore:
         sequence.stored_blocks = len(links)
 
     def _fail(self, sequence: TokenSequence) -> None:
-        """Ends one request whose numbers overflowed, and cleans its blocks: NaN survives even under a mask."""
-        self.memory.tensor[self._pool.forget(sequence.blocks)] = 0
-        self.abort(sequence)
-        sequence.sink(Failed(EngineFailed("the model computed NaN or infinity for this request")))
+        """Fails a request whose numbers overflowed, and zeroes its blocks: NaN would spread even through a mask."""
+        blocks = self._pool.forget(sequence.blocks)
+        self.memory.tensor[blocks] = 0
+        if self.followers is not None:
+            self.followers.zero(blocks)
+        self._leave(sequence, Failed(EngineFailed("the model computed NaN or infinity for this request")))
 
     def _warm_up(self) -> None:
-        """Runs a short prompt and some tokens, so that the first request finds everything in place."""
+        """Runs a short prompt and some tokens, so that the first request need not wait for initialization."""
         outcome: list[Event] = []
         prompt = Prompt((0,) * min(32, self._max_context_tokens - 1), cache_salt=secrets.token_hex())
         sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -228,38 +387,12 @@ class EngineCore:
             raise outcome[-1].error
 
 
-def _layout(config: PyTorchConfig, model: LoadedModel) -> KvLayout:
-    shape = model.shape
-    block_tokens = config.block_tokens or _DEFAULT_BLOCK_TOKENS[model.device.type]
-    return KvLayout(
-        model=checkpoint.fingerprint(config.model),
-        dtype=next(name for name, dtype in DTYPES.items() if dtype == model.dtype),
-        num_layers=shape.num_layers,
-        kv_factor=2,
-        kv_heads=shape.kv_heads,
-        block_tokens=block_tokens,
-        head_dim=shape.head_dim,
-        block_bytes=shape.num_layers * 2 * shape.kv_heads * block_tokens * shape.head_dim * model.dtype.itemsize,
-    )
-
-
-def _num_blocks(config: PyTorchConfig, model: LoadedModel, layout: KvLayout) -> int:
-    """How many blocks the cache's share of memory holds, one of them for padding."""
-    size = config.kv_cache_bytes or _HOST_CACHE_BYTES
-    if config.kv_cache_bytes is None and model.device.type == "cuda":
-        size = int(torch.cuda.mem_get_info(model.device)[0] * config.kv_cache_fraction)
-    count = size // layout.block_bytes
-    if count < 2:
-        raise ConfigError(f"engine.kv_cache_bytes: {size} bytes are less than two blocks of {layout.block_bytes} bytes")
-    return int(count)
-
-
-def _limits(config: PyTorchConfig, model: LoadedModel, layout: KvLayout) -> Limits:
-    step_tokens = config.max_step_tokens or max(_DEFAULT_STEP_TOKENS[model.device.type], 2 * config.max_sequences)
-    return Limits(
+def _limits(config: PyTorchConfig, device: str, block_tokens: int, max_context_tokens: int) -> SchedulerLimits:
+    return SchedulerLimits(
         max_sequences=config.max_sequences,
-        max_step_tokens=step_tokens,
+        max_step_tokens=step_tokens(config, device),
         max_waiting=config.max_waiting,
-        block_tokens=layout.block_tokens,
+        max_context_tokens=max_context_tokens,
+        block_tokens=block_tokens,
         prefix_cache=config.prefix_cache,
     )

@@ -1,98 +1,159 @@
-"""The embedded engine's face: asynchronous calls into the engine's thread, and their abort."""
+"""The embedded engine: asynchronous calls into the engine's thread, and their abort."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from functools import partial
+from types import TracebackType
 
 import torch
 from typing_extensions import Self
 
-from rpc.errors import BatonError, InvalidRequest
-from services.answer import Finished, Tokens
-from services.engine import EngineLoad, ModelFacts
-from services.engines.media_checks import check_computable
-from services.engines.pytorch.blocks import CacheListener
+from baton.errors import BatonError, InvalidRequest, Unsupported
+from services.engines.answer import Finished, Tokens
+from services.engines.base import Engine, EngineLoad, ModelFacts
+from services.engines.canary import Canary
+from services.engines.kv import BlockMemory, HeldKv, PulledKv
+from services.engines.kv_events import KvChange, KvPublisher
+from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
-from services.engines.pytorch.holdings import HeldPrompt, ReservedBlocks
-from services.engines.pytorch.mailbox import Mailbox
-from services.engines.pytorch.prefix import HashChain
-from services.engines.pytorch.pulse import Pulse
-from services.engines.pytorch.requests import check_prompt, check_sampling
+from services.engines.pytorch.event_queue import EventQueue
+from services.engines.pytorch.guidance.compiler import GrammarCompiler
+from services.engines.pytorch.kv_cache.blocks import CacheListener
+from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, ReservedBlocks
+from services.engines.pytorch.kv_cache.kv_events import CacheEvents
+from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.lora.adapters import LoraAdapters
+from services.engines.pytorch.lora.layers import NO_SLOT
+from services.engines.pytorch.lora.peft_folder import LowRank
+from services.engines.pytorch.parallel.leader import Followers
+from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
+from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.stream import DecodeStream
-from services.footprint import Footprint, current_footprint
-from services.kv import BlockMemory, HeldKv, PulledKv
-from services.prompt import Prompt, Sampling
+from services.engines.pytorch.validation import check_prompt, check_sampling
+from services.telemetry.request_context import FreedKv, current_freed_kv
 
 
-class PyTorchEngine:
-    """A Hugging Face model with a paged KV cache and continuous batching, as `services.engine.Engine` describes it.
+class PyTorchEngine(Engine):
+    """An Engine: a Hugging Face model with a paged KV cache and continuous batching.
 
-    `listener` hears, on the engine's thread, of blocks that enter and leave the prefix cache.
+    The engine's thread calls `listener` for blocks that enter and leave the prefix cache.
     """
 
-    def __init__(self, config: PyTorchConfig, listener: CacheListener | None = None) -> None:
+    def __init__(
+        self, config: PyTorchConfig, listener: CacheListener | None = None, room: RoomRules = UNSHARED
+    ) -> None:
         self._config = config
-        self._listener = listener
+        self._publisher = KvPublisher()
+        self._cache_events = CacheEvents(self._publisher, listener)
+        self._room = room
 
     async def __aenter__(self) -> Self:
         self._core = await asyncio.to_thread(self._build)
-        self._loop = EngineLoop(self._core, self._config.threads, Pulse(self._core.device, self._config.stall_seconds))
+        pulse = StallDetector(self._core.module, self._config.stall_seconds)
+        self._loop = EngineLoop(self._core, self._config.threads, pulse)
+        self._cache_events.loop = self._loop
         await self._loop.__aenter__()
+        interval, patience = self._config.canary_seconds, self._config.canary_patience_seconds
+        vocabulary = self._core.vocabulary
+        self._grammars = GrammarCompiler(vocabulary) if vocabulary else None
+        self._loras = await self._open_loras()
+        self._canary = await Canary(self._ask, lambda: self._loop.quiet_seconds, interval, patience).__aenter__()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self._loop.__aexit__(*exc)
-        self._core.memory.close()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._canary.__aexit__(kind, error, trace)
+        if self._loras is not None:
+            await self._loras.__aexit__(kind, error, trace)
+        await self._loop.__aexit__(kind, error, trace)
+        if self._grammars is not None:
+            self._grammars.close()
+        self._core.close()
 
     @property
     def facts(self) -> ModelFacts:
-        """What is served, and within which limits."""
+        """The model and its limits."""
         return self._core.facts
 
     @property
-    def memory(self) -> BlockMemory:
-        """The block pool's memory."""
-        return self._core.memory
+    def module(self) -> torch.nn.Module:
+        """The language model, which belongs to the engine's thread."""
+        return self._core.module
+
+    @property
+    def runner(self) -> StepRunner:
+        """The runner of the steps, which belongs to the engine's thread."""
+        return self._core.runner
+
+    @property
+    def memory(self) -> BlockMemory | None:
+        """The block pool's memory; None where it has not the KV of all heads, and cannot be handed over."""
+        return self._core.memory if self._core.exposes_kv else None
 
     @property
     def healthy(self) -> bool:
-        """False after a failure that no request survives."""
-        return self._loop.healthy
+        """False after a fatal error, after the end of another rank's process, and while the engine hangs."""
+        followers = self._core.followers
+        if followers is not None and followers.failure is not None:
+            return False
+        return self._loop.healthy and not self._canary.is_overdue
+
+    @property
+    def loras(self) -> LoraAdapters | None:
+        """Its adapters; None without `engine.lora`."""
+        return self._loras
+
+    @property
+    def kv_events(self) -> "PyTorchEngine":
+        """Itself: it reports its prefix cache."""
+        return self
+
+    def kv_changes(self) -> AsyncGenerator[KvChange, None]:
+        """Yields the changes of the prefix cache. See TellsKv."""
+        if not self._config.prefix_cache:
+            raise Unsupported("the engine is configured without a prefix cache")
+        return self._publisher.changes()
 
     def load(self) -> EngineLoad:
-        """As of the end of the last step."""
+        """Returns the load at the end of the last step."""
         return self._loop.load
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Computes the KV of `prompt.context`, samples one token, and holds the blocks."""
+        assert prompt.is_computable
         check_prompt(prompt, self.facts)
-        check_computable(prompt)
         check_sampling(sampling, self.facts)
         if len(prompt.context) >= self.facts.max_context_tokens or len(prompt.emitted) >= sampling.max_tokens:
             raise InvalidRequest.of("emitted", "leaves no token to be generated")
-        mailbox = Mailbox()
+        mailbox = EventQueue()
         sequence = self._sequence(prompt, sampling, mailbox, hold=True)
+        await self._guide(sequence)
         try:
             await self._loop.call(lambda core: core.submit(sequence))
             [event] = await mailbox.take()
         except asyncio.CancelledError:
-            await self._loop.settle(partial(_abort, current_footprint(), sequence))
+            await self._loop.run_shielded(partial(_abort, current_freed_kv(), sequence))
             raise
         return self._held(sequence, event)
 
     async def reserve(self, prompt: Prompt, num_tokens: int) -> ReservedBlocks:
-        """Blocks for a pull of `num_tokens` tokens of `prompt.context`. Waits for room as long as the caller does."""
+        """Reserves blocks for a pull of `num_tokens` tokens of `prompt.context`. See DecodeEngine."""
         check_prompt(prompt, self.facts)
+        if not self.facts.takes_handoffs:
+            raise Unsupported("engine.tensor_parallel_size: on GPUs a split model takes no KV of other workers")
         if not 0 < num_tokens <= len(prompt.context):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
             raise InvalidRequest.of("prompt", f"leaves no room for an answer within {self.facts.max_context_tokens}")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media)
+        chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media, prompt.chain_seed)
         hashes = chain.upto(prompt.context, num_tokens)
 
         def settled(error: BatonError | None) -> None:
@@ -101,16 +162,21 @@ class PyTorchEngine:
         blocks = BlockReservation(num_tokens, hashes, settled)
         try:
             await self._loop.call(lambda core: core.reserve(blocks))
-            await granted
+            while not granted.done():
+                await asyncio.wait([granted], timeout=self._room.held_wait_seconds)
+                if not granted.done():
+                    await self._loop.call(lambda core: core.give_up_if_held_up(blocks))
+            granted.result()
         except asyncio.CancelledError:
-            await self._loop.settle(lambda core: core.abort(blocks))
+            await self._loop.run_shielded(lambda core: core.abort(blocks))
             raise
         return ReservedBlocks(self._loop, blocks)
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
-        """Generates until the end. Takes the reservation over, also when it raises."""
-        mailbox = Mailbox()
+        """Generates until the end. Takes ownership of the reservation, also when it raises."""
+        mailbox = EventQueue()
         prompt = source if isinstance(source, Prompt) else source.prompt
+        assert isinstance(source, PulledKv) or prompt.is_computable
         sequence = self._sequence(prompt, sampling, mailbox, hold=False)
 
         def submit(core: EngineCore) -> None:
@@ -119,28 +185,76 @@ class PyTorchEngine:
             if isinstance(source, PulledKv):
                 core.submit_pulled(sequence, _blocks(source))
             else:
-                check_computable(prompt)
                 core.submit(sequence)
 
-        footprint = current_footprint()
+        footprint = current_freed_kv()
 
         def abort(core: EngineCore) -> int:
             blocks = _abort(footprint, sequence, core)
             return blocks + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
 
-        return DecodeStream(self._loop, mailbox, submit, abort)
+        prepare = partial(self._guide, sequence) if sampling.guide is not None else None
+        return DecodeStream(self._loop, mailbox, submit, abort, prepare)
+
+    async def _guide(self, sequence: TokenSequence) -> None:
+        """Gives a guided request its place in its grammar. Raises InvalidRequest, Unsupported and Overloaded."""
+        guide = sequence.sampling.guide
+        if guide is None:
+            return
+        if self._grammars is None:
+            raise Unsupported(f"{self.facts.name} has no guided decoding")
+        sequence.sampler.guidance = await self._grammars.guidance(guide, sequence.prompt.emitted)
+
+    async def _ask(self) -> None:
+        """Generates a token; if that could wait for blocks, only checks that the thread answers."""
+        load = self.load()
+        if load.running or load.waiting or load.blocks_used >= load.blocks_total:
+            await self._loop.call(lambda _core: None)
+            return
+        sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+        async with aclosing(self.decode(Prompt((0,)), sampling)) as events:
+            async for _ in events:
+                pass
 
     def _build(self) -> EngineCore:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         with torch.inference_mode():
-            return EngineCore(self._config, self._listener)
+            followers = Followers(self._config) if self._config.tensor_parallel_size > 1 else None
+            try:
+                return EngineCore(self._config, self._cache_events, self._room, followers)
+            except BaseException:
+                if followers is not None:
+                    followers.close()
+                raise
 
-    def _sequence(self, prompt: Prompt, sampling: Sampling, mailbox: Mailbox, *, hold: bool) -> TokenSequence:
+    def _sequence(self, prompt: Prompt, sampling: Sampling, mailbox: EventQueue, *, hold: bool) -> TokenSequence:
         def sink(event: Event) -> None:
             self._loop.notify(partial(mailbox.put, event))
 
-        return self._core.new_sequence(prompt, sampling, sink, hold=hold)
+        return self._core.new_sequence(prompt, sampling, sink, hold=hold, lora_slot=self._lora_slot(prompt))
+
+    async def _open_loras(self) -> LoraAdapters | None:
+        options, layers = self._config.lora, self._core.lora
+        if options is None or layers is None:
+            return None
+
+        async def install(slot: int, matrices: Mapping[str, LowRank]) -> None:
+            await self._loop.call(lambda _core: layers.install(slot, matrices))
+
+        try:
+            return await LoraAdapters(options, layers, install).__aenter__()
+        except BaseException:
+            await self._loop.__aexit__(None, None, None)
+            self._core.close()
+            raise
+
+    def _lora_slot(self, prompt: Prompt) -> int:
+        if prompt.lora is None:
+            return NO_SLOT
+        if self._loras is None:
+            raise Unsupported("the engine is configured without adapters (engine.lora)")
+        return self._loras.slot_of(prompt.lora)
 
     def _held(self, sequence: TokenSequence, event: Event) -> HeldPrompt:
         if isinstance(event, Failed):
@@ -158,7 +272,7 @@ def _settle(granted: "asyncio.Future[None]", error: BatonError | None) -> None:
         granted.set_exception(error)
 
 
-def _abort(footprint: Footprint, sequence: TokenSequence, core: EngineCore) -> int:
+def _abort(footprint: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
     tokens = sequence.computed
     blocks = core.abort(sequence)
     footprint.give_back(tokens, blocks)

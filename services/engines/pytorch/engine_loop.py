@@ -1,4 +1,4 @@
-"""The engine's own thread: commands in through a queue, outcomes out by one call into the event loop a step."""
+"""The engine's thread: it takes commands from a queue, and delivers the outcomes of a step in one event loop call."""
 
 import asyncio
 import queue
@@ -12,10 +12,10 @@ import structlog
 import torch
 from typing_extensions import Self
 
-from rpc.errors import BatonError, EngineFailed
-from services.engine import EngineLoad
+from baton.errors import BatonError, EngineFailed
+from services.engines.base import EngineLoad
 from services.engines.pytorch.core import EngineCore
-from services.engines.pytorch.pulse import Pulse
+from services.engines.pytorch.stall_detector import StallDetector
 
 _log = structlog.get_logger(__name__)
 
@@ -25,20 +25,20 @@ Outcome = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Command(Generic[T]):
-    """Something to be done on the thread between two steps, and the future of its result."""
+    """A command for the thread, to run between two steps, and the future of its result."""
 
     run: Callable[[EngineCore], T]
     result: "asyncio.Future[T]"
 
 
 class EngineLoop:
-    """Steps an EngineCore on a thread for as long as the context is open.
+    """Runs an EngineCore on a thread while the context is open.
 
-    `healthy` turns false when that ends: everything that waits fails then, and so does every later call. It is false
-    too while the thread is stuck, of which only the end of the process helps.
+    `healthy` becomes false when the thread ends: then every waiting and later call fails. It is also false while the
+    thread hangs; only the end of the process helps then.
     """
 
-    def __init__(self, core: EngineCore, threads: int | None, pulse: Pulse) -> None:
+    def __init__(self, core: EngineCore, threads: int | None, pulse: StallDetector) -> None:
         self._core = core
         self._pulse = pulse
         self._threads = threads
@@ -60,15 +60,22 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread is there, and not stuck."""
+        """Whether the thread runs and does not hang."""
         return self._failure is None and not self._pulse.is_stuck
 
+    @property
+    def quiet_seconds(self) -> float:
+        """The time since the thread's last progress."""
+        return self._pulse.quiet_seconds
+
     async def call(self, run: Callable[[EngineCore], T]) -> T:
-        """Runs `run` between two steps; also if the caller is cancelled meanwhile."""
+        """Runs `run` between two steps, even if the caller is cancelled meanwhile."""
         return await asyncio.shield(self._post(run))
 
-    async def settle(self, run: Callable[[EngineCore], int]) -> int:
-        """Like `call`, but not to be interrupted; 0 if the engine is gone, and with it all that it had."""
+    async def run_shielded(self, run: Callable[[EngineCore], int]) -> int:
+        """Like `call`, but not interrupted by a cancellation. Returns 0 if the engine has ended, and all blocks with
+        it.
+        """
         try:
             result = self._post(run)
         except EngineFailed:
@@ -84,7 +91,7 @@ class EngineLoop:
         return 0 if isinstance(result.exception(), EngineFailed) else result.result()
 
     def notify(self, outcome: Outcome) -> None:
-        """Has `outcome` called in the event loop after this step. For the engine's thread only."""
+        """Calls `outcome` in the event loop after this step. For the engine's thread only."""
         self._outcomes.append(outcome)
 
     def _post(self, run: Callable[[EngineCore], T]) -> "asyncio.Future[T]":
@@ -103,14 +110,14 @@ class EngineLoop:
             with torch.inference_mode():
                 self._run()
             failure = EngineFailed("the engine has been closed")
-        except RuntimeError as error:  # what PyTorch raises for all that goes wrong in it
+        except RuntimeError as error:  # PyTorch raises it for almost every failure
             _log.error("engine failed", error=str(error), exc_info=True)
             failure = EngineFailed(f"the engine failed: {error}")
         finally:
             self._end(failure)
 
     def _run(self) -> None:
-        """Steps for as long as there is work, and waits for a command where there is none."""
+        """Steps while there is work; otherwise waits for a command."""
         busy = False
         while self._obey(wait=not busy):
             with self._pulse.beating():
@@ -118,9 +125,14 @@ class EngineLoop:
             self._publish()
 
     def _obey(self, *, wait: bool) -> bool:
-        """Runs the commands that are there, or the next one to come; False if one of them is to stop."""
+        """Runs the queued commands, or the next one to arrive in time. Returns False if one of them
+        stops the thread.
+        """
         while wait or not self._commands.empty():
-            command = self._commands.get()
+            try:
+                command = self._commands.get(timeout=self._core.patience_seconds if wait else 0)
+            except queue.Empty:
+                return True
             if command is None:
                 return False
             self._execute(command)
@@ -137,7 +149,7 @@ class EngineLoop:
             self.notify(partial(_set_result, command.result, value))
 
     def _publish(self) -> None:
-        """Hands over what a step has brought. The load is set first: whoever hears that blocks are back finds them."""
+        """Delivers the outcomes of a step. The load is set first, so that a caller sees the blocks that became free."""
         self.load = self._core.load()
         if self._outcomes:
             outcomes, self._outcomes = self._outcomes, []

@@ -1,19 +1,24 @@
-"""Who takes part in the next step, who waits, and who gives way when the pool is full."""
+"""Which sequences take part in the next step, which wait, and which are preempted when the pool is full."""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rpc.errors import BatonError, Overloaded
-from services.engines.pytorch.batch import Chunk
-from services.engines.pytorch.blocks import BlockPool
+from baton.errors import BatonError, Overloaded
+from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, offer_room
+from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
+from services.engines.pytorch.speculation.drafting import Drafter
+from services.telemetry import metrics
 
 
 @dataclass(eq=False, slots=True)
 class BlockReservation:
-    """Blocks for KV that another worker has, or, in the queue, the wish for them. `settled` hears what became of it."""
+    """A reservation: blocks for KV of another worker or, while queued, the request for them. Calls `settled` with the
+    result.
+    """
 
     num_tokens: int
     hashes: list[bytes]
@@ -22,39 +27,62 @@ class BlockReservation:
     blocks: list[int] = field(default_factory=list)
     granted_ids: tuple[int, ...] = ()
     cached_blocks: int = 0
+    passed: int = 0
+
+    @property
+    def reserves(self) -> bool:
+        """True: it waits for blocks to pull into."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step, and the engine, takes on."""
+class _Room:
+    """The blocks that a request needs: those cached already, and the number of new ones."""
+
+    cached: list[int]
+    missing: int
+
+    def state(self, kept: KeptBlocks) -> Offer:
+        """Returns why the blocks cannot be allocated now."""
+        return Offer.NO_ROOM if kept.leave_room(self.cached, self.missing) else Offer.HELD
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The limits of a step, and of the engine."""
 
     max_sequences: int
     max_step_tokens: int
     max_waiting: int
+    max_context_tokens: int
     block_tokens: int
     prefix_cache: bool
 
 
 class Scheduler:
-    """First come, first served, by steps of bounded size: each running sequence decodes, the rest is for prompts.
+    """First come, first served, by the rules of memory/allocation.py, in steps of bounded size: decodes first, then
+    prompts.
 
-    A sequence gets the blocks for all its tokens when it is admitted, and one more whenever it outgrows them. If there
-    is none, the newest running sequence gives all of its own back and waits at the front, to be computed again; unless
-    it was pulled without the embeddings of its media: then it keeps its blocks, and waits without a step. What is held
-    or reserved is never taken away; its holder gives it back within the lease.
+    A sequence gets the blocks for all its tokens when it is admitted, and another one whenever it needs more. If no
+    block is free, the newest running sequence is preempted: it frees all its blocks and waits at the front of the queue
+    to be computed again. A sequence that was pulled without the embeddings of its media cannot be computed again: it
+    keeps its blocks and pauses. Held and reserved blocks are never taken away.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: SchedulerLimits, rules: RoomRules = UNSHARED, drafter: Drafter | None = None
+    ) -> None:
         self.running: list[TokenSequence] = []
         self.waiting: deque[TokenSequence | BlockReservation] = deque()
-        self.preemptions = 0
         self.reserved = 0
+        self.kept = KeptBlocks(pool.total, rules)
         self._pool = pool
         self._limits = limits
+        self._drafter = drafter
         self._last_wait_seconds = 0.0
 
     def enqueue(self, item: TokenSequence | BlockReservation) -> None:
-        """Puts a request at the end of the queue. Raises Overloaded if that is full."""
+        """Appends a request to the queue. Raises Overloaded if the queue is full."""
         if len(self.waiting) >= self._limits.max_waiting:
             retry_after = max(0.1, self._last_wait_seconds)
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after_seconds=retry_after)
@@ -62,12 +90,12 @@ class Scheduler:
         self.waiting.append(item)
 
     def join(self, sequence: TokenSequence) -> None:
-        """Lets a sequence run that has its blocks already."""
+        """Adds a sequence that already has its blocks to the running ones."""
         sequence.state = State.RUNNING
         self.running.append(sequence)
 
     def remove(self, item: TokenSequence | BlockReservation) -> int:
-        """Takes a request out, whatever its state, and gives its blocks back; returns how many."""
+        """Removes a request in any state, and frees its blocks; returns how many."""
         if item.state is State.WAITING:
             self.waiting.remove(item)
         elif item.state is State.RUNNING and isinstance(item, TokenSequence):
@@ -78,31 +106,59 @@ class Scheduler:
         return self._free(item)
 
     def hold(self, sequence: TokenSequence) -> None:
-        """Takes a sequence out of the steps and lets it keep its blocks."""
+        """Removes a sequence from the steps; it keeps its blocks."""
         self.running.remove(sequence)
         sequence.state = State.HELD
 
-    def take_over(self, reservation: BlockReservation, sequence: TokenSequence) -> None:
-        """Gives the blocks of a reservation, filled by now, to the sequence, which runs."""
+    def add_reserved(self, reservation: BlockReservation, sequence: TokenSequence) -> None:
+        """Moves the filled blocks of a reservation to the sequence, which then runs."""
         self.reserved -= 1
         reservation.state = State.DONE
         sequence.blocks, reservation.blocks = reservation.blocks, []
         self.join(sequence)
 
+    def is_held_up(self, reservation: BlockReservation) -> bool:
+        """Whether a reservation waits for KV held for other workers, and not only for requests that run here."""
+        if reservation.state is not State.WAITING:
+            return False
+        return self._find(reservation.num_tokens, reservation.hashes).state(self.kept) is Offer.HELD
+
+    def retire(self, sequence: TokenSequence) -> None:
+        """Removes a sequence whose blocks a step still writes; `remove` frees them later."""
+        self.running.remove(sequence)
+        sequence.state = State.DONE
+
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; none if nothing can be done now."""
+        """Returns the chunks of the next step; none if nothing can run now."""
         ready = [s for s in list(self.running) if s.state is State.RUNNING and self._grow(s)]
-        chunks = [Chunk(sequence, 1) for sequence in ready if sequence.remaining == 1]
-        budget = self._limits.max_step_tokens - len(chunks)
+        return self._chunks(ready)
+
+    def schedule_ahead(self) -> list[Chunk]:
+        """Returns the chunks of the step after one that is in flight; none if it must complete first.
+
+        Nothing is preempted meanwhile: blocks that are being written must not get another owner.
+        """
+        going_on = [s for s in self.running if not s.ends_in_flight(self._limits.max_context_tokens)]
+        if sum(max(0, self._missing(sequence)) for sequence in going_on) > self._pool.available:
+            return []
+        return self._chunks([sequence for sequence in going_on if self._grow(sequence)])
+
+    def _chunks(self, ready: list[TokenSequence]) -> list[Chunk]:
+        chunks = [Chunk.next_of(sequence, 1) for sequence in ready if sequence.remaining == 1]
+        if self._drafter is not None:
+            chunks = self._drafter.extend(chunks, self._limits.max_step_tokens - len(chunks), self._make_room)
+        budget = self._limits.max_step_tokens - sum(chunk.count for chunk in chunks)
         for sequence in ready:
             if sequence.remaining > 1 and budget > 0:
-                chunks.append(Chunk(sequence, min(sequence.remaining, budget)))
+                chunks.append(Chunk.next_of(sequence, sequence.chunk_tokens(budget)))
                 budget -= chunks[-1].count
         return chunks + self._admit(budget)
 
     def _grow(self, sequence: TokenSequence) -> bool:
-        """Makes room for all tokens of the sequence, at the expense of newer ones; False if there is none."""
-        missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
+        """Allocates blocks for all tokens of the sequence, and preempts newer ones if necessary; False if that is not
+        enough.
+        """
+        missing = self._missing(sequence)
         while missing > self._pool.available:
             victim = self._newest_since(sequence)
             if victim is None:
@@ -114,13 +170,23 @@ class Scheduler:
             sequence.blocks += self._pool.allocate(missing)
         return True
 
+    def _make_room(self, sequence: TokenSequence, tokens: int) -> int:
+        """Allocates blocks for `tokens` more, unless others need them; returns for how many there is room."""
+        missing = self._num_blocks(sequence.length + tokens) - len(sequence.blocks)
+        if missing > 0 and self._pool.available >= missing + len(self.running):
+            sequence.blocks += self._pool.allocate(missing)
+        return min(tokens, len(sequence.blocks) * self._limits.block_tokens - sequence.length)
+
+    def _missing(self, sequence: TokenSequence) -> int:
+        return self._num_blocks(sequence.length) - len(sequence.blocks)
+
     def _newest_since(self, sequence: TokenSequence) -> TokenSequence | None:
-        """Who gives way to `sequence`: newer ones stand behind it and have no chunk yet; at last itself."""
+        """Returns the sequences to preempt for `sequence`: newer ones without a chunk in this step, then itself."""
         newer = self.running[self.running.index(sequence) :]
         return next((other for other in reversed(newer) if other.is_recomputable), None)
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        self.preemptions += 1
+        metrics.PREEMPTIONS.inc()
         self.running.remove(sequence)
         self._free(sequence)
         sequence.computed = sequence.stored_blocks = 0
@@ -129,62 +195,75 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        while self.waiting and len(self.running) + self.reserved < self._limits.max_sequences:
-            item = self.waiting[0]
+
+        def offer(item: TokenSequence | BlockReservation) -> Offer:
+            nonlocal budget
+            if len(self.running) + self.reserved >= self._limits.max_sequences:
+                return Offer.LATER
             if isinstance(item, BlockReservation):
-                if not self._reserve(item):
-                    break
-            elif budget > 0 and self._start(item):
-                chunks.append(Chunk(item, min(item.remaining, budget)))
+                return self._reserve(item)
+            if budget <= 0:
+                return Offer.LATER
+            offered = self._start(item)
+            if offered is Offer.TAKEN:
+                chunks.append(Chunk.next_of(item, item.chunk_tokens(budget)))
                 budget -= chunks[-1].count
-            else:
-                break
+            return offered
+
+        offer_room(self.waiting, offer)
         return chunks
 
-    def _reserve(self, reservation: BlockReservation) -> bool:
-        cached = self._take(reservation, reservation.num_tokens, reservation.hashes)
-        if cached is None:
-            return False
-        reservation.cached_blocks = cached
+    def _reserve(self, reservation: BlockReservation) -> Offer:
+        room = self._find(reservation.num_tokens, reservation.hashes)
+        if not self._take(reservation, room):
+            return room.state(self.kept)
+        reservation.cached_blocks = len(room.cached)
         reservation.granted_ids = tuple(reservation.blocks)
         reservation.state = State.RESERVED
-        self.waiting.popleft()
         self.reserved += 1
         reservation.settled(None)
-        return True
+        return Offer.TAKEN
 
-    def _start(self, sequence: TokenSequence) -> bool:
-        # The last token is always computed: its logits are wanted, and the cache has none.
-        hashes = sequence.chain.upto(sequence.tokens, len(sequence.tokens) - 1)
-        cached = self._take(sequence, len(sequence.tokens), hashes)
-        if cached is None:
-            return False
-        sequence.computed = cached * self._limits.block_tokens
-        # After a preemption the count from the first time stands: it is what the request was spared.
+    def _start(self, sequence: TokenSequence) -> Offer:
+        # Compute the last token always: its logits are needed, and the cache has none.
+        # To report on the prompt, all of it: log probabilities are not cached either.
+        cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
+        room = self._find(len(sequence.tokens), sequence.chain.upto(sequence.tokens, cacheable))
+        if sequence.hold and not self.kept.may_add(room.cached, room.missing):
+            return Offer.HELD
+        if not self._take(sequence, room):
+            return room.state(self.kept)
+        if sequence.hold:
+            self.kept.add(sequence.blocks)
+        sequence.computed = len(room.cached) * self._limits.block_tokens
+        # After a preemption keep the count of the first time: that is what the cache saved the request.
         sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
-        sequence.stored_blocks = cached
-        self.waiting.popleft()
+        sequence.stored_blocks = len(room.cached)
         self.join(sequence)
         if not sequence.started:
             sequence.started = time.monotonic()
             self._last_wait_seconds = sequence.queue_seconds
-        return True
+        return Offer.TAKEN
 
-    def _take(self, item: TokenSequence | BlockReservation, num_tokens: int, hashes: list[bytes]) -> int | None:
-        """Gives `item` blocks for its tokens, cached ones first, and says how many those are; None if there is no room.
-
-        A block for each running sequence stays free, so that an admission is not at once followed by a preemption.
-        """
+    def _find(self, num_tokens: int, hashes: list[bytes]) -> _Room:
         cached = self._pool.match(hashes) if self._limits.prefix_cache else []
-        missing = self._num_blocks(num_tokens) - len(cached)
-        if self._pool.available_beside(cached) < missing + len(self.running):
-            return None
-        self._pool.share(cached)
-        item.blocks = cached + self._pool.allocate(missing)
-        return len(cached)
+        return _Room(cached, self._num_blocks(num_tokens) - len(cached))
+
+    def _take(self, item: TokenSequence | BlockReservation, room: _Room) -> bool:
+        """Gives `item` its blocks, cached ones first, if there are enough.
+
+        One block for each running sequence stays free, so that an admission does not cause a preemption at once.
+        """
+        if self._pool.available_beside(room.cached) < room.missing + len(self.running):
+            return False
+        self._pool.share(room.cached)
+        item.blocks = room.cached + self._pool.allocate(room.missing)
+        return True
 
     def _free(self, item: TokenSequence | BlockReservation) -> int:
         count = len(item.blocks)
+        if isinstance(item, TokenSequence) and item.hold:
+            self.kept.remove(item.blocks)
         self._pool.release(item.blocks)
         item.blocks = []
         return count

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks, how far its KV is computed, and who hears of it."""
+"""One request inside the engine: its tokens, its blocks, the progress of its KV, and the receiver of its events."""
 
 import enum
 import time
@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rpc.errors import BatonError
-from services.answer import Finished, FinishReason, TokenLogprob
-from services.engines.pytorch.prefix import HashChain
-from services.engines.pytorch.sampling import SamplerState
-from services.prompt import MediaSpan, Prompt, Sampling
+from baton.errors import BatonError
+from services.engines.answer import Finished, FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.prompt import MediaSpan, Prompt, Sampling
+from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.lora.layers import NO_SLOT
+from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
+from services.engines.pytorch.sampling.sampling import SamplerState
+from services.engines.pytorch.speculation.prompt_lookup import DraftState
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,12 @@ class Token:
 
     token_id: int
     logprob: TokenLogprob | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A finished prefill: the first token, and the blocks that stay until they are released."""
+    """A finished prefill: the first token; the blocks stay until they are released."""
 
     first_token: int
     logprob: TokenLogprob | None
@@ -35,11 +39,12 @@ class Held:
     cached_tokens: int
     queue_seconds: float
     compute_seconds: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of a request that could not be completed."""
+    """The failure of a request."""
 
     error: BatonError
 
@@ -49,7 +54,7 @@ Sink = Callable[[Event], None]
 
 
 class State(enum.Enum):
-    """Where a sequence is. Only a running one takes part in steps; a held or reserved one keeps its blocks."""
+    """The state of a sequence. Only a running one takes part in steps; a held or reserved one keeps its blocks."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -59,11 +64,23 @@ class State(enum.Enum):
     DONE = "done"
 
 
+@dataclass(slots=True)
+class InFlight:
+    """The part of a sequence that is computed by steps in flight.
+
+    `tokens` get their KV, and `ids` are sampled. If a step fails, the steps after it are `void`.
+    """
+
+    tokens: int = 0
+    ids: int = 0
+    is_void: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class TokenSequence:
-    """A request's tokens and KV. Owned by the engine's thread once it has been submitted.
+    """A request's tokens and KV. Belongs to the engine's thread once it is submitted.
 
-    `hold` keeps the blocks after the first token (prefill), instead of going on to the end.
+    With `hold`, the request ends after the first token and keeps its blocks (prefill).
     """
 
     prompt: Prompt
@@ -73,46 +90,81 @@ class TokenSequence:
     sampler: SamplerState
     sink: Sink
     tokens: list[int]
+    lora_slot: int = NO_SLOT
+    drafts: DraftState = field(default_factory=DraftState)
     state: State = State.NEW
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    in_flight: "InFlight" = field(default_factory=lambda: InFlight())
     stored_blocks: int = 0
     cached_tokens: int = 0
     pulled: bool = False
+    passed: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
     first_token_at: float = 0.0
+    prompt_report: PromptReport | None = None  # until it is sent
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def reserves(self) -> bool:
+        """False: it waits for blocks to compute, not for blocks to pull into."""
+        return False
+
     def rows_of(self, span: MediaSpan) -> torch.Tensor:
-        """The embedding of one of the prompt's media, `[tokens, hidden size]`."""
+        """Returns the embedding of a medium of the prompt, `[tokens, hidden size]`."""
         if span.start not in self._rows:
             self._rows[span.start] = _rows(span)
         return self._rows[span.start]
 
     @property
     def generated(self) -> int:
-        """Ids after the prompt, those already emitted included."""
+        """The ids after the prompt, including those already emitted."""
         return len(self.tokens) - len(self.prompt.token_ids)
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether it can be run again from its ids, after giving its blocks back."""
+        """Whether it can be preempted, and computed again from its ids."""
         return self.prompt.is_computable
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        """The tokens to compute before the next one can be sampled; those in flight count as computed."""
+        return self.length - self.computed - self.in_flight.tokens
+
+    @property
+    def length(self) -> int:
+        """The tokens of prompt and answer, including the ids being sampled."""
+        return len(self.tokens) + self.in_flight.ids
+
+    def ends_in_flight(self, max_context_tokens: int) -> bool:
+        """Whether, as far as is known now, nothing remains to compute after the steps in flight."""
+        flying = self.in_flight
+        if flying.is_void:
+            return True
+        full = self.generated + flying.ids >= self.sampling.max_tokens or self.length >= max_context_tokens
+        return flying.ids > 0 and (self.hold or full)
+
+    def chunk_tokens(self, budget: int) -> int:
+        """Returns how many tokens the next chunk may have."""
+        return min(self.remaining, budget if self.prompt_report is None else min(budget, LARGEST_CHUNK))
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Returns the report on the prompt, once, if it was requested."""
+        report, self.prompt_report = self.prompt_report, None
+        return report.finished() if report is not None else None
 
     @property
     def queue_seconds(self) -> float:
-        """From arrival to the first step."""
+        """The time from arrival to the first step."""
         return max(0.0, self.started - self.arrived)
 
     def finish_reason(self, eos_token_ids: frozenset[int], max_context_tokens: int) -> FinishReason | None:
-        """Whether the newest token is the last one."""
+        """Returns the reason if the newest token is the last one; else None."""
         newest = self.tokens[-1]
+        if self.sampler.guidance is not None and newest in eos_token_ids:
+            # The grammar allows it only where an answer may end, whatever min_tokens and ignore_eos say.
+            return FinishReason.END_OF_SEQUENCE
         if self.generated > self.sampling.min_tokens:
             if newest in eos_token_ids and not self.sampling.ignore_eos:
                 return FinishReason.END_OF_SEQUENCE
@@ -123,13 +175,15 @@ class TokenSequence:
         return None
 
     def finished(self, reason: FinishReason) -> Finished:
-        """The last event, with the times until now."""
+        """Returns the last event, with the times until now."""
         now = time.monotonic()
         first = self.first_token_at or now
         return Finished(
             reason=reason,
             prompt_tokens=len(self.prompt.token_ids),
             cached_tokens=self.cached_tokens,
+            drafted_tokens=self.drafts.drafted,
+            accepted_tokens=self.drafts.accepted,
             queue_seconds=self.queue_seconds,
             prefill_seconds=0.0 if self.pulled else max(0.0, first - (self.started or now)),
             decode_seconds=now - (self.started or now) if self.pulled else now - first,
@@ -139,6 +193,6 @@ class TokenSequence:
 def _rows(span: MediaSpan) -> torch.Tensor:
     embedding = span.embedding
     assert embedding is not None
-    # PyTorch reads memory in place, and warns where it could not also write.
+    # PyTorch would warn about read-only memory; it only reads here.
     data = torch.frombuffer(bytearray(embedding.data), dtype=getattr(torch, embedding.dtype))
     return data.view(embedding.shape)

@@ -1,35 +1,40 @@
-"""A running generation as its reader sees it: an asynchronous generator that can be closed at any point."""
+"""A running generation for its reader: an asynchronous generator that can be closed at any point."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from services.answer import Finished, Tokens
+from services.engines.answer import Finished, Tokens
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
-from services.engines.pytorch.mailbox import Mailbox
+from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.sequence import Event, Failed, Token
 
 Submit = Callable[[EngineCore], None]
 Abort = Callable[[EngineCore], int]
+Prepare = Callable[[], Awaitable[None]]
 
 
 class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
-    """Yields what has arrived, all at once; ends after Finished.
+    """Yields all events that have arrived; ends after Finished.
 
-    Unlike a generator function's, its `aclose` also gives blocks back that were handed in, if it was never started.
+    Unlike that of a generator function, `aclose` also frees the reservation's blocks if the generator was never
+    started. `prepare` is awaited before the request is submitted.
     """
 
-    def __init__(self, loop: EngineLoop, mailbox: Mailbox, submit: Submit, abort: Abort) -> None:
+    def __init__(
+        self, loop: EngineLoop, mailbox: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
+    ) -> None:
         self._loop = loop
         self._mailbox = mailbox
         self._submit: Submit | None = submit
+        self._prepare = prepare
         self._abort = abort
         self._ending: Event | None = None
         self._ended = False
 
     async def asend(self, _value: None = None, /) -> Tokens | Finished:
-        """The next item. Raises what ended the generation, if it failed."""
+        """Returns the next item. Raises the generation's error if it failed."""
         if self._ended:
             raise StopAsyncIteration
         arrived = False
@@ -46,19 +51,47 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
     async def athrow(
         self, typ: Any, val: BaseException | object = None, _tb: TracebackType | None = None, /
     ) -> Tokens | Finished:
-        """Ends the generation and raises what was thrown."""
+        """Ends the generation and raises the given error."""
         await self._end()
         error = val if isinstance(val, BaseException) else typ
         raise error
 
     async def aclose(self) -> None:
-        """Ends the generation; returns when its blocks are back."""
+        """Ends the generation; returns when its blocks are free."""
         await self._end()
 
-    async def _next(self) -> Tokens | Finished:
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Begins. See StepStream."""
+        self._mailbox.listener = ready
+        started = False
+        try:
+            await self._start()
+            started = True
+        finally:
+            if not started:
+                await self._end()
+
+    def take(self) -> tuple[Sequence[int], Finished | None]:
+        """What is new. See StepStream."""
+        events = self._mailbox.take_now()
+        if events and not isinstance(events[-1], Token):
+            self._ending = events.pop()
+        ids = [event.token_id for event in events if isinstance(event, Token)]
+        if self._ending is None:
+            return ids, None
+        finished = _outcome(self._ending)
+        self._ended = True
+        return ids, finished
+
+    async def _start(self) -> None:
         if self._submit is not None:
             submit, self._submit = self._submit, None
+            if self._prepare is not None:
+                await self._prepare()
             await self._loop.call(submit)
+
+    async def _next(self) -> Tokens | Finished:
+        await self._start()
         if self._ending is None:
             events = await self._mailbox.take()
             if not events:
@@ -75,12 +108,12 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
             return
         self._ended = True
         self._mailbox.close()
-        await self._loop.settle(self._abort)
+        await self._loop.run_shielded(self._abort)
 
 
 def _merged(tokens: list[Token]) -> Tokens:
     reports = tuple(token.logprob for token in tokens if token.logprob is not None)
-    return Tokens(tuple(token.token_id for token in tokens), reports)
+    return Tokens(tuple(token.token_id for token in tokens), reports, tokens[0].prompt_logprobs)
 
 
 def _outcome(event: Event | None) -> Finished:

@@ -1,55 +1,201 @@
-"""What can be set of the TensorRT-LLM engine; importable without TensorRT-LLM."""
+"""The configuration of the TensorRT-LLM engine. Importable without TensorRT-LLM.
 
+The names and defaults of its arguments are those of TensorRT-LLM's `TorchLlmArgs`, so its documentation applies. Other
+keys are refused: they may mean something else in another version.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from rpc.config import Section
-from services.engines.trtllm.arguments import EngineArguments
+from runtime.config import Section
+from services.engines.context import EngineConfig
 
-# What the ids of handoffs have room for in every version.
+CapacityPolicy = Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"]
+TransceiverBackend = Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"]
+
+# AutoDeploy's LLM does not take them.
+AUTODEPLOY_UNKNOWN = (
+    "scheduler_config",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "moe_cluster_parallel_size",
+    "moe_tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "enable_attention_dp",
+)
+# The arguments that `MultimodalEncoder` takes; a file of arguments may be shared with other roles.
+ENCODER_KNOWN = ("dtype", "trust_remote_code", "tensor_parallel_size", "max_batch_size", "max_num_tokens")
+
+
+class KvCacheArguments(Section):
+    """`KvCacheConfig`."""
+
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_attention_window: tuple[int, ...] | None = None
+    free_gpu_memory_fraction: float = Field(default=0.9, gt=0, lt=1)
+    host_cache_size: int | None = Field(default=None, ge=0)
+    event_buffer_max_size: int = Field(default=0, ge=0)
+    dtype: str = "auto"
+    tokens_per_block: int = Field(default=32, ge=1)
+
+
+class SchedulerArguments(Section):
+    """`SchedulerConfig`. Without `dynamic_batch_config`, which has no effect in the PyTorch backend."""
+
+    capacity_scheduler_policy: CapacityPolicy = "GUARANTEED_NO_EVICT"
+    context_chunking_policy: Literal["EQUAL_PROGRESS", "FIRST_COME_FIRST_SERVED"] | None = None
+
+
+class TransceiverArguments(Section):
+    """`CacheTransceiverConfig`."""
+
+    backend: TransceiverBackend | None = None
+    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = None
+    max_tokens_in_buffer: int | None = Field(default=None, ge=1)
+    kv_transfer_timeout_ms: int | None = Field(default=None, ge=1)
+    kv_transfer_sender_future_timeout_ms: int | None = Field(default=None, ge=1)
+
+
+class CudaGraphArguments(Section):
+    """`CudaGraphConfig`."""
+
+    enable_padding: bool = False
+    batch_sizes: tuple[int, ...] | None = None
+    max_batch_size: int | None = Field(default=None, ge=1)
+
+
+class LoraArguments(Section):
+    """`LoraConfig`."""
+
+    lora_dir: tuple[str, ...] = ()
+    lora_target_modules: tuple[str, ...] = ()
+    max_lora_rank: int = Field(default=64, ge=1)
+    max_loras: int | None = Field(default=None, ge=1)
+    max_cpu_loras: int | None = Field(default=None, ge=1)
+
+
+class SpeculativeArguments(Section):
+    """One of the speculative configurations, by `decoding_type`: those that the PyTorch backend runs."""
+
+    decoding_type: Literal["Eagle", "Eagle3", "MTP", "NGram", "Draft_Target"]
+    max_draft_len: int | None = Field(default=None, ge=1)
+    speculative_model_dir: str | None = None
+    num_nextn_predict_layers: int | None = Field(default=None, ge=1)
+    max_matching_ngram_size: int | None = Field(default=None, ge=1)
+
+
+class EngineArguments(Section):
+    """The arguments of `LLM` and `MultimodalEncoder`, except for the model itself."""
+
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    moe_expert_parallel_size: int | None = Field(default=None, ge=1)
+    moe_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    moe_cluster_parallel_size: int | None = Field(default=None, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    enable_attention_dp: bool = False
+    max_batch_size: int = Field(default=2048, ge=1)
+    max_num_tokens: int = Field(default=8192, ge=1)
+    max_seq_len: int | None = Field(default=None, ge=2)
+    max_beam_width: int = Field(default=1, ge=1)
+    enable_chunked_prefill: bool = False
+    disable_overlap_scheduler: bool = False
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
+    kv_cache_config: KvCacheArguments = KvCacheArguments()
+    scheduler_config: SchedulerArguments = SchedulerArguments()
+    cache_transceiver_config: TransceiverArguments | None = None
+    cuda_graph_config: CudaGraphArguments | None = None
+    speculative_config: SpeculativeArguments | None = None
+    enable_lora: bool = False
+    lora_config: LoraArguments | None = None
+    otlp_traces_endpoint: str | None = None
+    return_perf_metrics: bool = True
+    enable_iter_perf_stats: bool = True
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that this engine uses."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def attention_dp_size(self) -> int:
+        """The number of ranks that requests can be sent to, each with its own attention and cache."""
+        return self.tensor_parallel_size if self.enable_attention_dp else 1
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether KV can leave or enter this engine."""
+        return self.cache_transceiver_config is not None
+
+
+EXPERIMENTAL = "it has not been run on real TensorRT-LLM yet"
+# The ids of handoffs have room for this many nodes in every version.
 MAX_NODES = 1024
 
 
-class TrtllmConfig(Section):
-    """Options of the TensorRT-LLM engine.
+class TrtllmConfig(EngineConfig):
+    """Options of the TensorRT-LLM engine, which is experimental: it has not been run on real TensorRT-LLM yet.
 
     Its own arguments come from three places, the later the stronger: `args`, the YAML file `extra_engine_args`, and the
     JSON text `override_engine_args`. Sections are merged key by key; lists are replaced whole.
     """
 
-    kind: Literal["trtllm"] = "trtllm"
+    kind: Literal["trtllm"] = Field(default="trtllm", description="Experimental: not yet run on real TensorRT-LLM.")
     model: Path = Field(description="A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded.")
     name: str = Field(default="", description="The name under which it is served; the folder's name if empty.")
     backend: Literal["pytorch", "autodeploy"] = "pytorch"
     args: EngineArguments = EngineArguments()
     extra_engine_args: Path | None = Field(default=None, description="Such as deploy/engine_configs/llama/agg.yaml.")
     override_engine_args: str = Field(default="", description="A JSON object.")
+    whole_requests: bool = Field(
+        default=False,
+        description="A decode worker that takes no KV over, on purpose: it runs prompts itself.",
+    )
     handoff_deadline_seconds: float = Field(
-        default=30.0, gt=0, description="The longest from the end of a prefill until its KV has been fetched."
+        default=30.0, gt=0, description="The longest time from the end of a prefill until its KV has been fetched."
     )
     node_id: int | None = Field(
         default=None,
         ge=0,
         lt=MAX_NODES,
-        description="Of no other worker; part of the ids of handoffs. Unset, the registry gives one.",
+        description="A number that no other worker has, part of handoff ids. If unset, the registry gives one.",
     )
-    max_waiting: int = Field(default=256, ge=1, description="Requests beyond a full batch; one more is Overloaded.")
+    max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")
     max_handoff_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens of handoffs that wait to be fetched; more are refused as Overloaded."
+        default=None, ge=1, description="The most tokens of handoffs that may wait to be fetched."
     )
     max_logprobs: int = Field(default=20, ge=0)
-    abort: bool = Field(default=True, description="Whether requests are aborted inside the engine when they end early.")
+    abort: bool = Field(default=True, description="Whether cancelled requests are aborted inside the engine.")
+    abort_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        description="How long the engine may take to end an aborted request; it then counts as ended.",
+    )
     slow_reader_seconds: float = Field(
-        default=30.0, gt=0, description="Nobody has read what there is of an answer for so long: it is aborted."
+        default=30.0, gt=0, description="An answer that is not read for this long is aborted."
     )
     canary_seconds: float | None = Field(
-        default=60.0, gt=0, description="Idle for so long, the engine is asked for a token; null never asks."
+        default=5.0, gt=0, description="An engine without progress for this long is asked for a token; null never asks."
     )
     canary_patience_seconds: float = Field(
-        default=30.0, gt=0, description="That token has not come for so long: the engine counts as failed."
+        default=8.0, gt=0, description="The engine has failed if that token does not come within this time."
     )
     stall_seconds: float = Field(
-        default=900.0, gt=0, description="Work in flight and no progress for so long: the engine counts as failed."
+        default=900.0,
+        gt=0,
+        description="The engine has failed if it has work and makes no progress for this long.",
     )
+
+    def max_node_ids(self, roles: Sequence[str]) -> int:
+        """Returns the limit of TensorRT-LLM: the ids of its handoffs contain a number of the prefill worker."""
+        return MAX_NODES if self.node_id is None and "prefill" in roles else 0

@@ -1,7 +1,7 @@
-"""TensorRT-LLM's encode role: `MultimodalEncoder`, whose embeddings are copied to host memory as soon as they are made.
+"""TensorRT-LLM's encode role: `MultimodalEncoder`, whose embeddings are copied to host memory at once.
 
-It answers with handles on GPU memory of this host, good for one reader. Embeddings here are cached, shared and moved
-between hosts: so this process is that reader, and what travels are bytes.
+The encoder returns handles on GPU memory of this host, each for one reader. Baton caches embeddings, shares them and
+moves them between hosts, so this process reads them, and sends bytes.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from typing import Any
 from PIL import Image
 from typing_extensions import Self
 
-from rpc.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
-from services.engine import EncoderLoad, ModelFacts
+from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
+from runtime.daemon_call import daemon_call
+from services.engines.base import EncoderLoad, ModelFacts
+from services.engines.prompt import Embedding, Media
 from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.detached import detached
-from services.engines.trtllm.effective import Effective
-from services.engines.trtllm.facts import encoder_facts
 from services.engines.trtllm.loading import load_encoder, shut_down
+from services.engines.trtllm.model_facts import encoder_facts
 from services.engines.trtllm.package import Package
-from services.prompt import Embedding, Media
+from services.engines.trtllm.resolved_args import ResolvedArgs
 
 _WARM_UP = Image.new("RGB", (64, 64), (128, 128, 128))
 
 
 class TrtllmEncoder:
-    """An Encoder. One thread of its own looks at images, as many at once as a batch takes."""
+    """An Encoder. It encodes one batch of images at a time, in a thread."""
 
-    def __init__(self, config: TrtllmConfig, effective: Effective, package: Package) -> None:
+    def __init__(self, config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> None:
         self._config = config
         self._effective = effective
         self._package = package
@@ -68,7 +68,7 @@ class TrtllmEncoder:
 
     @property
     def healthy(self) -> bool:
-        """By its own check, by whether it has failed, and by whether it comes to an end of what it is at."""
+        """By its own check, by earlier failures, and by the duration of the current batch."""
         if self._failure is not None or (self._running and self._seconds > self._config.stall_seconds):
             return False
         check = getattr(self._encoder, "_check_health", None)
@@ -79,11 +79,11 @@ class TrtllmEncoder:
         return time.monotonic() - self._began_at
 
     def load(self) -> EncoderLoad:
-        """Images in the batch, and that wait for it."""
+        """Returns the images in the current batch, and those that wait."""
         return EncoderLoad(self._running, max(0, self._unfinished - self._running))
 
     async def encode(self, media: Sequence[Media]) -> list[Embedding]:
-        """One embedding for each image. See EncodeEngine."""
+        """Returns one embedding for each image. See EncodeEngine."""
         if self._unfinished and self._unfinished + len(media) > self._config.max_waiting:
             raise Overloaded(f"{self._unfinished} images wait already", retry_after_seconds=1.0)
         self._unfinished += len(media)
@@ -105,8 +105,8 @@ class TrtllmEncoder:
     async def _in_thread(self, images: Sequence[Image.Image]) -> list[Any]:
         await self._turn.acquire()
         self._running, self._began_at = len(images), time.monotonic()
-        looking = detached(partial(self._look, images), "trtllm-encoder")
-        # By its end, and not by that of whoever waits: one that is cancelled leaves it running.
+        looking = daemon_call(partial(self._look, images), "trtllm-encoder")
+        # Released when the batch ends: a caller that is cancelled leaves it running.
         looking.add_done_callback(self._looked)
         await asyncio.wait([looking])
         if (error := looking.exception()) is not None:
@@ -124,7 +124,7 @@ class TrtllmEncoder:
         return [self._taken(result) for result in self._encoder.generate(asked)]
 
     def _why(self, error: BaseException) -> BatonError:
-        """What is not the failure of one request is the engine's."""
+        """Converts an error. One that is not a RequestError fails the encoder for good."""
         if isinstance(error, BatonError):
             return error
         failed = EngineFailed(f"TensorRT-LLM failed: {type(error).__name__}: {error}")
@@ -133,7 +133,7 @@ class TrtllmEncoder:
         return failed
 
     def _taken(self, result: Any) -> Any:
-        """The rows in host memory. Reading a handle uses it up, and lets the engine have its memory back."""
+        """Returns the rows in host memory. Reading a handle uses it up, so that the engine can free its memory."""
         params = result.disaggregated_params
         handles = params.multimodal_embedding_handles if params is not None else None
         if not handles or len(handles) != 1:

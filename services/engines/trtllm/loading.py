@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own objects, made from the arguments in effect."""
+"""Loads TensorRT-LLM's own objects with the arguments in effect, and shuts them down."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,22 +7,30 @@ from typing import Any
 import structlog
 from pydantic import BaseModel
 
-from rpc.errors import ConfigError, EngineFailed
-from services.engines.trtllm.arguments import AUTODEPLOY_UNKNOWN, ENCODER_KNOWN
-from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.detached import detached
-from services.engines.trtllm.effective import Effective
+from baton.errors import ConfigError, EngineFailed
+from runtime.daemon_call import daemon_call
+from services.engines.trtllm.config import (
+    AUTODEPLOY_UNKNOWN,
+    ENCODER_KNOWN,
+    KvCacheArguments,
+    SpeculativeArguments,
+    TrtllmConfig,
+)
 from services.engines.trtllm.package import Package
+from services.engines.trtllm.resolved_args import ResolvedArgs
 
 log = structlog.get_logger(__name__)
 
+
 _SHUTDOWN_SECONDS = 20.0
-_SECTIONS = {
-    "kv_cache_config": "KvCacheConfig",
-    "scheduler_config": "SchedulerConfig",
-    "cache_transceiver_config": "CacheTransceiverConfig",
-    "cuda_graph_config": "CudaGraphConfig",
-    "lora_config": "LoraConfig",
+
+
+_SPECULATIVE = {
+    "Eagle": "EagleDecodingConfig",
+    "Eagle3": "Eagle3DecodingConfig",
+    "MTP": "MTPDecodingConfig",
+    "NGram": "NGramDecodingConfig",
+    "Draft_Target": "DraftTargetDecodingConfig",
 }
 
 
@@ -36,26 +44,28 @@ _ALWAYS = {
 }
 
 
-def load(config: TrtllmConfig, effective: Effective, package: Package) -> Any:
-    """The LLM, loaded. Blocking, for minutes. Raises ConfigError that names the version for what it does not accept."""
+def load(config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> Any:
+    """Loads the LLM, which blocks for minutes. Raises ConfigError with the version for arguments that it refuses."""
 
     def make() -> Any:
         arguments = _arguments(config, effective, package)
-        return package.llm(model=str(config.model), skip_tokenizer_init=True, **arguments)
+        # Only its guided decoding needs the tokenizer: Baton sends ids, and gets ids.
+        needs_tokenizer = effective.value.guided_decoding_backend is not None
+        return package.llm(model=str(config.model), skip_tokenizer_init=not needs_tokenizer, **arguments)
 
     return _loaded(config, package, make)
 
 
-def load_encoder(config: TrtllmConfig, effective: Effective, package: Package) -> Any:
-    """The MultimodalEncoder, loaded. As `load`."""
+def load_encoder(config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> Any:
+    """Loads the MultimodalEncoder. Blocks and raises as `load`."""
     given = {key.partition(".")[0] for key in effective.sources} | {"max_batch_size"}
     arguments = {name: getattr(effective.value, name) for name in ENCODER_KNOWN if name in given}
     return _loaded(config, package, lambda: package.encoder(model=str(config.model), **arguments))
 
 
 async def shut_down(engine: Any) -> None:
-    """Ends what was loaded; one that hangs is left to the end of the process."""
-    ending = detached(engine.shutdown, "trtllm-shutdown")
+    """Shuts an engine down. One that hangs is left behind until the process ends."""
+    ending = daemon_call(engine.shutdown, "trtllm-shutdown")
     _, late = await asyncio.wait([ending], timeout=_SHUTDOWN_SECONDS)
     if late:
         log.error("trtllm does not shut down", seconds=_SHUTDOWN_SECONDS)
@@ -66,34 +76,49 @@ async def shut_down(engine: Any) -> None:
 def _loaded(config: TrtllmConfig, package: Package, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"trtllm {package.version} does not accept the arguments: {_line(error)}") from error
     except (RuntimeError, OSError) as error:
         raise EngineFailed(f"trtllm {package.version} cannot load {config.model}: {_line(error)}") from error
 
 
-def _arguments(config: TrtllmConfig, effective: Effective, package: Package) -> dict[str, Any]:
-    """Only what was set: each version keeps its own defaults, except for the limits that we promise to routers."""
+def _arguments(config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> dict[str, Any]:
+    """Returns the arguments that were set, since versions differ in defaults, and the limits that routers use."""
     arguments = {}
     for name in _named(effective):
         if config.backend == "autodeploy" and name in AUTODEPLOY_UNKNOWN:
             continue
-        arguments[name] = _made(name, getattr(effective.value, name), package)
+        arguments[name] = _made(getattr(effective.value, name), package)
     return arguments
 
 
-def _named(effective: Effective) -> list[str]:
+def _named(effective: ResolvedArgs) -> list[str]:
     given = {key.partition(".")[0] for key in effective.sources}
     return [name for name in type(effective.value).model_fields if name in _ALWAYS | given]
 
 
-def _made(name: str, value: Any, package: Package) -> Any:
+def _made(value: Any, package: Package) -> Any:
+    """The value as the engine takes it. Sections are dictionaries, since not all of their classes are exported."""
+    if isinstance(value, SpeculativeArguments):
+        return _speculative(value, package)
     if not isinstance(value, BaseModel):
         return value
-    # What decides whether two sides fit together is said, and not left to a version's default.
-    always = {"tokens_per_block": value.tokens_per_block} if name == "kv_cache_config" else {}  # type: ignore[attr-defined]
-    fields = {**value.model_dump(mode="json", exclude_unset=True), **always}
-    return getattr(package.llmapi, _SECTIONS[name])(**fields) if name in _SECTIONS else fields
+    fields = value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, KvCacheArguments):
+        # Both sides of a handoff must agree on it, so it is never left to a version's default.
+        fields["tokens_per_block"] = value.tokens_per_block
+    return fields
+
+
+def _speculative(section: SpeculativeArguments, package: Package) -> Any:
+    """Since 1.3 the key decoding_type selects the class. Version 1.2 does not know the key, and takes an object."""
+    kind = getattr(package.llmapi, _SPECULATIVE[section.decoding_type], None)
+    if kind is None:
+        raise ConfigError(f"trtllm {package.version} has no speculative_config.decoding_type {section.decoding_type}")
+    fields = section.model_dump(mode="json", exclude_unset=True)
+    if "decoding_type" in kind.model_fields:
+        return fields
+    return kind(**{name: value for name, value in fields.items() if name != "decoding_type"})
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""TensorRT-LLM as it is installed here: imported in this file alone, and looked at where versions differ."""
+"""TensorRT-LLM as it is installed: imported only here, and inspected where versions differ."""
 
 import contextlib
 import dataclasses
@@ -12,14 +12,13 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from rpc.errors import ConfigError
+from baton.errors import ConfigError
 
 NAME = "tensorrt_llm"
 _OLDEST = Version("1.2.0")
-_GAP = (Version("1.3.0.dev0"), Version("1.3.0rc22"))
-_END = Version("1.5.0.dev0")
+_END = Version("1.4.0.dev0")
 _PROCESSES = 64
-# Ours by TensorRT-LLM's; one that is set in the environment is stronger.
+# Our log levels in TensorRT-LLM's words. A level set in the environment takes precedence.
 _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
 _HOW = (
     "it runs on Linux with NVIDIA GPUs, CUDA 13 and MPI; install it from NVIDIA's package index "
@@ -29,7 +28,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The parts that the adapter uses, and what this version's calls accept."""
+    """The parts of the package that the adapter uses, and the arguments that this version accepts."""
 
     version: Version
     llm: Any
@@ -49,23 +48,23 @@ class Package:
 
     @property
     def metrics_collector(self) -> Any:
-        """`MetricsCollector`, or None where it is not installed: it needs more packages than the engine."""
+        """`MetricsCollector`, or None if it is not installed: it needs more packages than the engine."""
         try:
             return importlib.import_module(f"{NAME}.metrics").MetricsCollector
         except ImportError:
             return None
 
     def on_rank(self, rank: int) -> Any:
-        """SchedulingParams for one attention-DP rank, and no other one."""
+        """SchedulingParams that pin a request to one attention-DP rank."""
         params = _import(f"{NAME}.scheduling_params").SchedulingParams
         return params(attention_dp_rank=rank, attention_dp_relax=False)
 
     def shared_tensor(self) -> Any:
-        """`SharedTensorContainer`, by which embeddings come and go."""
+        """`SharedTensorContainer`, which makes and reads handles on embeddings."""
         return _import(f"{NAME}._torch.shared_tensor").SharedTensorContainer
 
     def new_handoff_id(self, node: int) -> int:
-        """An id that no other node gives out. Its generator takes other arguments in every line of versions."""
+        """A handoff id that is unique across nodes. The arguments of its generator differ between versions."""
         make = _import(f"{NAME}.llmapi.disagg_utils").get_global_disagg_request_id
         names = set(inspect.signature(make).parameters)
         if {"node_id", "process_id"} <= names:
@@ -78,8 +77,8 @@ class Package:
 
 
 def open_package(backend: str = "pytorch", log_level: str = "info") -> Package:
-    """Imports it. Raises ConfigError, in one line, if it is not installed, cannot run here, or is not supported."""
-    # Read when it is imported; usage statistics are on by default.
+    """Imports the package. Raises a one-line ConfigError if it is missing, cannot run here, or is not supported."""
+    # Read at import. Usage statistics are on by default.
     os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TLLM_LOG_LEVEL", _LOG_LEVELS[log_level])
     with contextlib.redirect_stdout(sys.stderr):
@@ -115,6 +114,16 @@ def _supported(package: ModuleType) -> Version:
         version = Version(str(package.__version__))
     except (AttributeError, InvalidVersion) as error:
         raise ConfigError(f"{NAME} does not say its version: {_HOW}") from error
-    if version < _OLDEST or version >= _END or _GAP[0] <= version < _GAP[1]:
-        raise ConfigError(f"{NAME} {version} is not supported; 1.2, 1.3 from rc22 on, and 1.4 are")
+    if not _OLDEST <= version < _END:
+        raise ConfigError(f"{NAME} {version} is not supported; 1.2 and 1.3 are")
     return version
+
+
+def visible_gpus() -> int:
+    """The number of GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs if it is unset."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+    import torch
+
+    return torch.cuda.device_count()

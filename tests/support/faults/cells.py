@@ -1,4 +1,4 @@
-"""The matrix: at which step of a request, to which role, what happens."""
+"""The fault matrix: which disturbance happens to which role at which step of a request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ Target = Literal["encode", "prefill", "decode", "router"]
 Disturbance = Literal["kill", "pause", "cut", "freeze", "leave", "deadline", "cancel"]
 
 STEPS: tuple[Step, ...] = get_args(Step)
-# Where an embedding is made, waits under a lease, is read, and is needed no more.
+# An embedding is computed, held under a lease, read, and released.
 WITH_IMAGES: tuple[Step, ...] = ("encoding", "queued", "prefilling", "decoding")
 TARGETS: tuple[Target, ...] = get_args(Target)
-# What happens to a process or to the network before it, and what a client does.
+# Disturbances of a process or of its network, and of a client.
 TO_PROCESSES: tuple[Disturbance, ...] = ("kill", "pause", "cut", "freeze")
 BY_CLIENTS: tuple[Disturbance, ...] = ("leave", "deadline", "cancel")
 
-# How a request is made to stay at a step for a while; prefilling and decoding take their time by themselves.
+# The fault plan that keeps a request at a step for a while; prefill and decode take long anyway.
 HOLD_SECONDS = 0.8
 HOLDS: dict[Step, str] = {
     "encoding": f"delay={HOLD_SECONDS}@encode",
@@ -37,12 +37,12 @@ class Cell:
 
     @property
     def has_image(self) -> bool:
-        """Whether its requests have one each."""
+        """Whether its requests have an image."""
         return self.target == "encode" or self.step == "encoding"
 
     @property
     def node(self) -> str:
-        """The process that is disturbed."""
+        """The name of the disturbed process."""
         return f"{self.target}-0"
 
 
@@ -53,7 +53,7 @@ def all_cells() -> list[Cell]:
 
 
 def sample(transport: str) -> list[Cell]:
-    """A few. Over both transports every target, every disturbance and nearly every step occurs."""
+    """A few cells. Over both transports they have every target, every disturbance and nearly every step."""
     disturbed = [
         Cell(target, _cyclic(_steps(target), index + index // len(TARGETS)), what)
         for index, (what, target) in enumerate((what, target) for what in TO_PROCESSES for target in TARGETS)

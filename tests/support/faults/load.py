@@ -1,4 +1,4 @@
-"""A steady load on a fleet, whose client does what a sensible one does: it tries again where nothing has begun."""
+"""A steady load on a fleet. Its client repeats a request that failed before its first event."""
 
 import asyncio
 import itertools
@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+from support.cluster.fleet import Fleet
+from support.faults.outcomes import Outcome, follow
+
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from support.faults.outcomes import Outcome, follow
-from support.fleet import Fleet
-
 from rpc.channels import open_channel
 
 _DEADLINE_SECONDS = 30.0
@@ -20,7 +20,7 @@ _ATTEMPTS = 5
 
 @dataclass(slots=True)
 class Load:
-    """What came of it so far. `wrong` are requests that ended in an error, or with other tokens than undisturbed."""
+    """The results so far. `wrong` are requests that failed or got other tokens than an undisturbed one."""
 
     expected: Sequence[int]
     right: int = 0
@@ -41,7 +41,7 @@ class Load:
 
 @asynccontextmanager
 async def load(fleet: Fleet, *, at_once: int, max_tokens: int) -> AsyncIterator[Load]:
-    """Requests without pause, so many at once, over all routers, until the context is left and they have ended."""
+    """Sends requests without pause, `at_once` at a time, to all routers, until the context ends."""
     async with AsyncExitStack() as stack:
         stubs = []
         for node in fleet.nodes.values():
@@ -56,7 +56,7 @@ async def load(fleet: Fleet, *, at_once: int, max_tokens: int) -> AsyncIterator[
 async def requests_of(
     stubs: Sequence[InferenceServiceStub], *, at_once: int, max_tokens: int, attempts: int = _ATTEMPTS
 ) -> AsyncIterator[Load]:
-    """The same, over these stubs in turn; a request in which nothing has begun is tried so often in all."""
+    """The same, to these stubs in turn; a request that fails before its first event gets `attempts` attempts."""
     first = Outcome("first")
     await follow(stubs[0].Generate(_request(max_tokens), timeout=60), first)
     assert first.is_right, first

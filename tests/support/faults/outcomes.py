@@ -1,4 +1,4 @@
-"""How one disturbed request ended, and whether that is a way in which a request may end."""
+"""How a disturbed request ended, and whether it may end so."""
 
 import asyncio
 import time
@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from baton.inference.v1 import generate_pb2 as pb
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-# A request that is over its deadline by more has hung.
+from baton.inference.v1 import generate_pb2 as pb
+
+# A request that exceeds its deadline by more has hung.
 GRACE_SECONDS = 1.5
 _DETAILS = "grpc-status-details-bin"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a request. `code` is OK or its status; `reason` and `stage` are of its ErrorInfo."""
+    """The outcome of a request. `code` is OK or its status; `reason` and `stage` are those of its ErrorInfo."""
 
     request_id: str
     started_at: float = field(default_factory=time.monotonic)
@@ -38,11 +39,11 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """How it counts in the table."""
+        """Its column in the table."""
         return "right" if self.is_right else f"{self.code}/{self.reason}" if self.reason else self.code
 
     def end(self, error: BaseException | None) -> None:
-        """Notes the end: well, by a status, or because its caller has left."""
+        """Notes the end: success, a status, or a caller that left."""
         self.seconds = time.monotonic() - self.started_at
         if isinstance(error, aio.AioRpcError):
             self.code, self.message = error.code().name, error.details() or ""
@@ -52,7 +53,7 @@ class Outcome:
             self.code = "OK" if error is None else "CANCELLED"
 
     def faults(self, expected: Sequence[int], seconds: float, *, router_was_hit: bool) -> list[str]:
-        """What is wrong with this end, in words; nothing if the request ended as it may."""
+        """What is wrong with this outcome; empty if it is allowed."""
         found = []
         if self.seconds > seconds + GRACE_SECONDS:
             found.append(f"ended after {self.seconds:.1f} s of {seconds:.1f}")

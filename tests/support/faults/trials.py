@@ -1,4 +1,4 @@
-"""Runs cells of the matrix on a fleet: requests are sent, something happens to them, and everything is looked at."""
+"""Runs cells of the matrix on a fleet: sends requests, disturbs them, and checks the results."""
 
 import asyncio
 import hashlib
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
-from baton.inference.v1 import generate_pb2 as pb
 from grpc import aio
+from support.cluster.fleet import Fleet, Node
 from support.faults.cells import HOLD_SECONDS, HOLDS, Cell, Step
 from support.faults.outcomes import Outcome, follow
-from support.fleet import Fleet, Node
-from support.pictures import picture
+from support.images.pictures import picture
 
-from rpc.errors import BatonError
+from baton.errors import BatonError
+from baton.inference.v1 import generate_pb2 as pb
 
 DEADLINE_SECONDS = 20.0
 CUT_SECONDS = 1.5
@@ -25,7 +25,7 @@ _PROMPTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How long prompts and answers are, so that the steps of a request last long enough; and how long a pause is.
+    """The lengths of prompts and answers, which make the steps of a request last, and of a pause.
 
     Requests on a worker that is paused must end elsewhere before it goes on.
     """
@@ -64,7 +64,7 @@ class Trials:
         self._session = session_for("prefill-0", "decode-0")
 
     async def learn(self, *, images: bool = False) -> None:
-        """Runs every prompt once without a disturbance, side by side: what is right from then on."""
+        """Runs every prompt once, undisturbed, and keeps the answers as the expected ones."""
         kinds = list(self._kinds(images=images))
         answers = await asyncio.gather(*(self._undisturbed(kind) for kind in kinds))
         self._expected.update(zip(kinds, answers, strict=True))
@@ -83,7 +83,7 @@ class Trials:
                     yield _Kind(length, index, has_image=True)
 
     async def run(self, cell: Cell, count: int) -> Report:
-        """Sends `count` requests, disturbs them at the cell's step, and waits until all is well again."""
+        """Sends `count` requests, disturbs them at the cell's step, and waits until the fleet has recovered."""
         seconds = HOLD_SECONDS / 2 if cell.disturbance == "deadline" else DEADLINE_SECONDS
         length = self._shape.long_tokens if cell.step == "prefilling" else self._shape.short_tokens
         kinds = [_Kind(length, index % _PROMPTS, cell.has_image) for index in range(count)]
@@ -116,7 +116,7 @@ class Trials:
             for text in outcome.faults(self._expected[kind], seconds, router_was_hit=cell.target == "router")
         ]
         if cell.target not in ("router", "client"):
-            # There is another worker, and nobody waits for one that hangs.
+            # There is another worker, and requests do not wait for a hung one.
             found += [f"{one.request_id}: {one.label}: {one.message}" for _, one in ended if not one.is_right]
             late = [one for _, one in ended if one.seconds > self._shape.pause_seconds]
             found += [f"{one.request_id}: took {one.seconds:.1f} s" for one in late]
@@ -161,7 +161,7 @@ class Trials:
         try:
             await self._fleet.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=request_id), timeout=10)
         except aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.NOT_FOUND:  # It may have ended by itself.
+            if error.code() != grpc.StatusCode.NOT_FOUND:  # It may have ended already.
                 raise
 
     async def _settle(self) -> tuple[int, float]:
@@ -182,7 +182,7 @@ class Trials:
         try:
             return (await self._fleet.load(name)).blocks_used
         except BatonError:
-            return 1  # It does not say that it has none.
+            return 1  # It did not report that it has none.
 
     async def _heal(self, cell: Cell) -> None:
         if cell.disturbance == "kill":
@@ -195,7 +195,7 @@ class Trials:
         return self._fleet.nodes[cell.node]
 
     def _request(self, kind: "_Kind", request_id: str) -> pb.GenerateRequest:
-        """Nothing of it is cached anywhere: its salt is its own."""
+        """A request with a cache salt of its own, so that no cache has any of it."""
         request = pb.GenerateRequest(request_id=request_id)
         if kind.has_image:
             request.prompt = "<image>" + chr(97 + kind.index) * kind.length
@@ -224,7 +224,7 @@ def _metadata(step: Step) -> tuple[tuple[str, str], ...]:
 
 
 def session_for(*worker_ids: str) -> str:
-    """A key whose requests all go to these workers while they are well."""
+    """A session key whose requests go to these workers while they are healthy."""
     for number in range(10_000):
         key = f"session-{number}"
         if all(_affinity(key, mine) > _affinity(key, f"{mine[:-1]}1") for mine in worker_ids):

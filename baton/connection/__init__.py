@@ -1,0 +1,9 @@
+"""What both clients need to make calls. `Tls` and `Retry` are public, as `baton.Tls` and `baton.Retry`.
+
+credentials.py    `Tls`, and tokens
+retry.py          `Retry`: which failed calls are made again, and after which pause
+settings.py       the checked arguments of a client, and the attempts of one call
+channels.py       the options of gRPC channels
+metadata.py       the keys of the metadata that a call carries
+tracing.py        the span of a call, and the trace context that it sends
+"""

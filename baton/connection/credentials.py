@@ -1,0 +1,66 @@
+"""The credentials of a client: trusted authorities, its own certificate, its token."""
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from os import PathLike
+from pathlib import Path
+
+import grpc
+
+from baton.connection.metadata import Metadata, header
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """A connection over TLS. All arguments are paths of PEM files, except `server_name`.
+
+    `ca` has the authorities to trust; without it gRPC's own list of public authorities is used. `cert` and `key` are
+    the client's own certificate, for mutual TLS, and must be given together. `server_name` is the name that the
+    server's certificate must have, if it is not the host of the address.
+    """
+
+    ca: str | PathLike[str] | None = None
+    cert: str | PathLike[str] | None = None
+    key: str | PathLike[str] | None = None
+    server_name: str = ""
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises ConfigError if one cannot be read, or if only one of `cert` and `key` is given."""
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("tls: cert and key must be given together")
+        ca = None if self.ca is None else read_pem("tls.ca", self.ca)
+        if self.cert is None or self.key is None:
+            return grpc.ssl_channel_credentials(ca)
+        return grpc.ssl_channel_credentials(ca, read_pem("tls.key", self.key), read_pem("tls.cert", self.cert))
+
+    def channel_options(self) -> tuple[tuple[str, str], ...]:
+        """The gRPC channel options that these settings need."""
+        return (("grpc.ssl_target_name_override", self.server_name),) if self.server_name else ()
+
+
+def authorization(token: str, address: str, tls: Tls | None) -> Metadata:
+    """The metadata that carries a token; none if it is empty.
+
+    Raises ConfigError if the token would be sent to another machine in plain text, and InvalidRequest if it has
+    characters that gRPC cannot send.
+    """
+    if token and tls is None and not is_loopback(address.rpartition(":")[0]):
+        raise ConfigError("a token is sent over TLS only: pass tls=Tls(ca=...), or tls=Tls() for public authorities")
+    return header("authorization", token and f"Bearer {token}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is only reachable from this machine."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_pem(name: str, path: str | PathLike[str]) -> bytes:
+    """The content of a file. Raises ConfigError, which names the setting, if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,40 @@
+"""When a failed call is made again, and after which pause."""
+
+import random
+from dataclasses import dataclass
+
+from baton.errors import BatonError, EngineFailed, HandoffLost, Overloaded, QuotaExceeded, StaleEpoch, Unavailable
+
+# The errors that docs/errors.md marks *again*, with their subclasses.
+TRANSIENT = (EngineFailed, HandoffLost, Overloaded, QuotaExceeded, StaleEpoch, Unavailable)
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often a client makes a call again after an error that may pass, such as Overloaded or Unavailable.
+
+    `attempts` counts the first one too. The pause is what the server asks for, else `initial_seconds`, doubled for each
+    further attempt up to `max_seconds`; up to a quarter is added at random, so that clients do not return all at once.
+    A streamed answer is requested again only while nothing of it has arrived. The call's timeout bounds all attempts
+    together: if the pause does not fit, the error is raised at once.
+    """
+
+    attempts: int = 4
+    initial_seconds: float = 0.1
+    max_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.initial_seconds < 0 or self.max_seconds < 0:
+            raise ValueError("Retry needs at least 1 attempt, and pauses that are not negative")
+
+    def pause_after(self, error: BatonError, attempt: int, seconds_left: float | None = None) -> float | None:
+        """Seconds to wait after the failure of that attempt, counted from 1; None if the error has to be raised."""
+        if attempt >= self.attempts or not isinstance(error, TRANSIENT):
+            return None
+        backoff: float = min(self.initial_seconds * 2 ** (attempt - 1), self.max_seconds)
+        asked: float = getattr(error, "retry_after_seconds", 0.0)
+        pause = (asked or backoff) * random.uniform(1.0, 1.25)
+        return pause if seconds_left is None or pause < seconds_left else None
+
+
+NO_RETRY = Retry(attempts=1)

@@ -1,0 +1,203 @@
+"""The errors of Baton: each class says what the caller should do, each message says what it is about."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One wrong field of a request: its path, such as `sampling.temperature`, and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class BatonError(Exception):
+    """Base of every error that may cross a process boundary.
+
+    `reason` is stable and machine-readable (`google.rpc.ErrorInfo.reason`). `stage` and `worker_id` say where it
+    happened, and are empty where that is not known. Code that passes an error on may fill them, but not replace them.
+    """
+
+    reason: ClassVar[str] = "INTERNAL_ERROR"
+
+    def __init__(self, message: str, *, stage: str = "", worker_id: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.stage = stage
+        self.worker_id = worker_id
+
+
+class InvalidRequest(BatonError):
+    """The request is wrong and will be wrong again: correct the named fields. Never retried."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, violations: Sequence[FieldViolation], *, stage: str = "", worker_id: str = "") -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations), stage=stage, worker_id=worker_id)
+        self.violations = tuple(violations)
+
+    @classmethod
+    def of(cls, field: str, description: str) -> "InvalidRequest":
+        """The error for a single wrong field."""
+        return cls([FieldViolation(field, description)])
+
+
+class Unsupported(BatonError):
+    """The API has this feature, and the model or worker does not. The message lists what it can do."""
+
+    reason = "UNSUPPORTED"
+
+
+class Unauthenticated(BatonError):
+    """The caller is unknown: send valid credentials."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(BatonError):
+    """The caller is known and may not do this."""
+
+    reason = "PERMISSION_DENIED"
+
+
+class ModelNotFound(BatonError):
+    """No worker serves this model. The message lists the models that are served."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+class RequestNotFound(BatonError):
+    """No request of this id runs here: it has ended, or never arrived."""
+
+    reason = "REQUEST_NOT_FOUND"
+
+
+class RequestExists(BatonError):
+    """A request of this id is running: choose another id."""
+
+    reason = "REQUEST_EXISTS"
+
+
+class RoleMismatch(BatonError):
+    """The worker does not have the role that the call needs."""
+
+    reason = "ROLE_MISMATCH"
+
+
+class LayoutMismatch(BatonError):
+    """The KV layouts of two workers differ: they can never hand over to each other."""
+
+    reason = "KV_LAYOUT_MISMATCH"
+
+
+class LoraMismatch(LayoutMismatch):
+    """KV was computed with another adapter than the request's, or with none: it cannot be used for this request."""
+
+    reason = "LORA_MISMATCH"
+
+
+class StaleEpoch(BatonError):
+    """The handoff is from before its owner's process restarted: run the prompt again."""
+
+    reason = "STALE_EPOCH"
+
+
+class HandoffLost(BatonError):
+    """The handoff's lease did not hold, or its owner is gone: run the prompt again. Nothing was computed from it."""
+
+    reason = "HANDOFF_LOST"
+
+
+class EmbeddingLost(HandoffLost):
+    """The lease on a media item's embedding did not hold, or its owner is gone: encode the item again."""
+
+    reason = "EMBEDDING_LOST"
+
+
+class Overloaded(BatonError):
+    """There is no room now. Retry after `retry_after_seconds`."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, *, retry_after_seconds: float, stage: str = "", worker_id: str = "") -> None:
+        super().__init__(message, stage=stage, worker_id=worker_id)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QuotaExceeded(BatonError):
+    """The tenant has used up its quota. Retry after `retry_after_seconds`."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, *, subject: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.subject = subject
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DeadlineUnreachable(Overloaded):
+    """At the current load the request would miss its deadline, so it was not started: allow more time, or wait."""
+
+    reason = "DEADLINE_UNREACHABLE"
+
+
+class SlowReader(BatonError):
+    """The client did not read the answer for too long, and the request was ended: read faster, or ask for less."""
+
+    reason = "SLOW_READER"
+
+
+class Unavailable(BatonError):
+    """The peer could not be reached or went away: retry, on another one if there is one."""
+
+    reason = "WORKER_UNAVAILABLE"
+
+
+class NoWorker(Unavailable):
+    """No worker that could do this is ready. The message says why each worker was rejected."""
+
+    reason = "NO_WORKER"
+
+
+class Draining(Unavailable):
+    """The worker takes no new work: use another one."""
+
+    reason = "DRAINING"
+
+
+class LoraNotHere(Unavailable):
+    """The worker has no adapter of this name and content: use another one. No worker has failed."""
+
+    reason = "LORA_NOT_HERE"
+
+
+class MediaUnavailable(Unavailable):
+    """A media item could not be fetched from where its URI points: retry later. No worker has failed."""
+
+    reason = "MEDIA_UNAVAILABLE"
+
+
+class DeadlineExceeded(BatonError):
+    """The caller's deadline has passed; the message says at which stage."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(BatonError):
+    """The request was cancelled, by its caller or by CancelGeneration."""
+
+    reason = "CANCELLED"
+
+
+class EngineFailed(BatonError):
+    """The engine failed on this request, or altogether. The same request may succeed elsewhere."""
+
+    reason = "ENGINE_FAILED"
+
+
+class ConfigError(BatonError):
+    """A configuration is wrong; the message names the path of the key. Raised at start, before anything listens."""
+
+    reason = "INVALID_CONFIG"

@@ -1,0 +1,344 @@
+"""The methods of both clients: the arguments of each, what they mean, and the message that they make.
+
+`Client` and `AsyncClient` take their arguments and docstrings from here, by `takes`.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from google.protobuf.message import Message
+
+from baton.connection.settings import CALL_SECONDS
+from baton.errors import InvalidRequest
+from baton.images import Image, user_message
+from baton.inference.v1 import (
+    cluster_service_pb2,
+    embed_pb2,
+    generate_pb2,
+    lora_pb2,
+    model_pb2,
+    server_info_pb2,
+    tokenize_pb2,
+)
+
+# A prompt, or a whole request.
+Prompt = generate_pb2.GenerateRequest | str
+# A text, or a conversation that the model's chat template renders.
+Text = generate_pb2.ChatInput | str
+
+# A text, or its token ids.
+EmbedText = str | Sequence[int]
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+Owner = TypeVar("Owner")
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A request, its priority, and how long its answer may take."""
+
+    request: generate_pb2.GenerateRequest
+    priority: int
+    timeout_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryCall(Generic[Value]):
+    """A call with one response, of which `read` is what the client returns. `method` is `Service/Method`."""
+
+    method: str
+    message: Message
+    read: Callable[[Any], Value]
+    timeout_seconds: float | None
+    priority: int = 0
+
+
+def takes(
+    definition: Callable[Arguments, Made],
+) -> Callable[[Callable[[Owner, Made], Result]], Callable[Concatenate[Owner, Arguments], Result]]:
+    """Gives a method the arguments of `definition`, with its docstring if the method has none.
+
+    The method itself receives what `definition` makes of them.
+    """
+
+    def decorate(method: Callable[[Owner, Made], Result]) -> Callable[Concatenate[Owner, Arguments], Result]:
+        @functools.wraps(method)
+        def call(self: Owner, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+            return method(self, definition(*arguments, **options))
+
+        own, offered = inspect.signature(method), inspect.signature(definition)
+        itself = next(iter(own.parameters.values()))
+        vars(call)["__signature__"] = own.replace(parameters=[itself, *offered.parameters.values()])
+        call.__doc__ = method.__doc__ or (definition.__init__ if inspect.isclass(definition) else definition).__doc__
+        return call
+
+    return decorate
+
+
+def generate(
+    request: Prompt,
+    *,
+    images: Sequence[Image] = (),
+    model: str = "",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    min_tokens_per_message: int | None = None,
+    json_schema: Mapping[str, Any] | str | None = None,
+    regex: str | None = None,
+    choice: Sequence[str] = (),
+    grammar: str | None = None,
+    priority: int = 0,
+    timeout_seconds: float | None = None,
+) -> GenerateCall:
+    """Streams an answer: iterate over the events Started, TokenDelta and Finished, or call `.text()`.
+
+    Args:
+        request: A prompt, or a GenerateRequest that has all options itself.
+        images: File contents (bytes), paths, or URIs; the prompt is then a user's message about them.
+        model: Needed where several models are served.
+        max_tokens: Tokens to generate at most; by default as many as the context has room for.
+        temperature: 0 takes the most likely token each time.
+        seed: The same seed gives the same answer.
+        stop: The answer ends before the first of these strings.
+        min_tokens_per_message: Later tokens come so many at once, or fewer every 200 ms; by default one by one.
+        json_schema: The answer is JSON that is valid under this schema.
+        regex: The answer matches this regular expression.
+        choice: The answer is one of these texts.
+        grammar: The answer follows this grammar, in Lark's notation or GBNF.
+        priority: From -10 to 10; where requests wait, higher ones go first.
+        timeout_seconds: For the whole answer; by default the router's own limit holds.
+
+    Raises:
+        ValueError: Options are given beside a GenerateRequest, which has fields for them, or several grammars.
+        InvalidRequest: A number that its field cannot hold, or an image that cannot be read.
+
+    The request is sent when the first event is read. Leaving the loop, or closing the answer, stops the request on the
+    workers.
+    """
+    message = generate_request(
+        request,
+        images=images,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=stop,
+        min_tokens_per_message=min_tokens_per_message,
+        guided=guided_by(json_schema=json_schema, regex=regex, choice=choice, grammar=grammar),
+    )
+    return GenerateCall(message, priority, timeout_seconds)
+
+
+def generate_unary(call: GenerateCall) -> UnaryCall[generate_pb2.GenerateUnaryResponse]:
+    """The same request, answered by one response."""
+    message = generate_pb2.GenerateUnaryRequest(request=call.request)
+    return UnaryCall("InferenceService/GenerateUnary", message, _whole, call.timeout_seconds, call.priority)
+
+
+def cancel(
+    request_id: str, *, timeout_seconds: float | None = CALL_SECONDS
+) -> UnaryCall[list[generate_pb2.CancelReceipt]]:
+    """Stops a running request, of any client, and returns what each stage confirmed.
+
+    Raises RequestNotFound if no request of this id runs on the router.
+    """
+    message = generate_pb2.CancelGenerationRequest(request_id=request_id)
+    return UnaryCall("InferenceService/CancelGeneration", message, lambda it: list(it.receipts), timeout_seconds)
+
+
+def embed(
+    inputs: Sequence[EmbedText],
+    *,
+    model: str = "",
+    dimensions: int | None = None,
+    normalize: bool | None = None,
+    priority: int = 0,
+    timeout_seconds: float | None = CALL_SECONDS,
+) -> UnaryCall[embed_pb2.EmbedResponse]:
+    """Returns a vector for each input: `[list(each.values) for each in response.embeddings]`.
+
+    Args:
+        inputs: Texts, or the token ids of texts.
+        model: Needed where several models are served.
+        dimensions: How many numbers of each vector to return, from its beginning; by default all.
+        normalize: Whether vectors are scaled to the length 1; by default as the model says.
+        priority: From -10 to 10; where requests wait, higher ones go first.
+        timeout_seconds: For the whole call.
+
+    Raises InvalidRequest naming an input that is too long, such as `inputs[2]`: none is cut.
+    """
+    message = embed_pb2.EmbedRequest(model=model)
+    for one in [inputs] if isinstance(inputs, str) else inputs:
+        if isinstance(one, str):
+            message.inputs.add(text=one)
+        else:
+            message.inputs.add().token_ids.ids.extend(one)
+    _set(message, "dimensions", dimensions)
+    if normalize is not None:
+        message.normalize = normalize
+    return UnaryCall("InferenceService/Embed", message, _whole, timeout_seconds, priority)
+
+
+def tokenize(text: Text, *, model: str = "", timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[int]]:
+    """Returns the token ids of a prompt, or of a conversation (ChatInput), as `generate` would run them."""
+    if isinstance(text, str):
+        message = tokenize_pb2.TokenizeRequest(model=model, prompt=text)
+    else:
+        message = tokenize_pb2.TokenizeRequest(model=model, chat=text)
+    return UnaryCall("InferenceService/Tokenize", message, lambda it: list(it.token_ids), timeout_seconds)
+
+
+def detokenize(
+    token_ids: Sequence[int],
+    *,
+    model: str = "",
+    keep_special_tokens: bool = False,
+    timeout_seconds: float | None = CALL_SECONDS,
+) -> UnaryCall[str]:
+    """Returns the text of token ids."""
+    message = tokenize_pb2.DetokenizeRequest(model=model, token_ids=token_ids, keep_special_tokens=keep_special_tokens)
+    return UnaryCall("InferenceService/Detokenize", message, lambda it: str(it.text), timeout_seconds)
+
+
+def models(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[model_pb2.Model]]:
+    """Lists the models that are served, with their limits and the number of their workers."""
+    message = model_pb2.ListModelsRequest()
+    return UnaryCall("InferenceService/ListModels", message, lambda it: list(it.models), timeout_seconds)
+
+
+def model(name: str = "", *, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[model_pb2.Model]:
+    """Returns one model; the name may be empty where only one is served. Raises ModelNotFound."""
+    message = model_pb2.GetModelRequest(name=name)
+    return UnaryCall("InferenceService/GetModel", message, lambda it: it.model, timeout_seconds)
+
+
+def server_info(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[server_info_pb2.GetServerInfoResponse]:
+    """Returns what the deployment offers: version, models and their features, limits, engines, façades."""
+    message = server_info_pb2.GetServerInfoRequest()
+    return UnaryCall("InferenceService/GetServerInfo", message, _whole, timeout_seconds)
+
+
+def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[cluster_service_pb2.Worker]]:
+    """Lists the workers as the router sees them: state, load, layout. Operators only, where access is restricted."""
+    message = cluster_service_pb2.ListWorkersRequest()
+    return UnaryCall("ClusterService/ListWorkers", message, lambda it: list(it.workers), timeout_seconds)
+
+
+def loras(model: str = "", *, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
+    """Lists the adapters on each worker of a model. Operators only, where access is restricted."""
+    message = lora_pb2.ListLorasRequest(model=model)
+    return UnaryCall("ClusterService/ListLoras", message, lambda it: list(it.workers), timeout_seconds)
+
+
+def load_lora(
+    name: str, *, model: str = "", worker_ids: Sequence[str] = (), timeout_seconds: float | None = CALL_SECONDS
+) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
+    """Loads an adapter from the workers' folders, on these workers or on all of a model.
+
+    Returns what each worker has then, or its problem; raises the error of one if none could load it. Operators only,
+    where access is restricted.
+    """
+    message = lora_pb2.LoadLoraRequest(name=name, model=model, worker_ids=worker_ids)
+    return UnaryCall("ClusterService/LoadLora", message, lambda it: list(it.workers), timeout_seconds)
+
+
+def unload_lora(
+    name: str, *, model: str = "", worker_ids: Sequence[str] = (), timeout_seconds: float | None = CALL_SECONDS
+) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
+    """Removes an adapter from these workers or from all of a model, once the requests that use it have ended.
+
+    Returns and raises as `load_lora`. New requests for the adapter are refused at once, also if the time runs out.
+    """
+    message = lora_pb2.UnloadLoraRequest(name=name, model=model, worker_ids=worker_ids)
+    return UnaryCall("ClusterService/UnloadLora", message, lambda it: list(it.workers), timeout_seconds)
+
+
+def explain_route(
+    request: generate_pb2.GenerateRequest, *, timeout_seconds: float | None = CALL_SECONDS
+) -> UnaryCall[cluster_service_pb2.ExplainRouteResponse]:
+    """Returns where a request would run now, and why. Operators only, where access is restricted."""
+    message = cluster_service_pb2.ExplainRouteRequest(request=request)
+    return UnaryCall("ClusterService/ExplainRoute", message, _whole, timeout_seconds)
+
+
+def generate_request(
+    request: Prompt,
+    *,
+    images: Sequence[Image] = (),
+    model: str = "",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    min_tokens_per_message: int | None = None,
+    guided: generate_pb2.GuidedDecoding | None = None,
+) -> generate_pb2.GenerateRequest:
+    """The request of a prompt and options. Options that are not given stay unset, and the model's defaults apply.
+
+    Raises ValueError for options beside a GenerateRequest, which has fields for them; InvalidRequest for numbers that
+    their fields cannot hold, and for images that cannot be read.
+    """
+    if isinstance(request, generate_pb2.GenerateRequest):
+        numbers = (max_tokens, temperature, seed, min_tokens_per_message)
+        if images or model or stop or guided or any(number is not None for number in numbers):
+            raise ValueError("options go with a prompt that is a string; set them in the GenerateRequest instead")
+        return request
+    built = generate_pb2.GenerateRequest(model=model)
+    if images:
+        built.chat.messages.append(user_message(request, images))
+    else:
+        built.prompt = request
+    _set(built.stopping, "max_tokens", max_tokens, "stopping")
+    _set(built.sampling, "temperature", temperature, "sampling")
+    _set(built.sampling, "seed", seed, "sampling")
+    _set(built.response, "min_tokens_per_message", min_tokens_per_message, "response")
+    if guided is not None:
+        built.guided.CopyFrom(guided)
+    built.stopping.stop.extend([stop] if isinstance(stop, str) else stop)
+    return built
+
+
+def guided_by(
+    *,
+    json_schema: Mapping[str, Any] | str | None = None,
+    regex: str | None = None,
+    choice: Sequence[str] = (),
+    grammar: str | None = None,
+) -> generate_pb2.GuidedDecoding | None:
+    """The grammar of an answer; None without one. Raises ValueError for several."""
+    given = [json_schema is not None, regex is not None, bool(choice), grammar is not None]
+    if not any(given):
+        return None
+    if sum(given) > 1:
+        raise ValueError("an answer follows one grammar: give one of json_schema, regex, choice, grammar")
+    if json_schema is not None:
+        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema, ensure_ascii=False)
+        return generate_pb2.GuidedDecoding(json_schema=text)
+    if choice:
+        return generate_pb2.GuidedDecoding(choice=generate_pb2.Choices(texts=choice))
+    if grammar is not None:
+        return generate_pb2.GuidedDecoding(grammar=grammar)
+    assert regex is not None
+    return generate_pb2.GuidedDecoding(regex=regex)
+
+
+def _whole(response: Value) -> Value:
+    return response
+
+
+def _set(message: Message, field: str, value: float | None, path: str = "") -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, field, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest.of(f"{path}.{field}".lstrip("."), str(error)) from None

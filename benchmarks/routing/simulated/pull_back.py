@@ -1,0 +1,47 @@
+"""What it would bring if prefill workers pulled blocks from decode workers: predicted_seconds with one more way to run.
+
+Nothing in Baton does this. A prefill worker gets the blocks that only the decode worker of the pair has, and computes
+the rest. The pull costs what a handoff of as many bytes costs, and is taken to be free for both workers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from benchmarks.routing.simulated.clock import StepCosts
+from router.routing.policy import Candidates, RoutingRequest, W
+from router.routing.prefix.places import Place
+from router.routing.prefix.predicted import Option, PredictedSeconds
+from router.routing.prefix.prefix_caches import Cache
+
+
+class PullingBack(PredictedSeconds):
+    """Adds, for each pair of which the decode worker has the longer prefix, the pair with a pull."""
+
+    pull = StepCosts(1.0, 1, 1)  # what a pull takes
+
+    def _options(
+        self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
+    ) -> list[Option[W]]:
+        options = super()._options(request, candidates, matched)
+        size, block_bytes = request.blocks.block_tokens, request.blocks.block_bytes
+        # Options have only the decode workers that come first by other terms, or that can run the prompt.
+        decodes = {id(decode): decode for _, _, decode in options}.values()
+        prefills = {id(prefill): prefill for _, prefill, _ in options if prefill is not None}.values()
+        for decode in decodes:
+            for prefill in prefills:
+                missing = decode.cached_tokens - prefill.cached_tokens
+                if missing > 0:
+                    seconds = self.pull.move_seconds + missing // size * block_bytes / self.pull.bytes_per_second
+                    pulled = _with_pull(prefill, decode.cached_tokens, seconds)
+                    way = prefill.cost.way_to(decode.cost)
+                    moved = (request.prompt_tokens - decode.cached_tokens) / size * block_bytes
+                    arrival = pulled.first_token + way.seconds(moved)
+                    options.append((arrival + decode.late(arrival) + decode.decode, pulled, decode))
+        return options
+
+
+def _with_pull(prefill: Place[W], cached_tokens: int, seconds: float) -> Place[W]:
+    """The place with so many tokens cached after a pull of so many seconds."""
+    gained = (cached_tokens - prefill.cached_tokens) * prefill.cost.prefill.slowness * prefill.cost.prefill.usual.rate
+    compute = prefill.prefill - gained + seconds
+    return replace(prefill, cached_tokens=cached_tokens, prefill=compute, first_token=prefill.wait + compute)

@@ -1,0 +1,62 @@
+"""What an engine step costs a decode worker's event loop beside the engine: `python -m benchmarks.worker_step_cost`.
+
+Sequences that are relayed (services/decode.py) tell the shared stream that they have a token, and the stream's writer
+takes the tokens of all and makes the message. Printed is the time of that for one step, the least and the median of
+many, with as many sequences as asked. gRPC's own write of the message comes on top, once a step.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from rpc.multiplex.response_queue import RelayedTokens, ResponseQueue
+from services.decode import Relayed
+from services.engines.answer import Finished
+from services.telemetry.timings import CallClock, DecodeClock
+
+STEPS = 500
+
+
+class Steps:
+    """An engine's stream, one token a step."""
+
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Keeps what is called at each step."""
+        self.ready = ready
+
+    def take(self) -> tuple[Sequence[int], Finished | None]:
+        """A token."""
+        return (17,), None
+
+
+async def measure(sequences: int) -> list[float]:
+    """The seconds of each step."""
+    queue, engine = ResponseQueue(), []
+    for number in range(sequences):
+        steps = Steps()
+        source = Relayed(steps, DecodeClock(CallClock(), is_pulled=True))
+        tokens = RelayedTokens(number, source, is_paused=False)
+        await source.subscribe(lambda tokens=tokens: queue.note_ready(tokens))  # type: ignore[misc]  # bound now
+        engine.append(steps)
+    seconds = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        for steps in engine:
+            steps.ready()
+        batch = await queue.take()
+        batch.message.SerializeToString()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024])
+    for count in parser.parse_args().sequences:
+        found = asyncio.run(measure(count))
+        least, middle = min(found) * 1e6, statistics.median(found) * 1e6
+        print(
+            f"{count} sequences: {least:.0f} us at least, {middle:.0f} us in the middle, {middle / count:.2f} us each"
+        )

@@ -1,0 +1,92 @@
+"""Options of the commands that start, show and check processes."""
+
+import argparse
+
+from cli.arguments.connecting import address, credentials
+from cli.arguments.values import UINT32, integer, positive
+
+# The values of `baton up --mode`: aggregated, disaggregated, and encode, prefill and decode on separate workers.
+MODES = ("agg", "disagg", "epd")
+
+
+def up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        help="agg: whole requests on decode workers; disagg: separate prefill workers; epd: separate encode workers too"
+        " (default: epd for a model with vision, else disagg)",
+    )
+    parser.add_argument(
+        "--prefill", type=integer(64), metavar="N", help="number of prefill workers (default: by --mode)"
+    )
+    parser.add_argument(
+        "--decode", type=integer(64), default=1, metavar="N", help="number of decode workers (default: 1)"
+    )
+    parser.add_argument("--encode", type=integer(64), metavar="N", help="number of encode workers (default: by --mode)")
+    parser.add_argument(
+        "--embed", type=integer(64), default=0, metavar="N", help="number of embed workers (default: 0)"
+    )
+    parser.add_argument("--routers", type=integer(16), default=1, metavar="N", help="number of routers (default: 1)")
+    parser.add_argument(
+        "--router-processes", type=integer(64), default=1, metavar="N", help="processes of each router (default: 1)"
+    )
+    parser.add_argument("--envoy", action="store_true", help="start Envoy before the routers: adds gRPC-Web and JSON")
+    parser.add_argument(
+        "--openai",
+        type=integer(2**16 - 1),
+        default=8000,
+        metavar="PORT",
+        help="port of OpenAI's API over HTTP, or another if it is taken; 0 serves none (default: 8000)",
+    )
+    engines = ["pytorch", "simulated", "vllm"]
+    parser.add_argument("--engine", choices=engines, default="pytorch", help="default: pytorch; vllm after `make vllm`")
+    parser.add_argument("--model", default="", metavar="FOLDER", help="a checkpoint in Hugging Face format")
+
+
+def info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the whole answer of GetServerInfo as JSON")
+    address(parser)
+
+
+def logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as router or prefill-0 (default: all)")
+    parser.add_argument(
+        "--lines", type=integer(UINT32), default=20, metavar="N", help="print the last N lines of each (default: 20)"
+    )
+    parser.add_argument("--follow", action="store_true", help="keep printing new lines")
+
+
+def lora(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show the adapters of each worker; reads their folders again")
+    load = actions.add_parser("load", help="load an adapter from the workers' folders, or replace it by its new files")
+    unload = actions.add_parser("unload", help="refuse new requests for an adapter, and wait for those that run")
+    for action in (load, unload):
+        action.add_argument("name", metavar="NAME", help="the name of the adapter's folder")
+        action.add_argument("--worker", action="append", default=[], metavar="ID", help="only here; may be repeated")
+        action.add_argument("--timeout", type=positive, default=60.0, metavar="SECONDS", help="default: 60")
+    for action in (listing, load, unload):
+        action.add_argument("--model", default="", help="required only if several models are served")
+        address(action)
+
+
+def doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="instead, check the order of timeouts in these files or folders: configurations of Baton and Envoy,"
+        " manifests of Kubernetes and Compose",
+    )
+    address(parser)
+
+
+def health(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", help="any Baton process (default: the router)")
+    parser.add_argument("--service", default="", metavar="NAME", help="check one service, by its full name")
+    credentials(parser)
+
+
+def nothing(_: argparse.ArgumentParser) -> None:
+    pass

@@ -1,0 +1,117 @@
+"""Options of the commands that send requests."""
+
+import argparse
+
+from cli.arguments.connecting import address
+from cli.arguments.values import UINT32, UINT64, count, integer, positive
+
+
+def generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--model", default="", help="required only if several models are served")
+    parser.add_argument(
+        "--chat", action="store_true", help="send PROMPT as a user message, rendered by the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="put a system message before it; implies --chat")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image file or URI for the user message; may be repeated; implies --chat",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="PROMPT is not a chat message, and has a placeholder for each image"
+    )
+    parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
+    _sampling(parser)
+    _guided(parser)
+    parser.add_argument("--json", action="store_true", help="print each event of the stream as a line of JSON")
+    parser.add_argument("--timing", action="store_true", help="print the timings of all stages at the end")
+    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
+    )
+    parser.add_argument(
+        "--priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="-10 to 10; higher priorities leave the router's queue first",
+    )
+    address(parser)
+
+
+def chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="", help="required only if several models are served")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    _sampling(parser)
+    parser.add_argument("--timing", action="store_true", help="print the timings of each answer")
+    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the deadline of each answer")
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
+    )
+    address(parser)
+
+
+def embed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "texts", nargs="+", metavar="TEXT", help="a text; - reads texts from standard input, one a line"
+    )
+    parser.add_argument("--model", default="", help="required only if several models are served")
+    parser.add_argument(
+        "--dimensions",
+        type=count(UINT32),
+        metavar="N",
+        help="return the first N numbers of each vector (default: all)",
+    )
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="scale vectors to the length 1, or not (default: as the model says)",
+    )
+    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
+    )
+    address(parser)
+
+
+def explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="the text that would be continued")
+    parser.add_argument("--model", default="", help="needed only where several models are served")
+    address(parser)
+
+
+def _guided(parser: argparse.ArgumentParser) -> None:
+    grammars = parser.add_mutually_exclusive_group()
+    grammars.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that is valid under this schema")
+    grammars.add_argument("--regex", metavar="EXPRESSION", help="the answer matches this regular expression")
+    grammars.add_argument(
+        "--choice", action="append", default=[], metavar="TEXT", help="the answer is this text; may be repeated"
+    )
+    grammars.add_argument(
+        "--grammar", metavar="FILE", help="the answer follows this grammar, in Lark's notation or GBNF"
+    )
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lora", default="", metavar="NAME", help="the adapter to use")
+    parser.add_argument("--max-tokens", type=integer(UINT32), metavar="N", help="generate at most N tokens")
+    parser.add_argument(
+        "--min-tokens-per-message",
+        type=integer(UINT32),
+        metavar="N",
+        help="after the first token, receive at least N at once, or what has come in 200 ms",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="nucleus sampling: sample from the most likely tokens of this total probability",
+    )
+    parser.add_argument("--seed", type=integer(UINT64), metavar="N", help="seed of the sampler")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
+    )

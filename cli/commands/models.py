@@ -1,0 +1,50 @@
+"""`baton models`: the served models, their limits, and the number of workers of each role."""
+
+import argparse
+
+from baton.inference.v1 import media_pb2, model_pb2
+from cli.connection import connect
+from cli.terminal import output, table
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Prints a table of models."""
+    async with connect(arguments) as client:
+        models = await client.models()
+    if not models:
+        print("no model is served: no worker is ready (`baton workers` lists those that are registered)")
+        return 0
+    columns = ["model", "context", "vocabulary", "capabilities", "encode", "prefill", "decode", "embed"]
+    numbers = columns[1:3] + columns[4:]
+    output().print(table(columns, [_row(each) for each in models], numbers=numbers))
+    return 0
+
+
+def _row(model: model_pb2.Model) -> list[str]:
+    limits = model.limits
+    return [
+        model.name,
+        str(limits.max_context_tokens),
+        str(limits.vocab_size),
+        ", ".join(_abilities(model)) or "-",
+        str(model.encode_workers),
+        str(model.prefill_workers),
+        str(model.decode_workers),
+        str(model.embed_workers),
+    ]
+
+
+def _abilities(model: model_pb2.Model) -> list[str]:
+    capabilities = model.capabilities
+    named = {
+        "chat": capabilities.chat,
+        "guided decoding": capabilities.guided_decoding,
+        "LoRA": capabilities.lora,
+        "several answers": capabilities.multiple_answers,
+        "tools": capabilities.tools,
+        "reasoning": capabilities.reasoning,
+        "logprobs": capabilities.logprobs,
+        f"embeddings of {model.embedding.dimensions}": model.HasField("embedding"),
+    }
+    modalities = [media_pb2.Modality.Name(each).removeprefix("MODALITY_").lower() for each in capabilities.modalities]
+    return [name for name, able in named.items() if able] + modalities

@@ -1,0 +1,1 @@
+"""`baton traces` shows traces on a page; `baton trace` checks one."""

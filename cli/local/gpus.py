@@ -1,0 +1,9 @@
+"""Assigns GPUs to the workers of a local cluster."""
+
+from collections.abc import Mapping, Sequence
+
+
+def pinned(workers: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Mapping[tuple[str, int], str]:
+    """A GPU for each (role, number), in turn; workers with a block pool first, to keep prefill and decode apart."""
+    ordered = sorted(workers, key=lambda worker: worker[0] in ("encode", "embed"))
+    return {worker: gpus[index % len(gpus)] for index, worker in enumerate(ordered)} if gpus else {}

@@ -1,0 +1,31 @@
+"""Terminal output: tables, and the consoles for standard output and error."""
+
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+# Output to a pipe or file is not cut at a terminal's width.
+PIPE_WIDTH = 200
+
+
+def output() -> Console:
+    """Standard output."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
+
+
+def errors() -> Console:
+    """Standard error."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH, highlight=False, markup=False)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> Table:
+    """Rows under headings; the columns named in `numbers` are aligned to the right."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        drawn.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn

@@ -1,1 +1,0 @@
-"""The `baton` command and the Python client; see client/api.py."""

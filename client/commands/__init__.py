@@ -1,1 +1,0 @@
-"""One module a command; each has `async def run(arguments) -> int`, the exit code."""

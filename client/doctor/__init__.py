@@ -1,1 +1,0 @@
-"""What can be wrong with an installation, found out and said in words."""

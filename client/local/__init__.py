@@ -1,1 +1,0 @@
-"""A whole cluster on this machine, in the background: what `baton up` starts and `baton down` ends."""

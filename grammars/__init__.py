@@ -1,0 +1,10 @@
+"""Grammars of guided decoding, as routers check them and engines compile them. Nothing here knows gRPC.
+
+| module | subject |
+|---|---|
+| guide | `Guide`: what a request asks for, as a value |
+| schemas | JSON Schemas: their size, and the keywords that cannot be followed |
+| source | a guide in llguidance's own notation |
+| checking | `check_guide`: everything that can be wrong with a guide, found without a vocabulary |
+| tasks | slow work in a thread, with a deadline and a bounded queue |
+"""

@@ -1,0 +1,32 @@
+"""Everything that can be wrong with a guide, found without a vocabulary."""
+
+from llguidance import LLMatcher, LLParserLimits
+
+from baton.errors import InvalidRequest
+from grammars.guide import Guide
+from grammars.source import grammar_source
+
+# Bounds of time and memory, in the units of llguidance: a compilation, and the mask of one token. They stop expressions
+# and schemas that grow exponentially. Errors must not repeat the parser's state to the client.
+PARSER_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+_LONGEST_ERROR = 500
+
+
+def check_guide(guide: Guide) -> None:
+    """Raises InvalidRequest naming the field, and in a schema the keyword. Slow: call it in a thread."""
+    is_wrong, errors = LLMatcher.validate_grammar_with_warnings(grammar_source(guide), None, limits=PARSER_LIMITS)
+    if is_wrong:
+        raise refusal(guide, errors[0] if errors else "cannot be compiled")
+
+
+def refusal(guide: Guide, error: str) -> InvalidRequest:
+    """The error for a guide that llguidance refuses."""
+    return InvalidRequest.of(guide.field, error.strip()[:_LONGEST_ERROR])

@@ -1,0 +1,128 @@
+"""JSON Schemas: their size, and the keywords that cannot be followed, each with its path."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import FieldViolation, InvalidRequest
+
+MAX_DEPTH = 64
+MAX_PROPERTIES = 1000
+MAX_ENUM_VALUES = 10_000
+_MAX_VIOLATIONS = 20
+
+UNSUPPORTED_KEYWORDS = frozenset(
+    {
+        "$dynamicRef",
+        "$recursiveRef",
+        "contains",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "if",
+        "maxContains",
+        "minContains",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+    }
+)
+"""Keywords of JSON Schema that the grammar compiler does not follow."""
+
+FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
+"""The values of `format` that are followed."""
+
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A subschema, and where it is."""
+
+    path: str
+    depth: int
+    schema: object
+
+
+def read_schema(text: str, path: str) -> dict[str, Any] | bool:
+    """Returns the schema. Raises InvalidRequest below `path` if it is no schema, too large, or has keywords that
+    cannot be followed.
+    """
+    try:
+        schema = json.loads(text) if text else {"type": "object"}
+    except RecursionError:
+        raise InvalidRequest.of(path, f"is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise InvalidRequest.of(path, f"is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest.of(path, "must be the text of a JSON object")
+    _check(schema, path)
+    return schema
+
+
+def _check(schema: object, path: str) -> None:
+    violations: list[FieldViolation] = []
+    properties = values = 0
+    for place in _places(_Place(path, 0, schema)):
+        if place.depth > MAX_DEPTH:
+            raise InvalidRequest.of(path, f"is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(place.schema, Mapping):
+            violations += _violations(place.path, place.schema)
+            properties += _length(place.schema.get("properties")) + _length(place.schema.get("patternProperties"))
+            values += _length(place.schema.get("enum"))
+        elif not isinstance(place.schema, bool):
+            violations.append(FieldViolation(place.path, "must be a schema: an object, true or false"))
+    for count, most, what in ((properties, MAX_PROPERTIES, "properties"), (values, MAX_ENUM_VALUES, "enum values")):
+        if count > most:
+            violations.append(FieldViolation(path, f"has {count} {what} of at most {most}"))
+    if violations:
+        raise InvalidRequest(violations[:_MAX_VIOLATIONS])
+
+
+def _places(place: _Place) -> Iterator[_Place]:
+    """Yields the schema and all schemas in it, down to one level more than is allowed."""
+    waiting = [place]
+    while waiting:
+        place = waiting.pop()
+        yield place
+        if place.depth <= MAX_DEPTH and isinstance(place.schema, Mapping):
+            waiting += reversed(list(_inner(place, place.schema)))
+
+
+def _inner(place: _Place, schema: Mapping[str, Any]) -> Iterator[_Place]:
+    for keyword in _NAMED_SCHEMAS:
+        if isinstance(schema.get(keyword), dict):
+            for name, inner in schema[keyword].items():
+                yield _Place(f"{place.path}.{keyword}.{name}", place.depth + 1, inner)
+    for keyword in (*_LISTED_SCHEMAS, "items"):
+        if isinstance(schema.get(keyword), list):
+            for index, inner in enumerate(schema[keyword]):
+                yield _Place(f"{place.path}.{keyword}[{index}]", place.depth + 1, inner)
+    for keyword in _SINGLE_SCHEMAS:
+        if isinstance(schema.get(keyword), dict):
+            yield _Place(f"{place.path}.{keyword}", place.depth + 1, schema[keyword])
+
+
+def _violations(path: str, schema: Mapping[str, Any]) -> Iterator[FieldViolation]:
+    for keyword in schema:
+        if keyword in UNSUPPORTED_KEYWORDS:
+            yield FieldViolation(f"{path}.{keyword}", f"the keyword {keyword} is not supported in guided decoding")
+    given = schema.get("format")
+    if isinstance(given, str) and given not in FORMATS:
+        text = f"the format {given!r} is not supported in guided decoding; supported are {', '.join(sorted(FORMATS))}"
+        yield FieldViolation(f"{path}.format", text)
+    if "x-guidance" in schema:
+        yield FieldViolation(f"{path}.x-guidance", "is reserved")
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, dict | list) else 0

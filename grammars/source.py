@@ -1,0 +1,114 @@
+"""A guide in llguidance's own notation."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from baton.errors import InvalidRequest
+from grammars.guide import Guide, GuideKind, Tag, json_text
+from grammars.schemas import read_schema
+
+SpecialId = Callable[[str], int | None]
+
+# Between the tokens of JSON: nothing, a space, or a new line with its indentation. Unbounded white space would let a
+# model write white space until the end of its context.
+_JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"(?:\n {0,32}| )?"}
+
+
+# What special tokens look like: <tool_call>, <|python_tag|>, [TOOL_CALLS].
+_MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
+
+
+def no_special_tokens(_text: str) -> None:
+    """For callers without a vocabulary."""
+
+
+def grammar_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> str:
+    """Returns the guide as llguidance reads it; its reader checks that it is valid.
+
+    `special_id` returns the id of a text that is a special token of the vocabulary, which tags are then written with.
+    Raises InvalidRequest for what is found on the way.
+    """
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(schema_source(guide))
+        case GuideKind.REGEX:
+            return LLMatcher.grammar_from_regex(guide.text)
+        case GuideKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(_lark(guide))
+        case GuideKind.CHOICE:
+            return LLMatcher.grammar_from_lark(_choice(guide.choices))
+        case GuideKind.STRUCTURAL_TAGS:
+            return LLMatcher.grammar_from_lark(_tagged(guide, special_id))
+
+
+def schema_source(guide: Guide) -> str:
+    """Returns the schema of a guide of that kind, with llguidance's options. Raises InvalidRequest."""
+    return _schema_source(guide.text, guide.field)
+
+
+def lark_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> str:
+    """Returns a guide of grammar or tags in Lark's notation. Raises InvalidRequest."""
+    return _tagged(guide, special_id) if guide.kind is GuideKind.STRUCTURAL_TAGS else _lark(guide)
+
+
+def _schema_source(text: str, path: str) -> str:
+    schema = read_schema(text, path)
+    # Options are read from an object only.
+    whole = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return json.dumps({**whole, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def _lark(guide: Guide) -> str:
+    try:
+        return any_to_lark(guide.text)
+    except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
+        raise InvalidRequest.of(guide.field, f"is not a grammar in GBNF: {error}") from None
+
+
+def _choice(texts: Sequence[str]) -> str:
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidRequest.of(f"guided.choice.texts[{index}]", "is empty")
+    return "start: " + " | ".join(json_text(text) for text in texts)
+
+
+def _tagged(guide: Guide, special_id: SpecialId) -> str:
+    for index, tag in enumerate(guide.tags):
+        _check_tag(f"{guide.field}.tags[{index}]", tag)
+    names = " | ".join(f"tag_{index}" for index in range(len(guide.tags)))
+    rules = [f"start: {names}"]
+    if not guide.needs_tag:
+        rules = [f"start: ({names})* text_end", "text_end: TEXT", r"TEXT: /(.|\n)*/"]
+    for index, tag in enumerate(guide.tags):
+        rules += _tag_rules(index, tag, guide.needs_tag, special_id)
+    return "\n".join(rules) + "\n"
+
+
+def _check_tag(path: str, tag: Tag) -> None:
+    if not tag.begin:
+        raise InvalidRequest.of(f"{path}.begin", "is empty")
+    if not tag.begin.startswith(tag.trigger):
+        raise InvalidRequest.of(f"{path}.begin", "does not begin with the trigger")
+
+
+def _tag_rules(index: int, tag: Tag, is_alone: bool, special_id: SpecialId) -> list[str]:
+    schema = _schema_source(tag.schema, f"guided.structural_tags.tags[{index}].json_schema")
+    part = f"%json {schema} {_literal(tag.end, special_id)}"
+    if is_alone:
+        return [f"tag_{index}: {_literal(tag.begin, special_id)} {part}"]
+    rest = _literal(tag.begin[len(tag.trigger) :], special_id)
+    if special_id(tag.trigger) is not None:
+        return [f"tag_{index}: TEXT {_literal(tag.trigger, special_id)} {rest} {part}"]
+    # A lazy rule ends at the first trigger: text never contains one.
+    trigger = f"trigger_{index}[lazy]: TEXT {json_text(tag.trigger)}"
+    return [trigger, f"tag_{index}: trigger_{index} {rest} {part}"]
+
+
+def _literal(text: str, special_id: SpecialId) -> str:
+    """The text as Lark writes it, with the special tokens in it as tokens."""
+    pieces = [(piece, special_id(piece) if _MARKERS.fullmatch(piece) else None) for piece in _MARKERS.split(text)]
+    return " ".join(json_text(piece) if token is None else f"<[{token}]>" for piece, token in pieces if piece)

@@ -1,0 +1,9 @@
+"""Where the content of a media item comes from.
+
+uri.py          the strict syntax of URIs, and `data:` URIs
+files.py        `file:` URIs, below allowed folders
+https.py        `https:` URIs: the connection, and redirects
+hosts.py        which hosts a configuration allows
+addresses.py    which addresses of a host are public
+exchange.py     one GET over an open connection
+"""

@@ -1,0 +1,146 @@
+"""Admits requests to the workers: within quotas, when there is room, and if the deadline can be met."""
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Protocol
+
+from baton.errors import DeadlineUnreachable, QuotaExceeded
+from baton.inference.v1 import timing_pb2
+from router.admission.predictor import Fleet, LatencyPredictor, RequestEstimate
+from router.admission.queue import AdmissionQueue
+from router.admission.quotas import Quotas
+from router.config import AdmissionConfig
+from router.context import Deadline, RequestContext
+from router.routing.latency import Clock
+from router.telemetry import metrics
+
+_GENERATING = "decode"  # the role whose speed is predicted
+
+
+class ChangingFleet(Fleet, Protocol):
+    """A fleet whose workers change."""
+
+    async def change(self) -> None:
+        """Waits for the next change of the records or of a worker's health."""
+
+
+class AdmissionController:
+    """One queue for each model and role. Without a concurrency limit no request waits.
+
+    `follow` must run while requests come: it admits waiting requests when workers join or become healthy.
+    """
+
+    def __init__(
+        self, fleet: ChangingFleet, config: AdmissionConfig, quotas: Quotas, clock: Clock = time.monotonic
+    ) -> None:
+        self._quotas = quotas
+        self._fleet = fleet
+        self._config = config
+        self._clock = clock
+        self._predictor = LatencyPredictor(fleet, clock)
+        self._queues: dict[tuple[str, str], AdmissionQueue] = {}
+
+    async def follow(self) -> None:
+        """Admits waiting requests when the workers change, until cancelled."""
+        while True:
+            for queue in self._queues.values():
+                queue.update()
+            await self._fleet.change()
+
+    def waiting(self, model: str) -> int:
+        """The number of waiting requests of a model."""
+        return sum(queue.waiting for (name, _), queue in self._queues.items() if name == model)
+
+    @contextmanager
+    def track_tenant(self, ctx: RequestContext) -> Iterator[None]:
+        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded."""
+        with ExitStack() as tracking:
+            try:
+                tracking.enter_context(self._quotas.track(ctx.qos.tenant, ctx.stats))
+            except QuotaExceeded:
+                # A refused request has gone through this stage; others go on to be validated in it.
+                with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+                    raise
+            yield
+
+    @asynccontextmanager
+    async def admit(self, ctx: RequestContext, estimate: RequestEstimate) -> AsyncGenerator[None, None]:
+        """Waits until a request may run on workers, which it does while the context is open.
+
+        Raises DeadlineUnreachable, QuotaExceeded, Overloaded if too many wait, and NoWorker if an outage lasts too
+        long. A refused request is charged no tokens.
+        """
+        queue = self._queue(estimate.model, estimate.role)
+        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+            await self._enter(ctx, estimate, queue)
+        entered = self._clock()
+        try:
+            yield
+            if estimate.role == _GENERATING:
+                self._predictor.learn(estimate, ctx.stats.completion_tokens)
+        finally:
+            queue.leave(self._clock() - entered)
+
+    async def _enter(self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue) -> None:
+        """Waits until the queue counts the request as running."""
+        qos = ctx.qos
+        self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(qos.priority))
+        with self._quotas.charge(qos.tenant, estimate.prompt_tokens):
+            if not await _wait_in(queue, qos.priority):
+                return
+            try:
+                self._refuse_hopeless(estimate, ctx.deadline, 0.0)
+            except DeadlineUnreachable:
+                queue.leave(None)
+                raise
+
+    def _refuse_hopeless(self, estimate: RequestEstimate, deadline: Deadline, waiting_seconds: float) -> None:
+        if not (self._config.predict_deadlines and deadline.is_callers):
+            return
+        running_seconds = self._predictor.seconds(estimate) if estimate.role == _GENERATING else None
+        predicted = waiting_seconds + (running_seconds or 0.0)
+        remaining = deadline.remaining_seconds
+        if predicted <= remaining:
+            return
+        metrics.REFUSALS.labels(DeadlineUnreachable.reason).inc()
+        raise DeadlineUnreachable(
+            f"the request would take {predicted:.3g} s, but its deadline is in {remaining:.3g} s",
+            retry_after_seconds=min(60.0, max(0.1, predicted - remaining)),
+        )
+
+    def _queue(self, model: str, role: str) -> AdmissionQueue:
+        queue = self._queues.get((model, role))
+        if queue is None:
+            # Models come and go: do not keep the queues that are unused.
+            self._queues = {name: kept for name, kept in self._queues.items() if not kept.is_unused}
+            limit = partial(self._limit, model, role)
+            config = self._config
+            queue = AdmissionQueue(limit, config.max_waiting, config.outage_seconds, clock=self._clock)
+            self._queues[model, role] = queue
+        return queue
+
+    def _limit(self, model: str, role: str) -> int | None:
+        """How many requests may run, from the number of ready workers that complete them. None: any number."""
+        if not self._config.max_running_per_worker:
+            return None
+        able = [
+            worker
+            for worker in self._fleet.workers
+            if worker.record.model == model
+            and role in worker.record.roles
+            and not worker.record.draining
+            and not worker.problem
+        ]
+        return self._config.max_running_per_worker * len(able)
+
+
+async def _wait_in(queue: AdmissionQueue, priority: int) -> bool:
+    """Returns whether the request had to wait."""
+    if queue.enter_now():
+        metrics.QUEUE_SECONDS.observe(0.0)
+        return False
+    with metrics.QUEUE_SECONDS.time():
+        await queue.enter(priority)
+    return True

@@ -1,0 +1,176 @@
+"""Several answers to one prompt: the first runs until its prompt is computed, then the others find that in a cache.
+
+Each answer is an execution of its own (execution.py), with its own handoff, workers and recovery: a handoff belongs to
+one reader and has one first token, and each answer draws its own. The answers share a session, which keeps them on the
+workers whose prefix cache has the prompt, so that only what is left of its last block is computed again.
+"""
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+
+from baton.inference.v1 import generate_pb2, timing_pb2
+from router import validation
+from router.admission.controller import AdmissionController
+from router.admission.predictor import RequestEstimate
+from router.config import LimitsConfig
+from router.context import RequestContext
+from router.execution import Executor
+from router.multimodal.prompt import MultimodalPrompt
+from router.stream.reply import Pace, Reply
+from router.stream.writer import MakeFinished, StreamWriter
+from router.telemetry.stats import RequestStats
+from router.text.completion import Completion
+from router.workers.model import ServedModel
+from rpc.tracing.span import stage_span
+from runtime.aio import gather_or_cancel
+
+
+def keep_together(request: generate_pb2.GenerateRequest) -> None:
+    """Makes the answers to a request one session, unless it belongs to one."""
+    request.routing.session_key = request.routing.session_key or uuid.uuid4().hex
+
+
+@dataclass(slots=True)
+class SeveralAnswers:
+    """The answers to one request, which has been admitted for the first one; each other one is admitted here."""
+
+    executor: Executor
+    admission: AdmissionController
+    limits: LimitsConfig
+    ctx: RequestContext
+    model: ServedModel
+    estimate: RequestEstimate
+    _is_computed: asyncio.Event = field(default_factory=asyncio.Event)
+    _others_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, prompt: MultimodalPrompt, reply: Reply) -> None:
+        """Runs all answers to their ends, and sends their messages. The first failure ends them all."""
+        shared = _SharedReply(reply)
+        others = [self.ctx.part() for _ in range(1, self.ctx.request.sampling.n)]
+        try:
+            await gather_or_cancel([self._run_first(prompt, shared), self._run_others(others, prompt, shared)])
+        finally:
+            for part in others:
+                self.ctx.stats.add_answer(part.stats)
+        await shared.finish()
+
+    async def _run_first(self, prompt: MultimodalPrompt, shared: "_SharedReply") -> None:
+        await self._run_answer(0, self.ctx, prompt, shared)
+        # The rest of the request's time is that of the longest answer.
+        with self.ctx.timings.measure_call(timing_pb2.STAGE_DECODE):
+            await self._others_ended.wait()
+
+    async def _run_others(self, parts: list[RequestContext], prompt: MultimodalPrompt, shared: "_SharedReply") -> None:
+        try:
+            await self._is_computed.wait()
+            await gather_or_cancel(
+                part.cancellation.run(self._run_another(index, part, prompt.for_answer(part, self.model), shared))
+                for index, part in enumerate(parts, start=1)
+            )
+        finally:
+            for part in parts:
+                part.cancellation.close()
+            self._others_ended.set()
+
+    async def _run_another(
+        self, index: int, part: RequestContext, prompt: MultimodalPrompt, shared: "_SharedReply"
+    ) -> None:
+        with stage_span("answer", {"baton.answer": index}):
+            async with self.admission.admit(part, self.estimate):
+                with prompt:
+                    await prompt.embed()
+                    await self._run_answer(index, part, prompt, shared)
+
+    async def _run_answer(
+        self, index: int, ctx: RequestContext, prompt: MultimodalPrompt, shared: "_SharedReply"
+    ) -> None:
+        sampling = validation.resolve_sampling(ctx.request, prompt.num_tokens, self.model, index)
+        completion = Completion(ctx.request, sampling, self.model, prompt.answer_parser(self.model))
+        answer = _Answer(index, completion, ctx.stats, shared, self._is_computed)
+        writer = _AnswerWriter(
+            ctx.request_id,
+            Reply(answer.send, lambda _trailer: None),
+            self.limits.max_waiting_tokens,
+            self.limits.slow_reader_seconds,
+            ctx.timings.first_token_sent,
+            pace=Pace.of(ctx.request.response),
+        )
+        async with writer as stream:
+            await self.executor.run(ctx, prompt, completion, stream)
+        if index == 0:
+            shared.make_finished = writer.make_finished
+
+
+class _AnswerWriter(StreamWriter):
+    """Keeps the end of the stream for when all answers have ended: making it ends the request's timings."""
+
+    make_finished: MakeFinished | None = None
+
+    def finish(self, text: str, make_finished: MakeFinished) -> None:
+        """Adds the last text and the end of this answer."""
+        self.make_finished = make_finished
+        super().finish(text, generate_pb2.Finished)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer's part of the stream. `is_computed` is set with its first token."""
+
+    index: int
+    completion: Completion
+    stats: RequestStats
+    shared: "_SharedReply"
+    is_computed: asyncio.Event
+
+    async def send(self, message: generate_pb2.GenerateResponse) -> None:
+        """Sends the next message of this answer, in the stream of all."""
+        match message.WhichOneof("event"):
+            case "started":
+                if self.index == 0:
+                    await self.shared.send(message)
+            case "token":
+                self.is_computed.set()
+                message.token.index = self.index
+                await self.shared.send(message)
+            case "finished":
+                self.is_computed.set()
+                message.answer_finished.CopyFrom(self._finished())
+                await self.shared.send(message)
+
+    def _finished(self) -> generate_pb2.AnswerFinished:
+        finish = self.completion.finished
+        assert finish is not None
+        return generate_pb2.AnswerFinished(
+            index=self.index,
+            reason=finish.reason,
+            stop_string=finish.stop_string,
+            stop_token_id=finish.stop_token_id,
+            completion_tokens=len(self.completion.token_ids),
+            cached_tokens=self.stats.cached_tokens,
+        )
+
+
+class _SharedReply:
+    """The way back to the client, for one message at a time. `make_finished` makes the last one."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.make_finished: MakeFinished | None = None
+        self._send = reply.send
+        self._sending = asyncio.Lock()
+        self._sequence = 0
+        self._request_id = ""
+
+    async def send(self, message: generate_pb2.GenerateResponse) -> None:
+        """Sends a message of one of the answers, numbered among those of all."""
+        async with self._sending:
+            self._request_id = message.request_id
+            message.sequence = self._sequence
+            self._sequence += 1
+            await self._send(message)
+
+    async def finish(self) -> None:
+        """Sends the end of the stream."""
+        assert self.make_finished is not None
+        message = generate_pb2.GenerateResponse(request_id=self._request_id, finished=self.make_finished())
+        await self.send(message)

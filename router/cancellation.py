@@ -1,0 +1,104 @@
+"""Stops a request from outside: on every worker that has got it, and here."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+from baton.errors import Cancelled
+from baton.inference.v1 import generate_pb2
+from router.workers.aborts import abort
+from router.workers.handle import WorkerHandle
+
+
+class SharedCall(Protocol):
+    """A call to a worker that several requests may wait for."""
+
+    async def stop(self, leaving: int) -> generate_pb2.CancelReceipt | None:
+        """Stops it if it has no more than `leaving` waiters. Returns what its worker confirms."""
+
+
+class Cancellation:
+    """Knows the workers that have got a request, and stops it on all of them. They know it by `call_id`.
+
+    Their channels stay open until `close`, even if they leave the cluster: to release and to abort.
+    """
+
+    def __init__(self, call_id: str) -> None:
+        self.call_id = call_id
+        self.reason = ""  # why it was cancelled; empty if it was not
+        self._workers: list[WorkerHandle] = []
+        self._task: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+        self._open_channels = ExitStack()
+        self._waiting_for: Counter[SharedCall] = Counter()
+        self._parts: list[Cancellation] = []
+
+    def part(self, call_id: str) -> "Cancellation":
+        """The cancellation of a part of the request that workers know by an id of its own. Raises Cancelled."""
+        if self.reason:
+            raise Cancelled(self.reason)
+        part = Cancellation(call_id)
+        self._parts.append(part)
+        return part
+
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs the request in a task that `cancel` can stop. Raises Cancelled with the reason if it does."""
+        self._task = asyncio.create_task(work)
+        try:
+            await self._task
+        except (asyncio.CancelledError, Cancelled):
+            if self.reason:
+                raise Cancelled(self.reason) from None
+            raise
+
+    def add_worker(self, worker: WorkerHandle) -> None:
+        """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""
+        if self.reason:
+            raise Cancelled(self.reason)
+        if worker not in self._workers:
+            self._workers.append(worker)
+            self._open_channels.enter_context(worker.keep_open())
+
+    @contextmanager
+    def waiting_for(self, call: SharedCall) -> Iterator[None]:
+        """Notes that the request waits for a shared call while the context is open."""
+        self._waiting_for[call] += 1
+        try:
+            yield
+        finally:
+            self._waiting_for -= Counter({call: 1})
+
+    def close(self) -> None:
+        """Notes that nothing of the request runs here any more."""
+        self._open_channels.close()
+        self._closed.set()
+
+    async def cancel(self, reason: str) -> Sequence[generate_pb2.CancelReceipt]:
+        """Stops the request on its workers, then here. Returns what the workers confirmed."""
+        self.reason = reason
+        with ExitStack() as channels:
+            for worker in self._workers:
+                channels.enter_context(worker.keep_open())
+            shared = await self._stop_shared_calls()
+            # Together: the first part that ends would take the others with it, before their workers have confirmed.
+            stopping = asyncio.ensure_future(self._abort_on(self._workers))
+            parts = await asyncio.gather(*(part.cancel(reason) for part in self._parts))
+            stopped = await stopping
+            if self._task is not None:
+                self._task.cancel()
+            await self._closed.wait()
+            # A call may have been on its way to a worker that had nothing to stop at the first abort.
+            late = await self._abort_on([worker for worker in self._workers if worker.record.worker_id not in stopped])
+        return [*shared, *(receipt for receipts in parts for receipt in receipts), *stopped.values(), *late.values()]
+
+    async def _stop_shared_calls(self) -> Sequence[generate_pb2.CancelReceipt]:
+        waiting = self._waiting_for.items()
+        receipts = await asyncio.gather(*(call.stop(leaving) for call, leaving in waiting))
+        return [receipt for receipt in receipts if receipt]
+
+    async def _abort_on(self, workers: Sequence[WorkerHandle]) -> dict[str, generate_pb2.CancelReceipt]:
+        """The receipts of the workers that had something to stop, by worker id."""
+        receipts = await asyncio.gather(*(abort(worker, self.call_id) for worker in workers))
+        return {receipt.worker_id: receipt for receipt in receipts if receipt}

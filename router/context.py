@@ -1,0 +1,249 @@
+"""One request as it passes through the router: `RequestContext`, made once in the servicer and passed as `ctx`."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY
+from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
+from baton.inference.v1 import generate_pb2
+from router.cancellation import Cancellation
+from router.config import LimitsConfig
+from router.telemetry.stats import RequestStats
+from router.telemetry.timings import Timings
+from rpc.auth.caller import Caller, current_caller
+from rpc.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
+from rpc.interceptors.arrival import arrived_at, message_bytes
+from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds
+from runtime.aio import timeout
+
+log = structlog.get_logger(__name__)
+
+_MAX_PRIORITY = 10
+_LONGEST_TENANT = 128
+_LARGE_MESSAGE_BYTES = 4096  # checking a larger request on the event loop would delay other streams
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQos:
+    """The tenant that a request is charged to, and its priority. Higher priorities go first."""
+
+    tenant: str = ""  # empty for an unnamed caller
+    priority: int = 0
+
+    @classmethod
+    def read(
+        cls, metadata: Metadata | None, caller: Caller | None = None, proxies: frozenset[str] = frozenset()
+    ) -> "RequestQos":
+        """Reads the metadata of a call. An authenticated caller is its own tenant; `proxies` may name others.
+
+        Raises InvalidRequest naming the wrong key.
+        """
+        values = {key: str(value) for key, value in metadata or () if key in (TENANT_KEY, PRIORITY_KEY)}
+        return cls(_tenant(values.get(TENANT_KEY, ""), caller, proxies), _priority(values.get(PRIORITY_KEY, "")))
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata that passes it on to a worker."""
+        if self == RequestQos():
+            return ()
+        return ((TENANT_KEY, self.tenant), (PRIORITY_KEY, str(self.priority)))
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """The faults that a request asks for (docs/faults.md). The router injects its own and passes the text on."""
+
+    text: str = ""
+    faults: tuple[Fault, ...] = ()  # the router's own
+
+    @classmethod
+    def read(cls, metadata: Metadata | None, *, is_allowed: bool) -> "FaultPlan":
+        """Reads the metadata of a call. Raises PermissionDenied if plans are off, InvalidRequest for a wrong plan."""
+        text = next((str(value) for key, value in metadata or () if key == FAULT_KEY), "")
+        if text and not is_allowed:
+            raise PermissionDenied(f"{FAULT_KEY} is not allowed here: allow_faults is off")
+        return cls(text, tuple(fault for fault in parse(text) if fault.role == "router"))
+
+    def metadata(self, attempt: int) -> tuple[tuple[str, str], ...]:
+        """The metadata for the `attempt`th call of a request to workers of one role."""
+        return ((FAULT_KEY, self.text), (ATTEMPT_KEY, str(attempt))) if self.text else ()
+
+    async def inject(self, point: RouterPoint, request_id: str) -> None:
+        """Injects the faults that are planned for this point."""
+        for fault in self.faults:
+            if fault.point == point and fault.applies_to(request_id):
+                log.warning("injected a fault", action=fault.action, point=point)
+                await (asyncio.sleep(fault.seconds) if fault.action == "delay" else asyncio.Event().wait())
+
+
+class Deadline:
+    """When a request must end, counted from the creation of this object.
+
+    `is_callers` is false for the router's default, which the caller does not know.
+    """
+
+    def __init__(self, seconds: float, *, is_callers: bool = True) -> None:
+        self.is_callers = is_callers
+        self._ends_at = time.monotonic() + seconds
+
+    @classmethod
+    def of(cls, client_seconds: float | None, limits: LimitsConfig) -> "Deadline":
+        """The client's, within the configured limits."""
+        if client_seconds is None:
+            return cls(limits.request_timeout_seconds, is_callers=False)
+        longest = limits.max_timeout_seconds
+        return cls(min(client_seconds, longest), is_callers=client_seconds <= longest)
+
+    @property
+    def remaining_seconds(self) -> float:
+        """The timeout for the next call."""
+        return max(0.0, self._ends_at - time.monotonic())
+
+    def exceeded(self, stage: str, worker_id: str = "") -> DeadlineExceeded:
+        """The error for a deadline that passed during this stage."""
+        return DeadlineExceeded(f"the deadline passed during {stage}", stage=stage, worker_id=worker_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestContext:
+    """A request, from its arrival to its end. Clients know it by `request_id`, workers by `call_id`.
+
+    The call id is this router's own: other clients, here or on another router, may use the same request id.
+    """
+
+    request: generate_pb2.GenerateRequest
+    request_id: str
+    caller: Caller | None
+    message_bytes: int
+    qos: RequestQos
+    deadline: Deadline
+    stats: RequestStats
+    faults: FaultPlan
+    cancellation: Cancellation
+
+    @property
+    def call_id(self) -> str:
+        """The id that workers know the request by."""
+        return self.cancellation.call_id
+
+    @property
+    def timings(self) -> Timings:
+        """Where the request's time goes."""
+        return self.stats.timings
+
+    @property
+    def is_large(self) -> bool:
+        """Whether checking the request takes too long for the event loop."""
+        return self.message_bytes > _LARGE_MESSAGE_BYTES
+
+    def worker_metadata(self, attempt: int) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata of the `attempt`th call to workers of one role: the fault plan, and the client's id for logs."""
+        return (*self.faults.metadata(attempt), (REQUEST_KEY, self.request_id.encode("utf-8", "replace")))
+
+    def part(self) -> "RequestContext":
+        """The context of one more answer to the request: workers know it by a call id of its own. Raises Cancelled."""
+        stats = RequestStats(self.request_id, Timings(), model=self.stats.model, prompt_tokens=self.stats.prompt_tokens)
+        return replace(self, stats=stats, cancellation=self.cancellation.part(uuid.uuid4().hex))
+
+    async def inject(self, point: RouterPoint) -> None:
+        """Injects the faults that the request plans for this point."""
+        await self.faults.inject(point, self.request_id)
+
+    @asynccontextmanager
+    async def within_deadline(self) -> AsyncGenerator[None, None]:
+        """Stops the body at the deadline. Raises DeadlineExceeded naming the stage."""
+        try:
+            async with timeout(self.deadline.remaining_seconds):
+                yield
+        except TimeoutError:
+            raise self.deadline.exceeded(self.timings.stage_name) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextFactory:
+    """Makes the context of each call. `proxies` are the callers that may name their tenants."""
+
+    limits: LimitsConfig
+    allow_faults: bool = False
+    proxies: frozenset[str] = frozenset()
+
+    def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
+        """Reads a call. Raises PermissionDenied or InvalidRequest for wrong metadata."""
+        metadata, request_id = call.invocation_metadata(), request.request_id or uuid.uuid4().hex
+        return RequestContext(
+            request=request,
+            request_id=request_id,
+            caller=current_caller(),
+            message_bytes=message_bytes(),
+            faults=FaultPlan.read(metadata, is_allowed=self.allow_faults),
+            qos=self.read_qos(call),
+            deadline=Deadline.of(remaining_seconds(call), self.limits),
+            stats=RequestStats(request_id, Timings(arrived_at())),
+            cancellation=Cancellation(uuid.uuid4().hex),
+        )
+
+    def read_qos(self, call: Any) -> RequestQos:
+        """The tenant and priority of a call. Raises InvalidRequest."""
+        return RequestQos.read(call.invocation_metadata(), current_caller(), self.proxies)
+
+
+class RequestTable:
+    """The running requests. Ids are unique among those of one caller."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[Caller | None, str], RequestContext] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @contextmanager
+    def enter(self, ctx: RequestContext) -> Iterator[None]:
+        """Lists a request while the context is open. Raises RequestExists."""
+        key = (ctx.caller, ctx.request_id)
+        if key in self._running:
+            raise RequestExists(f"a request {ctx.request_id!r} is running")
+        self._running[key] = ctx
+        try:
+            yield
+        finally:
+            del self._running[key]
+            ctx.cancellation.close()
+
+    def find(self, request_id: str, caller: Caller | None) -> Sequence[RequestContext]:
+        """The caller's own request with this id; for operators, all with this id. Raises RequestNotFound.
+
+        Without authentication every caller sees all requests.
+        """
+        if own := self._running.get((caller, request_id)):
+            return [own]
+        sees_all = caller is None or caller.role == "operator"
+        found = [ctx for ctx in self._running.values() if ctx.request_id == request_id and sees_all]
+        if not found:
+            raise RequestNotFound(f"no request {request_id!r} runs here")
+        return found
+
+
+def _tenant(name: str, caller: Caller | None, proxies: frozenset[str]) -> str:
+    if caller is not None and caller.name not in proxies:
+        return caller.name
+    # gRPC accepts more characters from clients than it sends to workers.
+    if len(name) > _LONGEST_TENANT or not (name.isascii() and name.isprintable()):
+        raise InvalidRequest.of(TENANT_KEY, f"must be at most {_LONGEST_TENANT} printable ASCII characters")
+    return name or (caller.name if caller else "")
+
+
+def _priority(text: str) -> int:
+    if not text:
+        return 0
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 2) or int(digits) > _MAX_PRIORITY:
+        raise InvalidRequest.of(PRIORITY_KEY, f"must be a whole number from -{_MAX_PRIORITY} to {_MAX_PRIORITY}")
+    return int(text)

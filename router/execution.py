@@ -1,0 +1,341 @@
+"""A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.engine.v1 import decode_pb2, handoff_pb2, prompt_pb2
+from baton.errors import (
+    BatonError,
+    EmbeddingLost,
+    EngineFailed,
+    HandoffLost,
+    NoWorker,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+)
+from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
+from router.context import RequestContext
+from router.multimodal.prompt import MultimodalPrompt
+from router.routing.latency import DecodeTimer
+from router.routing.placement import Placer
+from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest
+from router.routing.retry import Retries
+from router.stream.writer import StreamWriter
+from router.telemetry import metrics
+from router.telemetry.request_metrics import RequestMetrics
+from router.telemetry.spans import set_routing_attributes
+from router.text.completion import Completion, Finish
+from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
+from router.workers.handle import WorkerHandle
+from router.workers.loras import named
+from rpc.tracing.span import current_span
+from runtime.aio import timeout
+
+# Another worker may succeed. Errors about the request itself are never among these.
+_RETRYABLE = (Unavailable, Overloaded, EngineFailed)
+# The KV or embedding that the worker was to read is gone. The worker is not to blame, and may run the prompt itself.
+_LEASE_LOST = (HandoffLost, EmbeddingLost, StaleEpoch)
+
+_Placement = Placement[WorkerHandle]
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldHandoff:
+    """KV that a prefill worker holds until the decode worker confirms that it has taken it over."""
+
+    owner: WorkerHandle
+    handoff: handoff_pb2.KvHandoff
+
+
+class Executor:
+    """Runs requests on workers that `placer` chooses."""
+
+    def __init__(self, placer: Placer, retries: Retries, metrics: RequestMetrics) -> None:
+        self.placer = placer
+        self.retries = retries
+        self.metrics = metrics
+
+    async def run(
+        self, ctx: RequestContext, prompt: MultimodalPrompt, completion: Completion, stream: StreamWriter
+    ) -> None:
+        """Runs one request to its end, and writes its messages to `stream`. The caller releases `prompt`."""
+        await RequestExecution(self, ctx, prompt, completion, stream).run()
+
+
+class RequestExecution:
+    """One request on its workers."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        ctx: RequestContext,
+        prompt: MultimodalPrompt,
+        completion: Completion,
+        stream: StreamWriter,
+    ) -> None:
+        self._placer = executor.placer
+        self._retries = executor.retries
+        self._latencies = executor.metrics.latencies(ctx.stats)
+        self._detokenized = ctx.timings.after_first_token()
+        self._stats = ctx.stats
+        self._ctx = ctx
+        self._prompt = prompt
+        self._completion = completion
+        self._stream = stream
+        self._routing_request = RoutingRequest(
+            prompt.model,
+            prompt.without_embeddings,
+            ctx.request.routing,
+            prompt.embedding_layout,
+            answer_tokens=completion.sampling.stop.max_tokens,
+            token_ids=prompt.token_ids,
+        )
+        self._progress: Progress = IgnoredProgress()
+        self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
+        self._held: _HeldHandoff | None = None
+
+    async def run(self) -> None:
+        """Places the request, then prefill → handoff → decode."""
+        placement = await self._place()
+        self._stream.start(self._started(placement))
+        try:
+            # A prefill worker runs the prompt, samples the first token and holds the KV: the handoff.
+            placement = await self._prefill_with_retries(placement)
+            if not self._completion.finished:
+                # A decode worker takes the handoff over, or runs the prompt itself, and generates the other tokens.
+                await self._decode_with_retries(placement)
+        finally:
+            self._progress.close()
+            await self._release_handoff()
+        self._finish()
+
+    async def _place(self) -> _Placement:
+        self._retries.earn()
+        with self._ctx.timings.measure(timing_pb2.STAGE_ROUTE) as span:
+            await self._ctx.inject("route")
+            self._routing_request = await self._placer.with_blocks(self._routing_request)
+            placement = self._follow(self._placer.place(self._routing_request))
+            metrics.PLACEMENTS.labels(metrics.CACHE_VIEWS[placement.cache_view]).inc()
+            set_routing_attributes(placement, span)
+        return placement
+
+    def _follow(self, placement: _Placement) -> _Placement:
+        """Reports to the policy what happens to the request, from now on under this placement."""
+        self._progress.close()
+        self._progress = placement.progress
+        return placement
+
+    def _finish(self) -> None:
+        finish = self._completion.finished
+        assert finish is not None
+        self._ctx.stats.finish_reason = finish.reason
+        self._stream.put_now(self._completion.flush())
+        self._stream.finish("", partial(self._finished, finish))
+
+    # Prefill: the prompt's KV cache and the first token. Without a prefill worker the decode worker runs the prompt.
+
+    async def _prefill_with_retries(self, placement: _Placement) -> _Placement:
+        """Prefills on the chosen worker, or on others if it fails. Returns the placement to decode with."""
+        attempts = self._retries.attempts("prefill")
+        while placement.prefill is not None:
+            prompt = await self._prompt.with_embeddings()
+            try:
+                await self._prefill(placement.prefill, placement, prompt)
+                return placement
+            except (*_RETRYABLE, EmbeddingLost) as error:
+                self._progress.close()
+                attempts.allow(error)
+                if isinstance(error, EmbeddingLost):
+                    self._prompt.invalidate()
+                    continue
+                attempts.exclude(placement.prefill.record.process)
+                if self._placer.can_prefill(placement, self._routing_request, attempts.tried):
+                    await attempts.pause(error, self._ctx.deadline.remaining_seconds)
+                placement = self._follow(self._another_prefill(placement, error, attempts.tried))
+                self._count_migration("prefill")
+        return placement
+
+    async def _prefill(self, worker: WorkerHandle, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
+        handoff = await self._calls.prefill(worker, prompt, placement)
+        self._prompt.release()
+        if handoff.handoff_id:
+            self._held = _HeldHandoff(worker, handoff)
+        self._ctx.stats.prefilled_on(worker.record.worker_id, handoff.usage.cached_tokens)
+        self._progress.first_token(handoff.usage.cached_tokens)
+        first = handoff.first_token
+        reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
+        await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        if first.finish_reason:
+            self._completion.finish(first.finish_reason)
+
+    def _another_prefill(self, placement: _Placement, error: BatonError, tried: frozenset[str]) -> _Placement:
+        try:
+            found = self._placer.replace_prefill(placement, self._routing_request, tried)
+        except NoWorker:
+            raise error from None
+        if found.prefill is None and isinstance(error, Overloaded):
+            # Prompts that the prefill workers have no room for must not displace decoding.
+            found.progress.close()
+            raise error
+        return found
+
+    # Decode: from the handoff, or from the prompt and the ids so far.
+
+    async def _decode_with_retries(self, placement: _Placement) -> None:
+        """Decodes on the chosen worker, and continues on others if it fails. No token is lost or repeated."""
+        attempts = self._retries.attempts("decode")
+        while True:
+            prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
+            try:
+                return await self._decode(placement, prompt)
+            except (*_RETRYABLE, *_LEASE_LOST) as error:
+                if self._completion.finished:
+                    # Only the worker's last message is missing.
+                    return None
+                self._progress.close()
+                attempts.allow(error, has_tokens=bool(self._completion.token_ids))
+                if isinstance(error, EmbeddingLost):
+                    self._prompt.invalidate()
+                if isinstance(error, _RETRYABLE):
+                    attempts.exclude(placement.decode.record.process)
+                await self._release_handoff()
+                if self._placer.can_decode(self._routing_request, self._context_tokens, attempts.tried):
+                    await attempts.pause(error, self._ctx.deadline.remaining_seconds)
+                placement = self._follow(await self._another_decode(error, attempts.tried))
+                self._count_migration("decode")
+
+    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
+        worker = placement.decode
+        handoff = self._held.handoff if self._held else None
+        emitted = len(self._completion.token_ids)
+        self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
+        timer = DecodeTimer(worker.latency, 0 if handoff else len(prompt.token_ids), emitted)
+        async with self._calls.decode(placement, prompt, handoff, self._completion.token_ids) as call:
+            try:
+                await self._read_stream(call, timer)
+            finally:
+                timer.end()
+                current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
+
+    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer) -> None:
+        """Reads a decode stream to its end, or to a stop string, which the worker does not see."""
+        has_ended = is_fed = False
+        async for response in call.responses:
+            match response.WhichOneof("event"):
+                case "tokens":
+                    await self._read_tokens(response.tokens, timer)
+                    if self._has_found_stop_string:
+                        return
+                    if call.feed is not None and not is_fed and self._completion.takes_single_tokens:
+                        is_fed = True
+                        call.feed.listen(partial(self._take_token, call.feed, timer))
+                case "accepted":
+                    timer.accepted()
+                    self._progress.accepted(response.accepted.timings)
+                    self._held = None
+                    call.timing.report(response.accepted.timings)
+                case "finished":
+                    timer.finished(response.finished.timings, len(self._completion.token_ids))
+                    call.timing.report(response.finished.timings)
+                    self._ctx.stats.decoded(response.finished.usage.cached_tokens)
+                    self._ctx.stats.drafted_tokens += response.finished.drafted_tokens
+                    self._ctx.stats.accepted_tokens += response.finished.accepted_tokens
+                    self._progress.found_cached(response.finished.usage.cached_tokens)
+                    self._completion.finish(response.finished.reason)
+                    call.timing.is_complete = True
+                    # Read on to the status: leaving now would cancel the call on the worker.
+                    has_ended = True
+        if not has_ended and not self._has_found_stop_string:
+            raise Unavailable("the decode stream ended before its last message")
+
+    @property
+    def _has_found_stop_string(self) -> bool:
+        return self._completion.finished is not None and bool(self._completion.finished.stop_string)
+
+    def _take_token(self, feed: TokenFeed, timer: DecodeTimer, token_id: int) -> bool:
+        """Takes one token, and sends it, at once; not the first ones of a call. False if the client is behind."""
+        stream, completion = self._stream, self._completion
+        if not stream.has_room:
+            return False
+        timer.took_token()
+        started = time.perf_counter_ns()
+        text = completion.push_token(token_id)
+        self._stats.completion_tokens = len(completion.token_ids)
+        self._latencies.observe(self._detokenized(started), 1)
+        stream.put_token(text, token_id)
+        if completion.finished is not None and self._has_found_stop_string:
+            feed.stop()
+        return True
+
+    async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
+        timer.got_tokens(len(tokens.token_ids))
+        self._progress.first_token(None)
+        self._prompt.release()
+        reported = tokens.prompt_logprobs if tokens.HasField("prompt_logprobs") else None
+        await self._add_tokens(tokens.token_ids, tokens.logprobs, reported)
+        timer.waits_for_more()
+
+    async def _another_decode(self, error: BatonError, tried: frozenset[str]) -> _Placement:
+        if self._routing_request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED:
+            # To continue, a decode worker would have to run the prompt.
+            raise NoWorker(f"a disaggregated request cannot continue without its handoff: {error.message}") from error
+        try:
+            # Waiting is worth it: the client has tokens already.
+            async with timeout(self._retries.wait_seconds):
+                return await self._placer.await_decode(self._routing_request, self._context_tokens, tried)
+        except TimeoutError:
+            raise error from None
+
+    @property
+    def _context_tokens(self) -> int:
+        """The context length that a worker needs to continue the request."""
+        return self._routing_request.prompt_tokens + len(self._completion.token_ids) + 1
+
+    async def _release_handoff(self) -> None:
+        """Frees the KV that no decode worker has taken over."""
+        held, self._held = self._held, None
+        if held:
+            await self._calls.release(held.owner, held.handoff)
+
+    async def _add_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprob],
+        prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        if not self._completion.token_ids:
+            await self._ctx.inject("detokenize")
+        delta = self._completion.push(token_ids, logprobs)
+        self._note_tokens(started, len(token_ids))
+        await self._stream.put(replace(delta, prompt_logprobs=prompt_logprobs) if prompt_logprobs else delta)
+
+    def _note_tokens(self, started: float, count: int) -> None:
+        """Counts tokens whose detokenizing began at `started`."""
+        self._stats.completion_tokens = len(self._completion.token_ids)
+        self._latencies.observe(self._ctx.timings.detokenized(started), count)
+
+    def _count_migration(self, stage: str) -> None:
+        self._ctx.stats.migrations += 1
+        metrics.MIGRATIONS.labels(stage).inc()
+
+    def _started(self, placement: _Placement) -> generate_pb2.Started:
+        stats = self._ctx.stats
+        return generate_pb2.Started(
+            model=named(self._prompt.model, self._routing_request.lora),
+            prompt_tokens=self._routing_request.prompt_tokens,
+            topology=placement.topology,
+            prefill_worker_id=placement.prefill.record.worker_id if placement.prefill else "",
+            decode_worker_id=placement.decode.record.worker_id,
+            encoding=stats.encoding,
+            encode_worker_ids=stats.encode_worker_ids,
+            cache_view=placement.cache_view,
+        )
+
+    def _finished(self, finish: Finish) -> generate_pb2.Finished:
+        finished = self._ctx.stats.finished()
+        finished.MergeFrom(generate_pb2.Finished(stop_string=finish.stop_string, stop_token_id=finish.stop_token_id))
+        return finished

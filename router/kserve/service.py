@@ -1,0 +1,211 @@
+"""GRPCInferenceService, on the same pipeline as InferenceService."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from grpc import aio
+
+from baton.errors import BatonError, InvalidRequest, ModelNotFound
+from baton.inference.v1 import generate_pb2
+from baton.kserve import inference_pb2 as pb
+from baton.version import __version__
+from router.context import ContextFactory
+from router.kserve.tensors import OUTPUTS, add_usage, generate_request, reason_of, response
+from router.pipeline import Pipeline
+from router.stream.collector import UnaryCollector
+from router.stream.reply import Reply
+from router.workers.cluster import Cluster
+from router.workers.model import ServedModel
+from rpc.interceptors.arrival import note_arrival, note_size
+from rpc.interceptors.counting import count_fields
+from runtime.aio import TaskGroup
+
+Context = aio.ServicerContext[Any, Any]
+
+NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+_MAX_STREAMED_BYTES = 4 * 2**20  # of one request in a stream; they are texts
+_MAX_FIELDS = 4096
+_SMALL_BYTES = 16 * 1024
+_AT_ONCE = 64  # requests of one stream; more wait
+_PLATFORM = "baton"
+_VERSION = "1"
+
+
+class KServeServicer:
+    """The methods of GRPCInferenceService."""
+
+    def __init__(self, contexts: ContextFactory, pipeline: Pipeline, cluster: Cluster) -> None:
+        self._contexts = contexts
+        self._pipeline = pipeline
+        self._cluster = cluster
+
+    async def ServerLive(self, _request: pb.ServerLiveRequest, _context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, _request: pb.ServerReadyRequest, _context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=any(self._is_ready(model.name) for model in self._cluster.models))
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, _context: Context) -> pb.ModelReadyResponse:
+        with suppress(ModelNotFound):
+            return pb.ModelReadyResponse(ready=self._is_ready(self._cluster.model(request.name).name))
+        return pb.ModelReadyResponse(ready=False)
+
+    async def ServerMetadata(self, _request: pb.ServerMetadataRequest, _context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name=_PLATFORM, version=__version__, extensions=["model_configuration"])
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, _context: Context) -> pb.ModelMetadataResponse:
+        return _metadata(self._cluster.model(request.name))
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, _context: Context) -> pb.ModelConfigResponse:
+        return pb.ModelConfigResponse(config=_config(self._cluster.model(request.name)))
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        made, collector = generate_request(request, may_stream=False), UnaryCollector()
+        ctx = self._contexts.create(made, context)
+        await self._pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
+        return _whole(request, collector)
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with TaskGroup() as group:
+            room = asyncio.Semaphore(_AT_ONCE)
+            writing = asyncio.Lock()
+            async for wire in requests:
+                await room.acquire()
+                running = group.create_task(self._stream(wire, context, writing))
+                running.add_done_callback(lambda _: room.release())
+
+    async def _stream(self, wire: bytes, context: Any, writing: asyncio.Lock) -> None:
+        """Answers one request of a stream. An error is a message: it ends the request, and not the stream."""
+        note_arrival()
+        note_size(len(wire))
+        answer = _StreamedAnswer(context, writing)
+        try:
+            await answer.read(wire)
+            ctx = self._contexts.create(generate_request(answer.request, may_stream=True), context)
+            await self._pipeline.run(ctx, Reply(answer.send, lambda _trailer: None))
+        except BatonError as error:
+            await answer.fail(error)
+
+    def _is_ready(self, name: str) -> bool:
+        return any(
+            worker.record.model == name and "decode" in worker.record.roles and not worker.problem
+            for worker in self._cluster.workers
+        )
+
+
+class _StreamedAnswer:
+    """The answer to one request of a stream."""
+
+    def __init__(self, context: Any, writing: asyncio.Lock) -> None:
+        self.request = pb.ModelInferRequest()
+        self._context = context
+        self._writing = writing
+        self._model = ""
+        self._reasons: dict[int, str] = {}
+
+    async def read(self, wire: bytes) -> None:
+        """Parses the request, aside if it is large. Raises InvalidRequest."""
+        if len(wire) > _MAX_STREAMED_BYTES:
+            raise InvalidRequest.of("request", f"has {len(wire)} bytes of at most {_MAX_STREAMED_BYTES}")
+        self.request = await asyncio.to_thread(_parse, wire) if len(wire) > _SMALL_BYTES else _parse(wire)
+
+    async def send(self, message: generate_pb2.GenerateResponse) -> None:
+        """Writes the next message of the pipeline; of several answers each with its index as a parameter."""
+        match message.WhichOneof("event"):
+            case "started":
+                self._model = message.started.model
+            case "token":
+                await self._write(message.token.text, "", message.token.index)
+            case "answer_finished":
+                end = message.answer_finished
+                self._reasons[end.index] = reason_of(end.reason)
+                await self._write("", self._reasons[end.index], end.index)
+            case "finished":
+                reason = "" if self._reasons else reason_of(message.finished.reason)
+                await self._write("", reason, 0, message.finished.usage)
+
+    async def fail(self, error: BatonError) -> None:
+        """Ends the request."""
+        made = pb.ModelInferResponse(id=self.request.id, model_name=self.request.model_name)
+        text = f"[{error.reason}] {error.message}"
+        async with self._writing:
+            await self._context.write(pb.ModelStreamInferResponse(error_message=text, infer_response=made))
+
+    async def _write(self, text: str, reason: str, index: int, usage: generate_pb2.Usage | None = None) -> None:
+        is_final = usage is not None
+        made = response(self.request, [text], [reason], model=self._model, is_final=is_final)
+        made.parameters["index"].int64_param = index
+        if usage is not None:
+            add_usage(made, usage)
+        async with self._writing:
+            await self._context.write(pb.ModelStreamInferResponse(infer_response=made))
+
+
+def add_kserve(servicer: KServeServicer, server: Any) -> None:
+    """Adds the service to a server. Requests in streams arrive unparsed: their parsing has to be bounded."""
+    handlers: dict[str, Any] = {}
+    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        serve, serializer = getattr(servicer, method.name), GetMessageClass(method.output_type).SerializeToString
+        if method.name == "ModelStreamInfer":
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(serve, None, serializer)
+        else:
+            deserializer = GetMessageClass(method.input_type).FromString
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(serve, deserializer, serializer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+
+
+def _parse(wire: bytes) -> pb.ModelInferRequest:
+    """Raises InvalidRequest for bytes that are no request, and for one with too many fields."""
+    try:
+        if not count_fields(pb.ModelInferRequest.DESCRIPTOR, wire, _MAX_FIELDS):
+            raise DecodeError
+        return pb.ModelInferRequest.FromString(wire)
+    except DecodeError:
+        raise InvalidRequest.of("request", "is not a ModelInferRequest") from None
+
+
+def _whole(request: pb.ModelInferRequest, collector: UnaryCollector) -> pb.ModelInferResponse:
+    collected = collector.response
+    answers = [(one.token.text, one.finished.reason) for one in collected.answers] or [
+        (collected.token.text, collected.finished.reason)
+    ]
+    texts, reasons = [text for text, _ in answers], [reason_of(reason) for _, reason in answers]
+    made = response(request, texts, reasons, model=collected.started.model, is_final=True)
+    add_usage(made, collected.finished.usage)
+    return made
+
+
+def _metadata(model: ServedModel) -> pb.ModelMetadataResponse:
+    tensor = pb.ModelMetadataResponse.TensorMetadata
+    return pb.ModelMetadataResponse(
+        name=model.name,
+        versions=[_VERSION],
+        platform=_PLATFORM,
+        inputs=[
+            tensor(name="text_input", datatype="BYTES", shape=[1]),
+            tensor(name="stream", datatype="BOOL", shape=[1]),
+            tensor(name="sampling_parameters", datatype="BYTES", shape=[1]),
+        ],
+        outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS],
+    )
+
+
+def _config(model: ServedModel) -> pb.ModelConfig:
+    return pb.ModelConfig(
+        name=model.name,
+        platform=_PLATFORM,
+        backend=_PLATFORM,
+        input=[
+            pb.ModelInput(name="text_input", data_type=pb.TYPE_STRING, dims=[1]),
+            pb.ModelInput(name="stream", data_type=pb.TYPE_BOOL, dims=[1], optional=True),
+            pb.ModelInput(name="sampling_parameters", data_type=pb.TYPE_STRING, dims=[1], optional=True),
+        ],
+        output=[pb.ModelOutput(name=name, data_type=pb.TYPE_STRING, dims=[-1]) for name in OUTPUTS],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+    )

@@ -1,0 +1,178 @@
+"""A prompt and its media: placeholders, embeddings, and the messages for workers with and without embeddings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from typing_extensions import Self
+
+from baton.engine.v1 import prompt_pb2
+from baton.errors import EngineFailed
+from baton.inference.v1 import generate_pb2, lora_pb2, timing_pb2
+from router.context import RequestContext
+from router.multimodal.cache import EmbeddingRef
+from router.multimodal.encode import Embedder, LoadedMedia
+from router.routing.encoders import EncoderVersion
+from router.text.parsing.registry import AnswerParser
+from router.workers.model import ServedModel
+from runtime.aio import gather_or_cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """The ids with all placeholders, and the position of the first one of each media item."""
+
+    token_ids: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+def expand(token_ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> Expanded:
+    """Repeats each placeholder as often as its embedding has rows. There is one placeholder for each length."""
+    ids = list(token_ids[:])
+    expanded: list[int] = []
+    starts: list[int] = []
+    position = 0
+    for length in lengths:
+        place = ids.index(placeholder, position)
+        expanded += ids[position:place]
+        starts.append(len(expanded))
+        expanded += [placeholder] * length
+        position = place + 1
+    return Expanded((*expanded, *ids[position:]), tuple(starts))
+
+
+class MultimodalPrompt:
+    """A prompt that holds its embeddings from `embed` until `release` or `invalidate`, and encodes again if needed.
+
+    A context manager: leaving it releases the embeddings. Without media all of that does nothing.
+    """
+
+    def __init__(
+        self,
+        ctx: RequestContext,
+        model: ServedModel,
+        prompt: prompt_pb2.Prompt,
+        media: Sequence[LoadedMedia],
+        embedder: Embedder,
+    ) -> None:
+        self.model = model.name
+        self._ctx = ctx
+        self._original = self._prompt = prompt
+        # The ids of the prompt as it is now, for those who read them all; empty if only the message has them.
+        self.token_ids: Sequence[int] = ()
+        self._placeholder = model.images.placeholder_token_id if model.images else 0
+        self._media = media
+        self._embedder = embedder
+        self._encoder = embedder.choose_encoder(model.name) if media else EncoderVersion(model.name, "", "")
+        self._embeddings: dict[int, EmbeddingRef] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def for_answer(self, ctx: RequestContext, model: ServedModel) -> "MultimodalPrompt":
+        """The same prompt for another answer, which holds its own embeddings."""
+        prompt = MultimodalPrompt(ctx, model, self._original, self._media, self._embedder)
+        if self._prompt is self._original:
+            prompt.token_ids = self.token_ids
+        return prompt
+
+    def answer_parser(self, model: ServedModel) -> AnswerParser | None:
+        """The parser of reasoning and tool calls for an answer to this prompt; None for plain text."""
+        return model.answer_parser(self._ctx.request, self._original.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the prompt. Final after the first `embed`."""
+        return len(self._prompt.token_ids)
+
+    @property
+    def without_embeddings(self) -> prompt_pb2.Prompt:
+        """The prompt for a worker that gets its KV: the ids and the spans of the media."""
+        return self._prompt
+
+    async def with_embeddings(self) -> prompt_pb2.Prompt:
+        """The prompt for a worker that computes it, with embeddings that can be read from now on."""
+        await self.embed()
+        if not self._media:
+            return self._prompt
+        whole = prompt_pb2.Prompt()
+        whole.CopyFrom(self._prompt)
+        for index, span in enumerate(whole.media):
+            span.embedding.CopyFrom(self._embeddings[index].message())
+        return whole
+
+    @property
+    def embedding_layout(self) -> str:
+        """The embedding layout that a worker must support; empty without media."""
+        return self._encoder.layout if self._media else ""
+
+    async def embed(self) -> None:
+        """Gets the missing embeddings, and notes them in the request's stats."""
+        if len(self._embeddings) == len(self._media):
+            return
+        missing = [index for index in range(len(self._media)) if index not in self._embeddings]
+        with self._ctx.timings.measure_call(timing_pb2.STAGE_ENCODE) as timing:
+            await gather_or_cancel(self._embed(index) for index in missing)
+            # Media are encoded in parallel: the last one determined the duration.
+            encoded = [ref.worker_id for ref in reversed(self._embeddings.values()) if not ref.was_cached]
+            timing.worker_id = encoded[0] if encoded else ""
+        self._record([self._embeddings[index] for index in missing])
+        self._place([self._embeddings[index] for index in range(len(self._media))])
+
+    def release(self) -> None:
+        """Gives up the embeddings; a later use gets them again."""
+        for ref in self._embeddings.values():
+            ref.close()
+        self._embeddings.clear()
+
+    def invalidate(self) -> None:
+        """Releases the embeddings, and removes leased ones from the cache: a worker could not read one of them."""
+        for ref in self._embeddings.values():
+            ref.invalidate()
+        self.release()
+
+    async def _embed(self, index: int) -> None:
+        self._embeddings[index] = await self._embedder.embed(self._ctx, self._media[index], self._encoder)
+
+    def _record(self, refs: Sequence[EmbeddingRef]) -> None:
+        stats = self._ctx.stats
+        if not stats.media_tokens:
+            stats.media_tokens = sum(ref.num_tokens for ref in refs)
+            stats.cached_embeddings = sum(ref.was_cached for ref in refs)
+            stats.encoding = _encoding(refs)
+        stats.add_encode_workers([ref.worker_id for ref in refs if not ref.was_cached])
+
+    def _place(self, refs: Sequence[EmbeddingRef]) -> None:
+        """Expands the placeholders. When encoded again, media must keep their places."""
+        digests = [ref.encoded.embedding.digest for ref in refs]
+        if self._prompt.media:
+            if digests != [span.digest for span in self._prompt.media]:
+                raise EngineFailed("encoding the same media again gave a different embedding", stage="encode")
+            return
+        expanded = expand(self._prompt.token_ids, self._placeholder, [ref.num_tokens for ref in refs])
+        spans = [
+            prompt_pb2.MediaSpan(start=start, num_tokens=ref.num_tokens, digest=digest)
+            for start, ref, digest in zip(expanded.starts, refs, digests, strict=True)
+        ]
+        self.token_ids = expanded.token_ids
+        self._prompt = prompt_pb2.Prompt(
+            token_ids=expanded.token_ids, cache_salt=self._prompt.cache_salt, media=spans, lora=_lora(self._prompt)
+        )
+
+
+def _lora(prompt: prompt_pb2.Prompt) -> lora_pb2.LoraAdapter | None:
+    return prompt.lora if prompt.HasField("lora") else None
+
+
+def _encoding(refs: Sequence[EmbeddingRef]) -> generate_pb2.Encoding.ValueType:
+    """How the media of a request became embeddings, as clients see it."""
+    workers = [ref.encoded.worker for ref in refs if not ref.was_cached]
+    if not workers:
+        return generate_pb2.ENCODING_CACHED
+    is_inline = any(len(worker.record.roles) > 1 for worker in workers)
+    return generate_pb2.ENCODING_INLINE if is_inline else generate_pb2.ENCODING_WORKER

@@ -1,0 +1,14 @@
+"""OpenAI's API over HTTP, in the router's process: the same pipeline as gRPC, by another way in.
+
+server.py       uvicorn on the router's event loop, from its start to the end of its drain
+app.py          routes and endpoints; what surrounds each call: log line, trace, authentication, errors
+call.py         one HTTP call: headers, the body within its limits, the connection that may go
+json_body.py    parses a body whose number of values is bounded
+errors.py       Baton's errors in OpenAI's shape, with the HTTP status
+fields.py       fields that the endpoints share: sampling, stopping
+messages.py     conversations, images, tools
+chat.py         /v1/chat/completions; completions.py and responses.py are the other two ways to generate
+choices.py      answers as choices: whole, or streamed as server-sent events
+
+Needs the extra `openai` (uvicorn); only server.py imports it.
+"""

@@ -1,0 +1,316 @@
+"""The routes of OpenAI's API, as an ASGI application on the router's own pipeline.
+
+Each call passes through what surrounds gRPC's calls too: it is counted for the drain, logged in one line, traced and
+authenticated; an error becomes a response in OpenAI's shape.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import structlog
+from opentelemetry.trace import SpanKind
+from pydantic import BaseModel
+
+from baton.errors import BatonError, InvalidRequest
+from baton.inference.v1 import generate_pb2, lora_pb2
+from router.context import ContextFactory
+from router.embedding.pipeline import EmbedPipeline
+from router.openai import embeddings
+from router.openai.call import HttpCall, Receive, Send
+from router.openai.chat import ChatCompletionRequest
+from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, now, whole
+from router.openai.completions import CompletionRequest
+from router.openai.embeddings import EmbeddingsRequest
+from router.openai.errors import HttpRefusal, failure_of
+from router.openai.fields import SamplingFields, read
+from router.openai.json_body import parse
+from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
+from router.pipeline import Pipeline
+from router.stream.collector import UnaryCollector
+from router.stream.reply import Reply
+from router.workers.cluster import Cluster
+from router.workers.loras import loras_of_model, named
+from router.workers.model import ServedModel
+from rpc.auth.access import Access
+from rpc.interceptors.arrival import note_arrival, note_size
+from rpc.interceptors.authorizing import authorize
+from rpc.interceptors.behaviour import Behaviour
+from rpc.interceptors.logging import log_call
+from rpc.interceptors.running import RunningCalls
+from rpc.status import code_of
+from rpc.tracing.propagation import read_context
+from rpc.tracing.span import entered
+from rpc.tracing.tracer import Tracer
+from runtime.aio import leaf_errors
+
+log = structlog.get_logger(__name__)
+
+# Begins the names of methods, as in logs and in the rules of who may call what.
+PREFIX = "/openai"
+_ID_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
+_LARGE_BODY_BYTES = 4096  # reading a larger one on the event loop would delay other streams
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_Message = TypeVar("_Message")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the interceptors see of a request."""
+
+    request_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a route leads to: its handler for each HTTP method, and the name for logs, without what varies."""
+
+    name: str
+    methods: Mapping[str, Behaviour]
+
+
+class OpenAIApp:
+    """The application. `running` counts its calls, until their code has ended."""
+
+    def __init__(
+        self,
+        contexts: ContextFactory,
+        pipeline: Pipeline,
+        embed_pipeline: EmbedPipeline,
+        cluster: Cluster,
+        *,
+        access: Access | None,
+        tracer: Tracer,
+        max_body_bytes: int,
+    ) -> None:
+        self._contexts = contexts
+        self._pipeline = pipeline
+        self._embed_pipeline = embed_pipeline
+        self._cluster = cluster
+        self._access = access
+        self._tracer = tracer
+        self._max_body_bytes = max_body_bytes
+        self._created = now()
+        self.running = RunningCalls()
+        self._targets = {
+            "/v1/chat/completions": self._target("/v1/chat/completions", POST=self._chat),
+            "/v1/completions": self._target("/v1/completions", POST=self._completions),
+            "/v1/responses": self._target("/v1/responses", POST=self._responses),
+            "/v1/embeddings": self._target("/v1/embeddings", POST=self._embeddings),
+            "/v1/models": self._target("/v1/models", GET=self._models),
+        }
+        self._model_target = self._target("/v1/models/{model}", GET=self._model)
+        self._unknown = self._target("/unknown")
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serves one call of ASGI. Returns when the response is complete, or the client has left."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
+        note_arrival()
+        call: Any = HttpCall(scope, receive, send)
+        target = self._find(scope["path"])
+        behaviour = target.methods.get(scope["method"]) or target.methods["*"]
+        try:
+            await behaviour(_Request(call.request_id, unquote(scope["path"])), call)
+        except asyncio.CancelledError:
+            if not call.cancelled():
+                raise
+            task = asyncio.current_task()
+            if sys.version_info >= (3, 11) and task is not None:
+                task.uncancel()
+
+    def _find(self, path: str) -> Target:
+        if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
+            return self._model_target
+        return self._targets.get(path.rstrip("/"), self._unknown)
+
+    def _target(self, name: str, **methods: Callable[[HttpCall, str], Awaitable[None]]) -> Target:
+        behaviours = {verb: self._surround(name, handler) for verb, handler in methods.items()}
+        expected = " or ".join(methods)
+
+        async def refuse(_call: HttpCall, path: str) -> None:
+            if expected:
+                raise HttpRefusal(405, f"{path} expects {expected}")
+            raise HttpRefusal(404, f"unknown path {path!r}")
+
+        return Target(name, {**behaviours, "*": self._surround(name, refuse)})
+
+    def _surround(self, name: str, handler: Callable[[HttpCall, str], Awaitable[None]]) -> Behaviour:
+        method = PREFIX + name
+
+        async def handle(request: Any, call: Any) -> None:
+            await handler(call, request.path)
+
+        inner: Behaviour = handle
+        if self._access is not None:
+            inner = authorize(self._access)(method, inner)
+        for wrap in (self._traced, _answer_errors, log_call, self.running.counted):
+            inner = wrap(method, inner)
+        return inner
+
+    def _traced(self, method: str, behaviour: Behaviour) -> Behaviour:
+        async def traced(request: Any, call: Any) -> None:
+            parent = read_context(call.invocation_metadata())
+            if parent is None and not self._tracer.is_on:
+                await behaviour(request, call)
+                return
+            span = self._tracer.begin(method.removeprefix("/"), parent, SpanKind.SERVER)
+            structlog.contextvars.bind_contextvars(trace_id=span.trace_id)
+            span.set({"http.route": method.removeprefix(PREFIX)})
+            try:
+                with entered(span):
+                    await behaviour(request, call)
+            except BaseException as error:
+                span.fail(error)
+                raise
+            finally:
+                span.set({"http.response.status_code": call.response_status})
+                span.end()
+
+        return traced
+
+    # The endpoints.
+
+    async def _chat(self, call: HttpCall, _path: str) -> None:
+        body, request = await self._read(call, ChatCompletionRequest, ChatCompletionRequest.generate_request)
+        await self._choices(call, body, request, "chat")
+
+    async def _completions(self, call: HttpCall, _path: str) -> None:
+        body, request = await self._read(call, CompletionRequest, CompletionRequest.generate_request)
+        await self._choices(call, body, request, "text")
+
+    async def _choices(
+        self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind
+    ) -> None:
+        answering = Answering(kind, f"{_ID_PREFIXES[kind]}{call.request_id}", self._token_text(body.model), now())
+        if body.stream:
+            await self._run(call, request, ChoiceStream(call, answering, body.wants_usage))
+            return
+        collector = UnaryCollector()
+        await self._run(call, request, collector)
+        await call.respond(200, json.dumps(whole(answering, collector)).encode())
+
+    async def _responses(self, call: HttpCall, _path: str) -> None:
+        body, request = await self._read(call, ResponsesRequest, ResponsesRequest.generate_request)
+        builder = ResponseBuilder(body, f"resp_{call.request_id}", now())
+        if body.stream:
+            await self._run(call, request, ResponseStream(call, builder))
+            return
+        collector = UnaryCollector()
+        await self._run(call, request, collector)
+        await call.respond(200, json.dumps(builder.whole(collector)).encode())
+
+    async def _embeddings(self, call: HttpCall, _path: str) -> None:
+        body, request = await self._read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request)
+        async with call.while_connected():
+            response = await self._embed_pipeline.run(request, call)
+        content = await asyncio.to_thread(embeddings.whole, response, body.encoding_format)
+        await call.respond(200, content)
+
+    async def _models(self, call: HttpCall, _path: str) -> None:
+        models: list[dict[str, Any]] = []
+        for model in self._cluster.models:
+            models.append(self._described(model))
+            adapters = loras_of_model(self._cluster.workers, model.name).values()
+            models += [self._described(model, adapter) for adapter in adapters]
+        await call.respond(200, json.dumps({"object": "list", "data": models}).encode())
+
+    async def _model(self, call: HttpCall, path: str) -> None:
+        name = path.removeprefix("/v1/models/")
+        model = self._cluster.model(name)
+        adapter = self._cluster.lora(generate_pb2.GenerateRequest(model=name), model)
+        await call.respond(200, json.dumps(self._described(model, adapter)).encode())
+
+    def _described(self, model: ServedModel, adapter: lora_pb2.LoraAdapter | None = None) -> dict[str, Any]:
+        context = model.limits.max_context_tokens
+        return {
+            "id": named(model.name, adapter),
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "max_model_len": context,
+            "parent": model.name if adapter else None,
+        }
+
+    # A request, from its body to its answer.
+
+    async def _read(
+        self, call: HttpCall, kind: type[_Body], make: Callable[[_Body, str], _Message]
+    ) -> tuple[_Body, _Message]:
+        """The body as one of the classes, and as the request to the pipeline; made in a thread if it is large."""
+        pieces = await call.read_body(self._max_body_bytes)
+        size = sum(map(len, pieces))
+        note_size(size)
+        if size > _LARGE_BODY_BYTES:
+            return await asyncio.to_thread(_requested, pieces, kind, make, call.request_id)
+        return _requested(pieces, kind, make, call.request_id)
+
+    async def _run(
+        self, call: HttpCall, request: generate_pb2.GenerateRequest, stream: "AnswerStream | UnaryCollector"
+    ) -> None:
+        """Runs the request in the pipeline. An error after the response has begun ends it."""
+        ctx = self._contexts.create(request, call)
+        try:
+            async with call.while_connected():
+                await self._pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+        except BatonError as error:
+            if not call.response_status or isinstance(stream, UnaryCollector):
+                raise
+            call.status = code_of(type(error))
+            structlog.contextvars.bind_contextvars(reason=error.reason, error=error.message)
+            await stream.fail(error)
+
+    def _token_text(self, name: str) -> Callable[[int], str]:
+        """Names the tokens of a model in logprobs. The model is looked up when it is needed: it may not exist."""
+
+        def text(token_id: int) -> str:
+            tokenizer = self._cluster.model(name).tokenizer
+            return tokenizer.decode([token_id], keep_special_tokens=True) if tokenizer else str(token_id)
+
+        return text
+
+
+def _requested(
+    pieces: Sequence[bytes], kind: type[_Body], make: Callable[[_Body, str], _Message], request_id: str
+) -> tuple[_Body, _Message]:
+    body = read(kind, parse(b"".join(pieces)))
+    try:
+        return body, make(body, request_id)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidRequest.of("body", f"has a value that no request can hold: {error}") from None
+
+
+def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
+    """A BatonError becomes its response; any other error is logged, and INTERNAL. The only broad `except` of HTTP."""
+
+    async def guarded(request: Any, call: Any) -> None:
+        try:
+            await behaviour(request, call)
+        except Exception as error:
+            if call.cancelled():
+                # The client has left.
+                return
+            found = leaf_errors(error)
+            known = [one for one in found if isinstance(one, BatonError)]
+            if len(known) < len(found):
+                log.error("call failed", method=method, exc_info=error)
+                known = [BatonError("internal error")]
+            await _respond(call, known[0])
+
+    return guarded
+
+
+async def _respond(call: HttpCall, error: BatonError) -> None:
+    call.status = code_of(type(error))
+    structlog.contextvars.bind_contextvars(reason=error.reason, error=error.message)
+    failure = failure_of(error)
+    if call.response_status:
+        # Cut off, since the response cannot be completed: the client notices.
+        return
+    await call.respond(failure.status, failure.body, failure.headers)

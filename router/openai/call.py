@@ -1,0 +1,125 @@
+"""One HTTP call: its headers as metadata, its body within limits, its response, and the connection that may go.
+
+To the interceptors of rpc/ it looks like a gRPC call: HTTP headers are the metadata, and the status code is the one
+that the same error has there.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from grpc import StatusCode
+
+from baton.errors import DeadlineExceeded, InvalidRequest
+from router.openai.errors import HttpRefusal
+from runtime.aio import timeout
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+_BODY_SECONDS = 60.0  # for a client to send its request
+JSON = (b"content-type", b"application/json")
+
+
+class HttpCall:
+    """A call on an ASGI server. `request_id` is the client's `x-request-id`, or a new one."""
+
+    def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._metadata = tuple(_decoded(scope["headers"]))
+        self._has_left = False
+        self.status = StatusCode.OK
+        self.response_status = 0  # 0 before the response has begun
+        self.request_id = (
+            next((value for key, value in self._metadata if key == "x-request-id"), "") or uuid.uuid4().hex
+        )
+
+    # As a gRPC context.
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """The headers."""
+        return self._metadata
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Empty: callers identify themselves by API keys."""
+        return {}
+
+    def time_remaining(self) -> float | None:
+        """None: HTTP has no deadlines."""
+        return None
+
+    def code(self) -> StatusCode:
+        """The status that the same call would have by gRPC."""
+        return self.status
+
+    def cancelled(self) -> bool:
+        """Whether the connection has gone."""
+        return self._has_left
+
+    # The request and the response.
+
+    async def read_body(self, max_bytes: int) -> list[bytes]:
+        """The whole body, in pieces. Raises HttpRefusal, with 413, for more than `max_bytes`, and DeadlineExceeded."""
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with timeout(_BODY_SECONDS):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self._has_left = True
+                        raise InvalidRequest.of("body", "is incomplete")
+                    piece: bytes = message.get("body", b"")
+                    size += len(piece)
+                    if size > max_bytes:
+                        raise HttpRefusal(413, f"the body has more than {max_bytes} bytes")
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return pieces
+        except TimeoutError:
+            raise DeadlineExceeded(f"the body was not complete within {_BODY_SECONDS:g} s") from None
+
+    @asynccontextmanager
+    async def while_connected(self) -> AsyncGenerator[None, None]:
+        """Cancels the body when the client leaves. The request must have been read."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self._has_left = True
+            task.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    async def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Sends the head of the response."""
+        self.response_status = status
+        own = (b"x-request-id", self.request_id.encode("latin-1", "replace"))
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, own]})
+
+    async def write(self, piece: bytes) -> None:
+        """Sends a piece of the response. Waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self, piece: bytes = b"") -> None:
+        """Sends the last piece of the response."""
+        await self._send({"type": "http.response.body", "body": piece, "more_body": False})
+
+    async def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Sends a whole response of JSON."""
+        await self.begin(status, [JSON, (b"content-length", str(len(body)).encode()), *headers])
+        await self.end(body)
+
+
+def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
+    return ((key.decode("latin-1").lower(), value.decode("latin-1")) for key, value in headers)

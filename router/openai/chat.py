@@ -1,0 +1,89 @@
+"""/v1/chat/completions."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from baton.errors import InvalidRequest
+from baton.inference.v1 import generate_pb2
+from router.openai.fields import Fields, SamplingFields, Uint32, refuse
+from router.openai.messages import ChatMessage, FunctionTool, add_messages, add_tools
+
+
+class ToolName(Fields):
+    """The name of a function."""
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(Fields):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class ChatCompletionRequest(SamplingFields):
+    """The body of a request."""
+
+    messages: list[ChatMessage]
+    max_tokens: Uint32 | None = None
+    max_completion_tokens: Uint32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None
+
+    def generate_request(self, request_id: str) -> generate_pb2.GenerateRequest:
+        """The request to the pipeline. Raises Unsupported for what would have to be ignored."""
+        made = self.request(request_id)
+        made.chat.SetInParent()
+        add_messages(made.chat, self.messages)
+        self._add_tools(made.chat)
+        if self.chat_template_kwargs:
+            made.chat.template_variables.update(self.chat_template_kwargs)
+        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if most is not None:
+            made.stopping.max_tokens = most
+        if self.logprobs:
+            made.response.logprobs = self.top_logprobs or 0
+        if self.separate_reasoning is False:
+            made.response.raw_text = True
+        guide(made, "response_format", self.response_format)
+        return made
+
+    def _add_tools(self, chat: generate_pb2.ChatInput) -> None:
+        is_forced = isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
+        if self.tools and self.parallel_tool_calls is False and not is_forced:
+            raise refuse("parallel_tool_calls", "the number of calls cannot be limited here, except by tool_choice")
+        if self.tool_choice != "none":
+            add_tools(chat, self.tools or [])
+        if isinstance(self.tool_choice, NamedTool):
+            chat.tool_choice.name = self.tool_choice.function.name
+        elif self.tool_choice == "required":
+            chat.tool_choice.is_required = True
+
+
+def guide(request: generate_pb2.GenerateRequest, field: str, wanted: dict[str, Any] | None) -> None:
+    """Sets the grammar that `response_format` asks for. Raises Unsupported for an unknown type, and InvalidRequest."""
+    kind = wanted.get("type") if wanted else "text"
+    if kind == "text" or wanted is None:
+        return
+    if kind == "json_object":
+        request.guided.json_schema = '{"type": "object"}'
+    elif kind == "json_schema":
+        # In /v1/responses the schema is beside the type.
+        inner = wanted.get("json_schema", wanted)
+        schema = inner.get("schema", {}) if isinstance(inner, dict) else {}
+        try:
+            request.guided.json_schema = json.dumps(schema, ensure_ascii=False)
+        except RecursionError:
+            raise InvalidRequest.of(field, "is nested too deeply") from None
+    else:
+        raise refuse(f"{field}.type", "expected text, json_object or json_schema")

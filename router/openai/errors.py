@@ -1,0 +1,118 @@
+"""Baton's errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, and the HTTP status."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PermissionDenied,
+    QuotaExceeded,
+    RequestExists,
+    RequestNotFound,
+    SlowReader,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+
+# Subclasses that are not listed have their parent's status. OpenAI's clients try 408, 409, 429 and 5xx again.
+STATUSES: dict[type[BatonError], int] = {
+    BatonError: 500,
+    Cancelled: 499,
+    DeadlineExceeded: 504,
+    InvalidRequest: 400,
+    ModelNotFound: 404,
+    Overloaded: 503,
+    PermissionDenied: 403,
+    QuotaExceeded: 429,
+    RequestExists: 409,
+    RequestNotFound: 404,
+    SlowReader: 408,
+    Unauthenticated: 401,
+    Unavailable: 503,
+    Unsupported: 400,
+}
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {405: "invalid_request_error", 409: "conflict_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+
+# Fields of GenerateRequest by their names in OpenAI's API; the first that fits.
+_RENAMED = (
+    (re.compile(r"^sampling\."), ""),
+    (re.compile(r"^stopping\.max_tokens"), "max_tokens"),
+    (re.compile(r"^stopping\."), ""),
+    (re.compile(r"^response\.logprobs"), "top_logprobs"),
+    (re.compile(r"^chat\.template_variables"), "chat_template_kwargs"),
+    (re.compile(r"^chat\.messages(\[\d+\])?\.parts(\[\d+\])?"), r"messages\1.content\2"),
+    (re.compile(r"^chat\."), ""),
+    (re.compile(r"^(guided)\b.*"), "response_format"),
+    (re.compile(r"^routing\.session_key"), "prompt_cache_key"),
+    (re.compile(r"^routing\."), ""),
+    (re.compile(r"^token_ids\.ids"), "prompt"),
+    (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),
+)
+
+
+class HttpRefusal(BatonError):
+    """A request that HTTP refuses before it becomes a request to a model: no such path, or a body that is too large."""
+
+    reason = "INVALID_HTTP_REQUEST"
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiError:
+    """An error as a response. `headers` are those that say when to try again."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def failure_of(error: BatonError) -> OpenAiError:
+    """The response for an error."""
+    status = _status(error)
+    headers: list[tuple[bytes, bytes]] = []
+    if isinstance(error, (Overloaded, QuotaExceeded)):
+        headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
+        headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return OpenAiError(status, json.dumps({"error": describe(error)}).encode(), tuple(headers))
+
+
+def describe(error: BatonError) -> dict[str, str | None]:
+    """The object `error` of OpenAI's API. Of several wrong fields `param` names the first, the message all."""
+    param, message = None, error.message
+    if isinstance(error, InvalidRequest):
+        renamed = [(_param(one.field), one.description) for one in error.violations]
+        param = renamed[0][0]
+        message = "; ".join(f"{field}: {description}" for field, description in renamed)
+    return {
+        "message": message,
+        "type": _TYPES.get(_status(error), "server_error"),
+        "param": param,
+        "code": error.reason.lower(),
+    }
+
+
+def _status(error: BatonError) -> int:
+    if isinstance(error, HttpRefusal):
+        return error.status
+    return next(STATUSES[parent] for parent in type(error).__mro__ if parent in STATUSES)
+
+
+def _param(field: str) -> str:
+    for pattern, name in _RENAMED:
+        if pattern.search(field):
+            return pattern.sub(name, field, count=1)
+    return field

@@ -1,0 +1,127 @@
+"""Fields that the endpoints share. Unknown fields are refused, and so are values that would have to be ignored."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from baton.errors import FieldViolation, InvalidRequest, Unsupported
+from baton.inference.v1 import generate_pb2
+
+_UINT32 = 2**32 - 1
+_MAX_VIOLATIONS = 16
+Uint32 = Annotated[int, Field(ge=0, le=_UINT32)]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
+_PART_TYPES = ("text", "input_text", "output_text", "image_url", "input_image")
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Fields(BaseModel):
+    """An object of OpenAI's API."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def read(kind: type[Body], value: dict[str, Any]) -> Body:
+    """The body as one of the classes. Raises InvalidRequest naming each wrong field."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of the alternatives of a field, the one that fits best fails deepest.
+        found = sorted(found, key=lambda one: -len(one["loc"]))[:_MAX_VIOLATIONS]
+        raise InvalidRequest([FieldViolation(_path(one["loc"]), one["msg"]) for one in found]) from None
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for before, part in zip(("", *location[:-1]), location, strict=True):
+        # Pydantic names the alternatives of a union too; they are no fields.
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif isinstance(before, int) and part in _PART_TYPES:
+            continue
+        elif part.isidentifier() and part not in ("str", "list", "int", "dict") and not part[0].isupper():
+            path += f".{part}" if path else part
+    return path or "body"
+
+
+class StreamOptions(Fields):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingFields(Fields):
+    """How and how long to generate. The second half are fields that OpenAI's API does not have, as in vLLM."""
+
+    model: str = Field(default="", max_length=1024)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    n: Uint32 | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[TokenId, Number] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # They change nothing here, or only for whom the request is counted.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    top_k: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: Uint32 | None = None
+    stop_token_ids: list[Uint32] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def request(self, request_id: str) -> generate_pb2.GenerateRequest:
+        """A request with these fields, and without input."""
+        made = generate_pb2.GenerateRequest(request_id=request_id, model=self.model)
+        _copy(self, made.sampling, "temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "min_p")
+        _copy(self, made.sampling, "repetition_penalty")
+        if self.seed is not None:
+            made.sampling.seed = self.seed % 2**64
+        if self.top_k is not None:
+            made.sampling.top_k = max(0, self.top_k)  # vLLM's -1 keeps all
+        for token_id, bias in (self.logit_bias or {}).items():
+            made.sampling.logit_bias[int(token_id)] = bias
+        made.stopping.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or [])
+        made.stopping.stop_token_ids.extend(self.stop_token_ids or [])
+        _copy(self, made.stopping, "min_tokens", "ignore_eos")
+        if self.include_stop_str_in_output is not None:
+            made.stopping.include_stop = self.include_stop_str_in_output
+        if self.skip_special_tokens is not None:
+            made.response.keep_special_tokens = not self.skip_special_tokens
+        made.routing.session_key = self.prompt_cache_key or ""
+        made.routing.cache_salt = self.cache_salt or ""
+        return made
+
+
+def _copy(fields: SamplingFields, message: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(fields, name)
+        if value is not None:
+            setattr(message, name, value)
+
+
+def refuse(field: str, why: str) -> Unsupported:
+    """The error for a field that this API has, and Baton has not."""
+    return Unsupported(f"{field}: {why}")

@@ -1,0 +1,69 @@
+"""Says where a request would run, and why, without running it."""
+
+import asyncio
+
+from baton.engine.v1 import prompt_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from router import validation
+from router.config import LimitsConfig
+from router.routing.placement import Placer
+from router.routing.policy import Prediction, RoutingRequest
+from router.text import request_input
+from router.workers.cluster import Cluster
+from router.workers.handle import WorkerHandle
+
+
+class RouteExplainer:
+    """Looks at a request as the pipeline does, up to its placement."""
+
+    def __init__(self, cluster: Cluster, placer: Placer, limits: LimitsConfig, policy: str) -> None:
+        self._cluster = cluster
+        self._placer = placer
+        self._limits = limits
+        self._policy = policy
+
+    def cache_view(self, worker: WorkerHandle) -> generate_pb2.CacheView.ValueType:
+        """How the router knows what the worker's prefix cache holds."""
+        return self._placer.cache_view(worker)
+
+    async def explain(self, request: generate_pb2.GenerateRequest) -> cluster_service_pb2.ExplainRouteResponse:
+        """Raises what `Generate` would raise for a request that cannot be run."""
+        model = self._cluster.model(request.model)
+        # Off the event loop: operators' prompts may be as long as clients'.
+        await asyncio.to_thread(validation.check, request, model, self._limits)
+        token_ids = await asyncio.to_thread(request_input.tokenize, request, model)
+        lora = self._cluster.lora(request, model)
+        prompt = prompt_pb2.Prompt(token_ids=token_ids, cache_salt=request.routing.cache_salt, lora=lora)
+        routing = await self._placer.with_blocks(
+            RoutingRequest(model.name, prompt, request.routing, answer_tokens=request.stopping.max_tokens)
+        )
+        predictions = sorted(self._placer.predictions(routing), key=lambda prediction: prediction.total)
+        return cluster_service_pb2.ExplainRouteResponse(
+            policy=self._policy,
+            prompt_tokens=len(token_ids),
+            candidates=[_candidate(prediction) for prediction in predictions],
+            workers=self._placer.reasons(routing) if predictions else self._scores(routing),
+        )
+
+    def _scores(self, request: RoutingRequest) -> list[str]:
+        """The reasons of a policy that does not predict. It places the request, which does not run."""
+        placement = self._placer.place(request)
+        placement.progress.close()
+        return placement.explain()
+
+
+def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
+    prefill = prediction.prefill_worker
+    return cluster_service_pb2.RouteCandidate(
+        prefill_worker_id=prefill.record.worker_id if prefill else "",
+        decode_worker_id=prediction.decode_worker.record.worker_id,
+        total_seconds=prediction.total,
+        wait_seconds=prediction.wait,
+        prefill_seconds=prediction.prefill,
+        transfer_seconds=prediction.transfer,
+        decode_seconds=prediction.decode,
+        stall_seconds=prediction.stall,
+        cached_tokens=prediction.cached_tokens,
+        uncached_tokens=prediction.uncached_tokens,
+        has_kv_events=prediction.has_kv_events,
+    )

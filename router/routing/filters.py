@@ -1,0 +1,98 @@
+"""Separates the workers that can do something from those that cannot, with a reason for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from baton.inference.v1 import lora_pb2
+from router.routing.policy import W, WorkerView, share_transport
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a worker must have. Empty texts and sets require nothing."""
+
+    role: str
+    model: str
+    context_tokens: int
+    layout_digest: str = ""
+    embedding_layout: str = ""
+    encoder: str = ""
+    is_dedicated: bool = False  # to this role alone
+    reads: tuple[str, ...] | None = None  # transports that its KV would be read by; None if unknown
+    lora: lora_pb2.LoraAdapter | None = None  # that it has, or can load
+    tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A worker that is not eligible, and why."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered(Generic[W]):
+    """The eligible workers, and the others."""
+
+    eligible: tuple[W, ...]
+    others: tuple[tuple[W, str], ...]  # with the reason
+
+    @property
+    def rejected(self) -> tuple[Rejected, ...]:
+        """The others, by their names."""
+        return tuple(Rejected(worker.record.worker_id, reason) for worker, reason in self.others)
+
+    def reasons(self) -> str:
+        """Why each rejected worker was rejected, as one line."""
+        return "; ".join(f"{one.worker_id}: {one.reason}" for one in self.rejected) or "none is registered"
+
+
+def filter_workers(workers: Sequence[W], constraints: Constraints) -> Filtered[W]:
+    """Separates the eligible workers from the others."""
+    eligible: list[W] = []
+    others: list[tuple[W, str]] = []
+    for worker in workers:
+        if reason := rejection_reason(worker, constraints):
+            others.append((worker, reason))
+        else:
+            eligible.append(worker)
+    return Filtered(tuple(eligible), tuple(others))
+
+
+def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
+    """Why a worker is not eligible; empty if it is."""
+    record = worker.record
+    if record.model != constraints.model:
+        return f"serves {record.model}"
+    if constraints.role not in record.roles:
+        return f"has no {constraints.role} role"
+    if record.draining:
+        return "is draining"
+    if worker.problem:
+        return worker.problem
+    if constraints.tried and record.process in constraints.tried:
+        return "has failed this request"
+    if constraints.layout_digest and record.layout_digest != constraints.layout_digest:
+        return f"its KV layout {record.layout_digest[:12]} differs from {constraints.layout_digest[:12]}"
+    if constraints.reads is not None and not share_transport(record.offers, constraints.reads):
+        offered, read = (", ".join(names or ()) or "none" for names in (record.offers, constraints.reads))
+        return f"has no transport in common with the decode worker: it offers {offered}, and read are {read}"
+    if record.max_context_tokens < constraints.context_tokens:
+        return f"its context ends at {record.max_context_tokens} tokens"
+    if constraints.lora is not None and not worker.loras.can_use(constraints.lora):
+        return f"has no adapter {constraints.lora.name} of content {constraints.lora.digest[:12]}"
+    return _media_rejection_reason(worker, constraints)
+
+
+def _media_rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
+    if constraints.embedding_layout and worker.embedding_layout != constraints.embedding_layout:
+        found = worker.embedding_layout[:12] or "none"
+        return f"its embedding layout, {found}, differs from {constraints.embedding_layout[:12]}"
+    if constraints.encoder and worker.encoder != constraints.encoder:
+        return f"its encoder, {worker.encoder[:12]}, differs from {constraints.encoder[:12]}"
+    if constraints.is_dedicated and worker.record.roles != (constraints.role,):
+        others = " and ".join(role for role in worker.record.roles if role != constraints.role)
+        return f"has the {constraints.role} role beside {others} only, which the configuration does not allow"
+    return ""

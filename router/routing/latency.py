@@ -1,0 +1,161 @@
+"""The recent speed of a worker, measured by this router on its own requests."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from baton.inference.v1 import timing_pb2
+
+# The time constant of the weights of older measurements, in seconds with work.
+_HORIZON_SECONDS = 10.0
+# After this time without a measurement the value is unknown.
+_FRESH_SECONDS = 5.0
+# With fewer measurements the value is unknown.
+_ENOUGH = 4
+
+# A monotonic clock in seconds; tests inject their own.
+Clock = Callable[[], float]
+
+
+class Throughput:
+    """Tokens a second while there is work. Concurrent requests share the time."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.waiting_tokens = 0
+        self._clock = clock
+        self._running = 0
+        self._since = 0.0
+        self._tokens = self._seconds = 0.0
+        self._count = 0
+        self._measured_at = -math.inf
+
+    @property
+    def per_second(self) -> float | None:
+        """The recent throughput; None if unknown."""
+        if self._count < _ENOUGH or self._clock() - self._measured_at > _FRESH_SECONDS:
+            return None
+        return self._tokens / max(self._seconds, 1e-9)
+
+    def begin(self, tokens: int) -> None:
+        """Notes that work was sent."""
+        if not self._running:
+            self._since = self._clock()
+        self._running += 1
+        self.waiting_tokens += tokens
+
+    def end(self, tokens: int, *, is_done: bool) -> None:
+        """Notes that work has ended, done or not."""
+        self._running -= 1
+        self.waiting_tokens -= tokens
+        if not is_done:
+            return
+        now = self._clock()
+        elapsed, self._since = now - self._since, now
+        kept = math.exp(-elapsed / _HORIZON_SECONDS)
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + elapsed
+        self._count += 1
+        self._measured_at = now
+
+    @contextmanager
+    def computing(self, tokens: int) -> Iterator[None]:
+        """Measures the body as work."""
+        self.begin(tokens)
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self.end(tokens, is_done=is_done)
+
+
+class Average:
+    """A moving average over about the last `of` measurements."""
+
+    def __init__(self, of: int = 8, clock: Clock = time.monotonic) -> None:
+        self._of = of
+        self._clock = clock
+        self._value = 0.0
+        self._count = 0
+        self._measured_at = -math.inf
+
+    @property
+    def value(self) -> float | None:
+        """The average; None if unknown."""
+        if self._count < _ENOUGH or self._clock() - self._measured_at > _FRESH_SECONDS:
+            return None
+        return self._value
+
+    def add(self, value: float, now: float | None = None) -> None:
+        """Adds a measurement, of `now` if that is known."""
+        self._count += 1
+        self._value += (value - self._value) / min(self._count, self._of)
+        self._measured_at = self._clock() if now is None else now
+
+
+class WorkerLatency:
+    """A worker's prefill throughput, its wait before the first decode step, and its inter-token latency.
+
+    `token_seconds` are the worker's own reports of complete answers; `recent_token_seconds` are measured here as tokens
+    come.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.clock = clock
+        self.prompts = Throughput(clock)
+        self.entry_seconds = Average(clock=clock)
+        self.token_seconds = Average(clock=clock)
+        self.recent_token_seconds = Average(of=32, clock=clock)
+
+
+class DecodeTimer:
+    """Times one Decode call that starts after `emitted` tokens and runs a prompt of `prompt_tokens`, if any."""
+
+    def __init__(self, latency: WorkerLatency, prompt_tokens: int, emitted: int) -> None:
+        self._latency = latency
+        self._emitted = emitted
+        self._prompt_tokens = prompt_tokens
+        self._started = latency.clock()
+        self._waiting_since: float | None = None  # for tokens after the first ones
+        if prompt_tokens:
+            latency.prompts.begin(prompt_tokens)
+
+    def accepted(self) -> None:
+        """Notes that the worker has taken over the KV. Without a handoff this means nothing yet."""
+        if not self._prompt_tokens:
+            self._latency.entry_seconds.add(self._latency.clock() - self._started)
+
+    def got_tokens(self, count: int) -> None:
+        """Notes tokens, which also end the prompt."""
+        if self._waiting_since is not None and count:
+            self._latency.recent_token_seconds.add((self._latency.clock() - self._waiting_since) / count)
+        if self._prompt_tokens:
+            self._end_prompt(is_done=True)
+
+    def took_token(self) -> None:
+        """Notes one token that is passed on at once."""
+        now = self._latency.clock()
+        if self._waiting_since is not None:
+            self._latency.recent_token_seconds.add(now - self._waiting_since, now)
+        self._waiting_since = now
+
+    def waits_for_more(self) -> None:
+        """Notes that the tokens were passed on: the client's time to read them does not count."""
+        self._waiting_since = self._latency.clock()
+
+    def finished(self, timings: Iterable[timing_pb2.StageTiming], generated: int) -> None:
+        """Notes the worker's report of the whole answer of `generated` tokens. Slow clients do not affect it."""
+        count = generated - self._emitted
+        for timing in timings:
+            if timing.stage == timing_pb2.STAGE_DECODE and count > 0:
+                self._latency.token_seconds.add(timing.duration.ToNanoseconds() / 1e9 / count)
+
+    def end(self) -> None:
+        """Notes the end of the call, also after a failure."""
+        if self._prompt_tokens:
+            self._end_prompt(is_done=False)
+
+    def _end_prompt(self, *, is_done: bool) -> None:
+        tokens, self._prompt_tokens = self._prompt_tokens, 0
+        self._latency.prompts.end(tokens, is_done=is_done)

@@ -1,0 +1,186 @@
+"""Places requests: filters the workers of the cluster, and lets the policy choose; again when a worker fails."""
+
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn
+
+from baton.errors import BatonError, NoWorker
+from baton.inference.v1 import generate_pb2
+from router.config import RoutingConfig
+from router.routing.filters import Constraints, Filtered, filter_workers
+from router.routing.loras import prefer_loaded
+from router.routing.policy import Candidates, Placement, Policy, PredictingPolicy, Prediction, RoutingRequest
+from router.routing.prefix.prompt_blocks import PromptHasher
+from router.workers.cluster import Cluster
+from router.workers.handle import WorkerHandle
+
+
+class Placer:
+    """Applies the policy to the cluster as it is now."""
+
+    def __init__(self, cluster: Cluster, config: RoutingConfig, policy: Policy) -> None:
+        self._cluster = cluster
+        self._config = config
+        self._policy = policy
+        self._hasher = PromptHasher()
+        # Once: checking an object against a Protocol takes longer than choosing the workers.
+        self._predicting = policy if isinstance(policy, PredictingPolicy) else None
+
+    async def with_blocks(self, request: RoutingRequest) -> RoutingRequest:
+        """The request with the blocks of its prompt, if the policy uses them."""
+        if self._predicting is None:
+            return request
+        return replace(request, blocks=await self._hasher.blocks(request, self._cluster.model(request.model)))
+
+    def place(self, request: RoutingRequest) -> Placement[WorkerHandle]:
+        """The workers for a new request. Raises NoWorker with the reason for each worker.
+
+        Prefill and decode run apart wherever there are workers with equal KV layouts for it, unless the policy prefers
+        to run the prompt on the decode worker.
+        """
+        chosen = self._choose(request, self._candidates(request))
+        explain = partial(self._explain, request, chosen)
+        return Placement(chosen.decode, chosen.prefill, explain, chosen.prediction, chosen.progress)
+
+    def predictions(self, request: RoutingRequest) -> list[Prediction[WorkerHandle]]:
+        """What a request would cost at each place; empty under a policy that does not predict. Raises NoWorker."""
+        if self._predicting is None:
+            return []
+        return self._predicting.predictions(request, self._candidates(request))
+
+    def cache_view(self, worker: WorkerHandle) -> generate_pb2.CacheView.ValueType:
+        """How the policy knows what the worker's prefix cache holds."""
+        if self._predicting is None:
+            return generate_pb2.CACHE_VIEW_NONE
+        return self._predicting.cache_view(worker.record.process)
+
+    def reasons(self, request: RoutingRequest) -> list[str]:
+        """Why each worker that cannot run the request is left out."""
+        lines = []
+        for role in ("prefill", "decode"):
+            rejected = self._filter(_constraints(role, request)).rejected
+            lines += [
+                f"{role} {one.worker_id}: {one.reason}" for one in rejected if one.reason != f"has no {role} role"
+            ]
+        return lines + self._explain_pairs(request)
+
+    def can_prefill(self, placement: Placement[WorkerHandle], request: RoutingRequest, tried: frozenset[str]) -> bool:
+        """Whether another prefill worker can hand over to the decode worker now."""
+        return bool(self._filter(_prefill_constraints(placement.decode, request, tried)).eligible)
+
+    def replace_prefill(
+        self, placement: Placement[WorkerHandle], request: RoutingRequest, tried: frozenset[str]
+    ) -> Placement[WorkerHandle]:
+        """A placement with another prefill worker, or with none to run the prompt on the same decode worker.
+
+        Raises NoWorker if there is none and the request must run disaggregated.
+        """
+        filtered = self._filter(_prefill_constraints(placement.decode, request, tried))
+        if filtered.eligible:
+            able = Candidates([placement.decode], filtered.eligible, requires_prefill=True)
+            return self._choose(request, prefer_loaded(able, request.lora))
+        if _is_disaggregated(request):
+            raise NoWorker(f"no other prefill worker: {filtered.reasons()}")
+        return self._choose(request, Candidates([placement.decode]))
+
+    def can_decode(self, request: RoutingRequest, context_tokens: int, tried: frozenset[str]) -> bool:
+        """Whether there is a worker now that the request can continue on."""
+        return bool(self._filter(_continue_constraints(request, context_tokens, tried)).eligible)
+
+    async def await_decode(
+        self, request: RoutingRequest, context_tokens: int, tried: frozenset[str]
+    ) -> Placement[WorkerHandle]:
+        """Waits for a worker that can continue the request from its ids."""
+        constraints = _continue_constraints(request, context_tokens, tried)
+        while True:
+            if eligible := self._filter(constraints).eligible:
+                return self._choose(request, prefer_loaded(Candidates(eligible), request.lora))
+            await self._cluster.change()
+
+    def _candidates(self, request: RoutingRequest) -> Candidates[WorkerHandle]:
+        return prefer_loaded(self._able(request), request.lora)
+
+    def _able(self, request: RoutingRequest) -> Candidates[WorkerHandle]:
+        constraints = _constraints("decode", request)
+        decode = self._filter(constraints)
+        if not decode.eligible:
+            _raise_none(constraints, decode)
+        if not self._wants_prefill(request):
+            return Candidates(decode.eligible)
+        prefill = self._filter(_constraints("prefill", request)).eligible
+        if not _is_disaggregated(request):
+            return Candidates(decode.eligible, prefill)
+        return self._paired(request, Candidates(decode.eligible, prefill, requires_prefill=True))
+
+    def _paired(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Candidates[WorkerHandle]:
+        """Leaves out the decode workers that no prefill worker can hand over to."""
+        paired = [worker for worker in candidates.decode if candidates.prefill_for(worker)]
+        if not paired:
+            constraints = _prefill_constraints(candidates.decode[0], request, frozenset())
+            _raise_none(constraints, self._filter(constraints))
+        return replace(candidates, decode=paired)
+
+    def _choose(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Placement[WorkerHandle]:
+        """Raises BatonError, for INTERNAL, if the policy breaks its contract."""
+        placement = self._policy.choose(request, candidates)
+        if not candidates.allow(placement.decode, placement.prefill):
+            raise BatonError(f"the routing policy {type(self._policy).__name__} chose a worker that is no candidate")
+        return placement
+
+    def _explain(self, request: RoutingRequest, placement: Placement[WorkerHandle]) -> list[str]:
+        """The policy's reasons, then why other workers were not eligible."""
+        return placement.explain() + self.reasons(request)
+
+    def _explain_pairs(self, request: RoutingRequest) -> list[str]:
+        """Why an eligible prefill worker cannot hand over to an eligible decode worker."""
+        prefills = self._filter(_constraints("prefill", request)).eligible
+        return [
+            f"prefill {one.worker_id} for decode {decode.record.worker_id}: {one.reason}"
+            for decode in self._filter(_constraints("decode", request)).eligible
+            for one in filter_workers(prefills, _prefill_constraints(decode, request, frozenset())).rejected
+            if one.worker_id != decode.record.worker_id
+        ]
+
+    def _wants_prefill(self, request: RoutingRequest) -> bool:
+        match request.routing.topology:
+            case generate_pb2.TOPOLOGY_AGGREGATED:
+                return False
+            case generate_pb2.TOPOLOGY_DISAGGREGATED:
+                return True
+            case _:
+                return request.prompt_tokens >= self._config.local_prefill_tokens
+
+    def _filter(self, constraints: Constraints) -> Filtered[WorkerHandle]:
+        return filter_workers(self._cluster.workers, constraints)
+
+
+def _is_disaggregated(request: RoutingRequest) -> bool:
+    return request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED
+
+
+def _raise_none(constraints: Constraints, filtered: Filtered[WorkerHandle]) -> NoReturn:
+    raise NoWorker(f"no {constraints.role} worker of {constraints.model} is ready: {filtered.reasons()}")
+
+
+def _constraints(role: str, request: RoutingRequest) -> Constraints:
+    return Constraints(
+        role,
+        request.model,
+        context_tokens=request.prompt_tokens + 1,
+        embedding_layout=request.embedding_layout,
+        lora=request.lora,
+    )
+
+
+def _continue_constraints(request: RoutingRequest, context_tokens: int, tried: frozenset[str]) -> Constraints:
+    return replace(_constraints("decode", request), context_tokens=context_tokens, tried=tried)
+
+
+def _prefill_constraints(decode: WorkerHandle, request: RoutingRequest, tried: frozenset[str]) -> Constraints:
+    """A prefill worker that can hand over to this one: another process with the same KV layout."""
+    return replace(
+        _constraints("prefill", request),
+        layout_digest=decode.record.layout_digest,
+        reads=decode.record.reads,
+        tried=tried | {decode.record.process},
+    )

@@ -1,0 +1,174 @@
+"""The built-in policies, and how `routing.policy` of the configuration names one or a plug-in."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.inference.v1 import generate_pb2
+from router.config import RoutingConfig
+from router.routing.policy import Candidates, Placement, Policy, Prediction, RoutingRequest, W
+from router.routing.prefix.cost import Priors, priors_of
+from router.routing.prefix.predicted import PredictedSeconds
+from router.routing.scoring import Preferences, pick, score_workers
+from runtime.timing_profile import read_timing_profile
+
+_GROUP = "baton.policies"
+
+
+class LeastLoaded:
+    """The least loaded workers, by turns among equals. Sessions stay on their own workers.
+
+    `session_slack` is how many requests busier than the least loaded a session's own worker may be.
+    """
+
+    def __init__(self, session_slack: float = 8.0) -> None:
+        self._session_slack = session_slack
+        self._turns = {"prefill": itertools.count(), "decode": itertools.count()}
+
+    def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
+        """Chooses the decode worker first, then a prefill worker that can hand over to it."""
+        decode = self._pick("decode", request, candidates.decode)
+        able = candidates.prefill_for(decode)
+        prefill = self._pick("prefill", request, able) if able else None
+        return Placement(decode, prefill, partial(_explain, request, candidates))
+
+    def _pick(self, role: str, request: RoutingRequest, workers: Sequence[W]) -> W:
+        turn = next(self._turns[role])
+        preferences = Preferences(request.prompt_tokens, request.session_key, self._session_slack, turn)
+        return pick(score_workers(workers, preferences), preferences)
+
+
+class Automatic:
+    """`predicted_seconds` where a worker reports what its prefix cache holds, `least_loaded` where none does."""
+
+    def __init__(
+        self, temperature_seconds: float = 0.0, session_slack: float = 8.0, priors: Priors | None = None
+    ) -> None:
+        self.predicted = PredictedSeconds(temperature_seconds, priors=priors)
+        self._least_loaded = LeastLoaded(session_slack)
+
+    def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
+        """The placement of the one policy or of the other."""
+        if self._has_reports(candidates):
+            return self.predicted.choose(request, candidates)
+        return self._least_loaded.choose(request, candidates)
+
+    def predictions(self, request: RoutingRequest, candidates: Candidates[W]) -> list[Prediction[W]]:
+        """See PredictingPolicy. Empty if no candidate reports."""
+        return self.predicted.predictions(request, candidates) if self._has_reports(candidates) else []
+
+    def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
+        """See PredictingPolicy."""
+        if self.predicted.caches.has_reports:
+            return self.predicted.cache_view(process)
+        return generate_pb2.CACHE_VIEW_NONE
+
+    def _has_reports(self, candidates: Candidates[W]) -> bool:
+        caches = self.predicted.caches
+        return any(caches.reports(worker.record.process) for worker in (*candidates.decode, *candidates.prefill))
+
+
+class RoundRobin:
+    """One worker after the other, whatever their load."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
+        """The next decode worker, and the next prefill worker that can hand over to it."""
+        del request
+        turn = next(self._turns)
+        decode = candidates.decode[turn % len(candidates.decode)]
+        able = candidates.prefill_for(decode)
+        return Placement(decode, able[turn % len(able)] if able else None)
+
+
+class RandomChoice:
+    """Random workers."""
+
+    def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
+        """A random decode worker, and a random prefill worker that can hand over to it."""
+        del request
+        decode = random.choice(candidates.decode)
+        able = candidates.prefill_for(decode)
+        return Placement(decode, random.choice(able) if able else None)
+
+
+def predicting(policy: Policy) -> PredictedSeconds | None:
+    """The part of a policy that follows the workers' prefix caches; None if it has none."""
+    match policy:
+        case PredictedSeconds():
+            return policy
+        case Automatic():
+            return policy.predicted
+        case _:
+            return None
+
+
+def load_policy(config: RoutingConfig) -> Policy:
+    """The policy that the configuration names: a built-in one, an entry point of `baton.policies`, or module:Class.
+
+    It is called with `routing.policy_options`. Raises ConfigError.
+    """
+    factory = _factory(config)
+    try:
+        policy = factory(**config.policy_options)
+    except TypeError as error:
+        raise ConfigError(f"routing.policy_options: {config.policy}: {error}") from error
+    if not callable(getattr(policy, "choose", None)):
+        raise ConfigError(f"routing.policy: {config.policy} has no method choose(request, candidates)")
+    chosen: Policy = policy
+    return chosen
+
+
+def _factory(config: RoutingConfig) -> Callable[..., Any]:
+    name = config.policy
+    temperature, priors = config.temperature_seconds, _priors(config)
+    built_in: dict[str, Callable[..., Any]] = {
+        "automatic": partial(Automatic, temperature, config.session_slack, priors),
+        "least_loaded": partial(LeastLoaded, session_slack=config.session_slack),
+        "predicted_seconds": partial(PredictedSeconds, temperature, priors=priors),
+        "round_robin": RoundRobin,
+        "random": RandomChoice,
+    }
+    if name in built_in:
+        return built_in[name]
+    installed = {entry.name: entry for entry in entry_points(group=_GROUP)}
+    try:
+        if name in installed:
+            return _callable(installed[name].load())
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            return _callable(getattr(import_module(module), attribute))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"routing.policy: cannot load {name!r}: {error}") from error
+    known = ", ".join([*built_in, *sorted(installed.keys() - built_in.keys())])
+    raise ConfigError(f"routing.policy: unknown policy {name!r}; expected one of {known}, or module:Class")
+
+
+def _priors(config: RoutingConfig) -> Priors | None:
+    """What the configured profile says of costs; None without one. Raises ConfigError."""
+    return priors_of(read_timing_profile(Path(config.profile))) if config.profile else None
+
+
+def _callable(loaded: Any) -> Callable[..., Any]:
+    if not callable(loaded):
+        raise TypeError("it is not a class")
+    factory: Callable[..., Any] = loaded
+    return factory
+
+
+def _explain(request: RoutingRequest, candidates: Candidates[W]) -> list[str]:
+    """The score of each candidate; the least is the best."""
+    lines: list[str] = []
+    for role, workers in (("prefill", candidates.prefill), ("decode", candidates.decode)):
+        for option in score_workers(workers, Preferences(request.prompt_tokens)):
+            slow = ", slow" if option.is_slow else ""
+            lines.append(f"{role} {option.key}: {option.score:.3g}{slow}")
+    return lines

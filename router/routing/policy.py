@@ -1,0 +1,281 @@
+"""The interface of a routing policy: what it sees of a request and of the workers, and what it returns.
+
+A policy chooses among workers that can run the request (filters.py). docs/extending.md shows how to add one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+from baton.engine.v1 import prompt_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
+from discovery.registry import WorkerRecord
+from router.workers.loras import KnownLoras
+
+
+class WorkerView(Protocol):
+    """A worker as a policy sees it."""
+
+    @property
+    def record(self) -> WorkerRecord: ...
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be used now; empty if it is ready."""
+
+    @property
+    def embedding_layout(self) -> str:
+        """The layout of the embeddings that it makes or reads; empty if unknown."""
+
+    @property
+    def encoder(self) -> str:
+        """The fingerprint of the encoder that makes its embeddings; empty if unknown."""
+
+    @property
+    def loras(self) -> KnownLoras:
+        """The adapters that it has told of."""
+
+    @property
+    def requests(self) -> int:
+        """An estimate of the requests that it runs or queues."""
+
+    @property
+    def waiting_tokens(self) -> int:
+        """An estimate of the prompt tokens in its queue."""
+
+    @property
+    def others_tokens(self) -> int:
+        """An estimate of the prompt tokens in its queue that other routers have sent."""
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Its recent inter-token latency; None if unknown."""
+
+    @property
+    def load(self) -> cluster_service_pb2.WorkerLoad:
+        """The load that it reported last."""
+
+
+W = TypeVar("W", bound=WorkerView)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """The full KV blocks of a prompt, in their order.
+
+    `keys` are the first eight bytes of each block's hash in the chain of `runtime.prefix_hash`, as a number.
+    """
+
+    keys: Sequence[int]
+    block_tokens: int
+    block_bytes: int
+
+
+NO_BLOCKS = PromptBlocks((), 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """A request as a policy sees it. The prompt has its ids and the spans of its media, without embeddings.
+
+    `blocks` is empty unless the policy predicts (`PredictingPolicy`).
+    """
+
+    model: str
+    prompt: prompt_pb2.Prompt
+    routing: generate_pb2.RoutingOptions
+    embedding_layout: str = ""  # of its media
+    answer_tokens: int = 0  # at most
+    blocks: PromptBlocks = NO_BLOCKS
+    token_ids: Sequence[int] = ()  # of the prompt once more: to read them from the message takes longer
+
+    @property
+    def lora(self) -> lora_pb2.LoraAdapter | None:
+        """The adapter to compute with."""
+        return self.prompt.lora if self.prompt.HasField("lora") else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of the prompt."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def session_key(self) -> str:
+        """Requests with the same key share a prefix, and should go to the same workers; empty for none."""
+        return self.routing.session_key
+
+
+def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
+    """Whether a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
+    return offers is None or reads is None or bool(set(offers) & set(reads))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates(Generic[W]):
+    """The workers that are able to run a request now. There is at least one that decodes."""
+
+    decode: Sequence[W]
+    prefill: Sequence[W] = ()  # empty if the decode worker is to run the prompt
+    requires_prefill: bool = False  # then each decode worker has at least one prefill worker
+
+    def prefill_for(self, decode: W) -> list[W]:
+        """The prefill workers that can hand over to this decode worker.
+
+        They are other processes, have the same KV layout, and offer a transport that it reads.
+        """
+        return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record)]
+
+    def allow(self, decode: W, prefill: W | None) -> bool:
+        """Whether the request can run on these two, or on the decode worker alone if `prefill` is None."""
+        if decode not in self.decode:
+            return False
+        if prefill is None:
+            return not self.requires_prefill
+        return prefill in self.prefill and can_hand_over(prefill.record, decode.record)
+
+
+def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+    """Whether a prefill worker can hand over to a decode worker: see `Candidates.prefill_for`."""
+    return (
+        prefill.layout_digest == decode.layout_digest
+        and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
+        and share_transport(prefill.offers, decode.reads)
+    )
+
+
+@dataclass(slots=True)  # not frozen: dozens are created for each request, and freezing triples that cost
+class Prediction(Generic[W]):
+    """The predicted cost of a request, in seconds, on a decode worker and, unless it runs the prompt, a prefill worker.
+
+    `wait` is the time in the queue, `prefill` the time to compute the uncached tokens, `transfer` the time to move the
+    KV. `decode` is the time until decoding starts, and how much the request slows down the streams of the decode worker
+    and they slow it down. `stall` is what other streams, running or to come, lose while a decode worker runs it.
+    """
+
+    prefill_worker: W | None
+    decode_worker: W
+    wait: float
+    prefill: float
+    transfer: float
+    decode: float
+    stall: float
+    cached_tokens: int
+    uncached_tokens: int
+    has_kv_events: bool  # whether the worker that runs the prompt reports what it has cached
+    rank: int = 0  # the data-parallel rank that runs the prompt
+    decode_rank: int = 0
+
+    @property
+    def total(self) -> float:
+        """The cost that policies compare."""
+        return self.wait + self.prefill + self.transfer + self.decode + self.stall
+
+    @property
+    def first_token(self) -> float:
+        """The time to the first token, which prefill returns before the KV moves."""
+        return self.wait + self.prefill
+
+    @property
+    def runs_on(self) -> W:
+        """The worker that runs the prompt."""
+        return self.decode_worker if self.prefill_worker is None else self.prefill_worker
+
+    def describe(self) -> str:
+        """One line, in milliseconds."""
+        where = self.prefill_worker.record.worker_id + " > " if self.prefill_worker else ""
+        terms = ("wait", "prefill", "transfer", "decode", "stall")
+        parts = " + ".join(f"{name} {getattr(self, name) * 1e3:.3g}" for name in terms if getattr(self, name))
+        tokens = f"{self.cached_tokens} cached, {self.uncached_tokens} not"
+        return f"{where}{self.decode_worker.record.worker_id}: {self.total * 1e3:.3g} ms = {parts or 0} ({tokens})"
+
+
+class Progress(Protocol):
+    """Receives what happens to a request after its placement, so that a policy can learn from it."""
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        """The prompt is computed. `cached_tokens` were in the worker's prefix cache; None if not reported yet."""
+
+    def found_cached(self, cached_tokens: int) -> None:
+        """The decode worker has finished, and reports how many tokens of the prompt were in its prefix cache."""
+
+    def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
+        """The decode worker has taken the KV over."""
+
+    def close(self) -> None:
+        """The request has ended, or was placed again."""
+
+
+class IgnoredProgress:
+    """The Progress of policies that do not learn."""
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        """See Progress."""
+
+    def found_cached(self, cached_tokens: int) -> None:
+        """See Progress."""
+
+    def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
+        """See Progress."""
+
+    def close(self) -> None:
+        """See Progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement(Generic[W]):
+    """The worker that decodes, and the one that prefills. Without the latter the decode worker runs the prompt.
+
+    `prediction` is set by policies that predict. `progress` is told what happens to the request, and closed in the end.
+    """
+
+    decode: W
+    prefill: W | None = None
+    # Says in a few lines why these were chosen, for the request's trace. Called only if the trace is recorded.
+    explain: Callable[[], list[str]] = field(default=list, compare=False)
+    prediction: Prediction[W] | None = None
+    progress: Progress = field(default=IgnoredProgress(), compare=False)
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that runs the prompt; None to leave it to the load of the ranks."""
+        return self.prediction.rank if self.prediction else None
+
+    @property
+    def decode_rank(self) -> int | None:
+        """The rank of the decode worker; None to leave it to the load of the ranks."""
+        return self.prediction.decode_rank if self.prediction else None
+
+    @property
+    def cache_view(self) -> generate_pb2.CacheView.ValueType:
+        """How the policy knew what the prefix cache held."""
+        if self.prediction is None:
+            return generate_pb2.CACHE_VIEW_NONE
+        is_reported = self.prediction.has_kv_events
+        return generate_pb2.CACHE_VIEW_REPORTED if is_reported else generate_pb2.CACHE_VIEW_ESTIMATED
+
+    @property
+    def topology(self) -> generate_pb2.Topology.ValueType:
+        """The topology as clients see it."""
+        return generate_pb2.TOPOLOGY_DISAGGREGATED if self.prefill else generate_pb2.TOPOLOGY_AGGREGATED
+
+
+class Policy(Protocol):
+    """Chooses the workers of a request. One object serves all requests of a router."""
+
+    def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
+        """Returns one of `candidates.decode`, and one of `candidates.prefill_for` it or None.
+
+        None is not allowed if `candidates.requires_prefill`. Called on the event loop for each request, and again with
+        fewer candidates when a worker has failed it: it must not block, and take well under a millisecond.
+        """
+
+
+@runtime_checkable
+class PredictingPolicy(Policy, Protocol):
+    """A policy that predicts what a request costs. It gets the blocks of prompts in `RoutingRequest.blocks`."""
+
+    def predictions(self, request: RoutingRequest, candidates: Candidates[W]) -> list[Prediction[W]]:
+        """The predictions for the most promising candidates."""
+
+    def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
+        """How the policy knows what the prefix cache of a worker (`WorkerRecord.process`) holds."""

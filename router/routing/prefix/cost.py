@@ -1,0 +1,214 @@
+"""The cost of work on each worker, in seconds, learnt from the work that this router has sent there."""
+
+import time
+from dataclasses import dataclass, field
+
+from discovery.record import WorkerRecord
+from router.routing.latency import Clock
+from router.routing.policy import can_hand_over
+from router.routing.prefix.prefix_caches import Cache
+from router.routing.prefix.work import RankWork, WorkShares
+from runtime.timing_profile import TimingProfile
+
+# How much of a measurement's weight is left when the next one comes.
+_KEPT = 0.97
+# The least weight of the prior: measurements of a single size would leave the line undetermined.
+_LEAST_PRIOR = 0.02
+# Workers of a group count as equal until the group has so many measurements.
+_BELIEVED = 8
+# A single measurement counts at most as so many times the usual, and at least as the reciprocal.
+_MOST_RATIO = 4.0
+# A worker counts as slower or faster than others from this relative difference on.
+_CHANCE = 0.25
+# The weight of a new measurement in a worker's slowness.
+_FACTOR_STEP = 0.05
+
+
+class LinearCost:
+    """Seconds as `base + amount * rate`: least squares over the measurements, of which older ones count less.
+
+    It begins with a prior that weighs as much as two measurements, one of amount 0 and one of amount `typical`.
+    """
+
+    def __init__(self, base: float, rate: float, typical: float) -> None:
+        self._prior = (base, rate, typical)
+        self._weight = 1.0  # of the prior
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self.count = 0
+        self.base, self.rate = base, rate
+
+    def seconds(self, amount: float) -> float:
+        """The predicted time for an amount."""
+        return self.base + amount * self.rate
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Adds a measurement."""
+        self.count += 1
+        self._weight = max(_LEAST_PRIOR, self._weight * _KEPT)
+        self._n = self._n * _KEPT + 1.0
+        self._x = self._x * _KEPT + amount
+        self._y = self._y * _KEPT + seconds
+        self._xx = self._xx * _KEPT + amount * amount
+        self._xy = self._xy * _KEPT + amount * seconds
+        self._fit()
+
+    def _fit(self) -> None:
+        base, rate, typical = self._prior
+        weight = self._weight
+        n, x = self._n + 2 * weight, self._x + weight * typical
+        y = self._y + weight * (2 * base + rate * typical)
+        xx = self._xx + weight * typical * typical
+        xy = self._xy + weight * typical * (base + rate * typical)
+        spread = n * xx - x * x
+        slope = max(0.0, (n * xy - x * y) / spread) if spread > 0 else 0.0
+        intercept = (y - slope * x) / n
+        if intercept < 0:
+            intercept, slope = 0.0, max(0.0, xy / xx)
+        self.base, self.rate = intercept, slope
+
+
+@dataclass(frozen=True, slots=True)
+class Priors:
+    """The costs that are assumed before anything is measured."""
+
+    prefill_base_seconds: float = 0.01
+    prefill_tokens_per_second: float = 20_000.0
+    transfer_base_seconds: float = 0.003
+    transfer_bytes_per_second: float = 2e9
+    entry_seconds: float = 0.005  # until a request with its KV in place joins the decoding batch
+    stream_seconds: float = 5e-5  # added to each token of the other streams by one more stream
+
+
+def priors_of(profile: TimingProfile) -> Priors:
+    """The priors that a measured model gives. How fast KV moves is not in its profile."""
+    return Priors(
+        prefill_base_seconds=profile.prefill_base_seconds,
+        prefill_tokens_per_second=1 / max(profile.prefill_token_seconds, 1e-9),
+        stream_seconds=profile.stream_seconds,
+    )
+
+
+class RelativeCost:
+    """The usual cost of a group times the slowness of one member. Each measurement also corrects the usual cost.
+
+    `slowness` is the ratio to the usual cost. Small differences are mostly chance and count as none.
+    """
+
+    __slots__ = ("_measured", "slowness", "usual")
+
+    def __init__(self, usual: LinearCost) -> None:
+        self.usual = usual
+        self._measured = self.slowness = 1.0
+
+    def seconds(self, amount: float) -> float:
+        """The predicted time for an amount."""
+        usual = self.usual
+        return self.slowness * (usual.base + amount * usual.rate)
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Adds a measurement, of which an outlier counts only in part."""
+        usual = self.usual.seconds(amount)
+        seconds = min(seconds, _MOST_RATIO * usual)
+        self.usual.add(amount, seconds)
+        if self.usual.count >= _BELIEVED:
+            ratio = max(1 / _MOST_RATIO, seconds / max(usual, 1e-9))
+            self._measured += _FACTOR_STEP * (ratio - self._measured)
+            self.slowness = self._measured if abs(self._measured - 1.0) > _CHANCE else 1.0
+
+
+class Way(RelativeCost):
+    """The cost of moving bytes from one worker to another. `exists` is false where the other cannot read them."""
+
+    __slots__ = ("exists",)
+
+    def __init__(self, usual: LinearCost, exists: bool) -> None:
+        super().__init__(usual)
+        self.exists = exists
+
+
+@dataclass(slots=True, eq=False)
+class WorkerCost:
+    """What is known about one worker. `ways` are from it, by the reading process."""
+
+    record: WorkerRecord
+    process: str
+    prefill: RelativeCost  # of tokens
+    entry: RelativeCost  # into the decoding batch
+    transfer: LinearCost  # usual in its group
+    ranks: tuple[RankWork, ...]
+    ways: dict[str, Way] = field(default_factory=dict)
+    coming: int = 0  # requests that will decode there once their prompts are computed elsewhere
+
+    def way_to(self, reader: "WorkerCost") -> Way:
+        """The cost of moving bytes to another worker."""
+        found = self.ways.get(reader.process)
+        if found is None:
+            found = self.ways[reader.process] = Way(self.transfer, can_hand_over(self.record, reader.record))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """The usual costs of a group of workers."""
+
+    prefill: LinearCost
+    entry: LinearCost
+    transfer: LinearCost
+
+
+class Costs:
+    """The costs of all workers, and of moving KV between each two of them.
+
+    Workers of one `group` count as equal until measurements show a difference, so a new one is predicted well at once.
+    """
+
+    def __init__(self, priors: Priors | None = None, clock: Clock = time.monotonic) -> None:
+        self.priors = priors or Priors()
+        self.shares = WorkShares(clock)
+        self._groups: dict[str, _Usual] = {}
+        self._workers: dict[str, WorkerCost] = {}
+        # By the id of the record, which WorkerCost keeps alive.
+        self._by_record: dict[int, WorkerCost] = {}
+
+    def of(self, record: WorkerRecord) -> WorkerCost:
+        """What is known about a worker."""
+        found = self._by_record.get(id(record))
+        if found is None:
+            found = self._of_process(record)
+            self._by_record.pop(id(found.record), None)
+            found.record = record
+            self._by_record[id(record)] = found
+        return found
+
+    def _of_process(self, record: WorkerRecord) -> WorkerCost:
+        process = record.process
+        found = self._workers.get(process)
+        if found is None:
+            # Workers of other roles are another group: who decodes beside it computes prompts more slowly.
+            usual = self._usual(f"{record.layout_digest} {record.roles}")
+            ranks = [self.shares.rank(Cache(process, rank)) for rank in range(max(1, record.data_parallel_ranks))]
+            found = self._workers[process] = WorkerCost(
+                record, process, RelativeCost(usual.prefill), RelativeCost(usual.entry), usual.transfer, tuple(ranks)
+            )
+        return found
+
+    def forget(self, process: str) -> None:
+        """Forgets a worker that has left."""
+        gone = self._workers.pop(process, None)
+        if gone is not None:
+            self._by_record.pop(id(gone.record), None)
+            for rank in gone.ranks:
+                self.shares.forget(rank)
+        for cost in self._workers.values():
+            cost.ways.pop(process, None)
+
+    def _usual(self, group: str) -> _Usual:
+        found = self._groups.get(group)
+        if found is None:
+            priors = self.priors
+            found = self._groups[group] = _Usual(
+                prefill=LinearCost(priors.prefill_base_seconds, 1 / priors.prefill_tokens_per_second, 4096.0),
+                entry=LinearCost(priors.entry_seconds, 0.0, 1.0),
+                transfer=LinearCost(priors.transfer_base_seconds, 1 / priors.transfer_bytes_per_second, 64e6),
+            )
+        return found

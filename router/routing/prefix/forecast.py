@@ -1,0 +1,116 @@
+"""Compares a placed request with its prediction, and corrects the costs and the caches by what happened."""
+
+from collections.abc import Iterable, Mapping
+from typing import Generic
+
+from baton.inference.v1 import timing_pb2
+from router.routing.latency import Clock
+from router.routing.policy import Prediction, RoutingRequest, W
+from router.routing.prefix.cost import Costs, WorkerCost
+from router.routing.prefix.prefix_caches import Cache, PrefixCaches
+from router.routing.prefix.work import Ticket
+from router.telemetry import metrics
+
+
+class Forecast(Generic[W]):
+    """The Progress of a request that was placed by prediction. Its prompt counts as work of its place until `close`."""
+
+    def __init__(
+        self,
+        caches: PrefixCaches,
+        costs: Costs,
+        request: RoutingRequest,
+        prediction: Prediction[W],
+        matched: Mapping[Cache, int],
+        clock: Clock,
+    ) -> None:
+        self._caches = caches
+        self._costs = costs
+        self._request = request
+        self._prediction = prediction
+        self._matched = matched
+        self._clock = clock
+        self._started = clock()
+        self._cost = costs.of(prediction.runs_on.record)
+        self._work = self._cost.ranks[prediction.rank]
+        self._ticket: Ticket | None = costs.shares.give(self._work, prediction.prefill)
+        self._has_first_token = False
+        self._expect(prediction.runs_on, self._work.cache)
+        self._reader: Cache | None = None  # the cache that the KV is still to arrive in
+        self._coming_to: WorkerCost | None = None  # the worker that does not know of the request yet
+        if prediction.prefill_worker is not None:
+            self._coming_to = costs.of(prediction.decode_worker.record)
+            self._coming_to.coming += 1
+            self._reader = self._coming_to.ranks[prediction.decode_rank].cache
+            self._expect(prediction.decode_worker, self._reader)
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        """See Progress."""
+        if self._has_first_token or self._ticket is None:
+            return
+        self._has_first_token = True
+        self._arrive()
+        took = self._work.queue.done(self._ticket)
+        cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
+        if took is not None:
+            self._cost.prefill.add(self._request.prompt_tokens - cached, took)
+        if cached_tokens is not None:
+            self._correct(cached_tokens)
+        actual = self._clock() - self._started
+        if actual > 0:
+            metrics.TTFT_PREDICTION_ERROR.observe(abs(actual - self._prediction.first_token) / actual)
+
+    def found_cached(self, cached_tokens: int) -> None:
+        """See Progress."""
+        if self._prediction.prefill_worker is None:
+            self._correct(cached_tokens)
+
+    def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
+        """See Progress."""
+        owner, reader = self._prediction.prefill_worker, self._prediction.decode_worker
+        if owner is None:
+            return
+        self._reader = None
+        cost = self._costs.of(reader.record)
+        for timing in timings:
+            seconds = timing.duration.ToNanoseconds() / 1e9
+            if timing.stage == timing_pb2.STAGE_HANDOFF_TRANSFER:
+                self._costs.of(owner.record).way_to(cost).add(timing.num_bytes, seconds)
+            elif timing.stage == timing_pb2.STAGE_HANDOFF_WAIT:
+                cost.entry.add(0.0, seconds)
+
+    def close(self) -> None:
+        """See Progress."""
+        if self._ticket is not None and not self._has_first_token:
+            self._work.queue.done(self._ticket)
+        self._ticket = None
+        self._arrive()
+        if self._reader is not None:
+            # The answer ended with the first token, or failed before: the KV has not moved.
+            self._caches.correct(self._reader, self._request.blocks.keys[self._matched.get(self._reader, 0) :])
+            self._reader = None
+
+    def _arrive(self) -> None:
+        """From now on the decode worker's own load counts the request."""
+        if self._coming_to is not None:
+            self._coming_to.coming -= 1
+            self._coming_to = None
+
+    def _correct(self, cached_tokens: int) -> None:
+        """Believes the worker if it found less in its cache than was predicted."""
+        blocks = self._request.blocks
+        found, believed = cached_tokens // blocks.block_tokens, self._prediction.cached_tokens // blocks.block_tokens
+        if found < believed:
+            self._caches.correct(self._work.cache, blocks.keys[found:believed])
+            # They are there now: the worker has just computed them.
+            self._caches.expect(self._work.cache, blocks.keys[found:believed], 0.0)
+
+    def _expect(self, worker: W, cache: Cache) -> None:
+        """Counts the prompt's blocks as cached there from now on."""
+        keys, have = self._request.blocks.keys, self._matched.get(cache, 0)
+        if have:
+            self._caches.renew(cache, keys, have)
+        prediction = self._prediction
+        seconds = prediction.first_token + prediction.transfer + prediction.decode
+        room = worker.load.blocks_total // max(1, worker.record.data_parallel_ranks)
+        self._caches.expect(cache, keys[have:], seconds, room)

@@ -1,0 +1,176 @@
+"""What a router believes the prefix caches of its workers hold: what they report, and what it has sent there itself."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from router.routing.latency import Clock
+from router.routing.prefix.expected_blocks import ExpectedBlocks
+from router.routing.prefix.kv_index import KvIndex
+
+# How long after its answer a prompt counts as cached although the worker has not reported it.
+_CONFIRM_SECONDS = 5.0
+# How long a prompt counts as cached on a worker that does not report its cache, since it was last sent there.
+_REMEMBER_SECONDS = 600.0
+# How often expired blocks are looked for.
+_EXPIRY_STEP_SECONDS = 0.5
+
+
+class Cache(NamedTuple):
+    """One prefix cache: of a process, and of one of its data-parallel ranks."""
+
+    process: str
+    rank: int = 0
+
+
+class PrefixCaches:
+    """The index of all workers' blocks.
+
+    The blocks of a prompt count as cached as soon as the router has sent it. If the worker reports its cache, they do
+    beside the index, until it confirms them or should have done so. If it does not, they are in the index for a while,
+    and at most as many as it has room for.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._index: KvIndex[Cache] = KvIndex()
+        self._clock = clock
+        # Of workers that report: what was sent there and is not reported yet.
+        self._expected: dict[Cache, ExpectedBlocks] = {}
+        # Of the others: the blocks that were sent there, the oldest first, with the time when they expire.
+        self._estimated: dict[Cache, dict[int, float]] = {}
+        self._reporting: set[str] = set()
+        self._expire_at = clock()
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether any worker reports what it has cached."""
+        return bool(self._reporting)
+
+    def reports(self, process: str) -> bool:
+        """Whether a worker reports what it has cached; otherwise that is estimated."""
+        return process in self._reporting
+
+    def num_blocks(self, cache: Cache) -> int:
+        """How many blocks a cache has reported, or is estimated to hold."""
+        return self._index.num_blocks(cache)
+
+    def match(self, keys: Sequence[int]) -> dict[Cache, int]:
+        """How many of a prompt's first blocks each cache has; only caches that have any."""
+        self._expire()
+        matched = self._index.match(keys)
+        if keys:
+            now = self._clock()
+            for cache, expected in self._expected.items():
+                if expected:
+                    self._add_expected(matched, cache, expected, keys, now)
+        return matched
+
+    def _add_expected(
+        self, matched: dict[Cache, int], cache: Cache, expected: ExpectedBlocks, keys: Sequence[int], now: float
+    ) -> None:
+        """Corrects the number of blocks that a cache has by the expected ones, and by reported ones after them."""
+        first = count = matched.get(cache, 0)
+        while (extent := expected.extent(keys, count, now)) > count:
+            count = extent
+            while count < len(keys) and self._index.holds(cache, keys[count]):
+                count += 1
+        if count > first:
+            matched[cache] = count
+
+    def replace(self, cache: Cache, keys: Sequence[int]) -> None:
+        """Notes a report of everything that is in a cache."""
+        self._reporting.add(cache.process)
+        self._index.clear(cache)
+        for key in self._estimated.pop(cache, ()):
+            # It has not reported before: what was sent there may be on its way.
+            self.expect(cache, [key], 0.0)
+        self.store(cache, keys)
+
+    def store(self, cache: Cache, keys: Sequence[int]) -> None:
+        """Notes a report of new blocks."""
+        self._index.store(cache, keys)
+        expected = self._expected.get(cache)
+        if expected:
+            expected.reported(keys, partial(self._index.holds, cache))
+
+    def remove(self, cache: Cache, keys: Sequence[int]) -> None:
+        """Notes a report of blocks that are gone."""
+        self._index.remove(cache, keys)
+
+    def expect(self, cache: Cache, keys: Sequence[int], seconds: float, most_blocks: int = 0) -> None:
+        """Notes a prompt that was sent to a worker, which will have computed it within `seconds`.
+
+        `keys` are those of its blocks that were not cached there, `most_blocks` is the size of the cache, 0 if unknown.
+        """
+        if not keys:
+            return
+        if cache.process in self._reporting:
+            expected = self._expected.get(cache)
+            if expected is None:
+                expected = self._expected[cache] = ExpectedBlocks()
+            expected.add(keys, self._clock() + seconds + _CONFIRM_SECONDS)
+            return
+        estimated = self._estimated.setdefault(cache, {})
+        self._index.store(cache, keys)
+        _forget(estimated, keys)
+        estimated |= dict.fromkeys(keys, self._clock() + seconds + _REMEMBER_SECONDS)
+        if most_blocks and len(estimated) > most_blocks:
+            self._index.remove(cache, _pop_first(estimated, len(estimated) - most_blocks))
+
+    def renew(self, cache: Cache, keys: Sequence[int], count: int) -> None:
+        """Notes that the first blocks were used again: if a cache is not reported, they are the last to be evicted."""
+        estimated = self._estimated.get(cache)
+        if not estimated:
+            return
+        known = [key for key in keys[:count] if key in estimated]
+        _forget(estimated, known)
+        estimated |= dict.fromkeys(known, self._clock() + _REMEMBER_SECONDS)
+
+    def correct(self, cache: Cache, keys: Sequence[int]) -> None:
+        """Notes that blocks were found not to be there."""
+        self._index.remove(cache, keys)
+        if cache in self._expected:
+            self._expected[cache].withdraw(keys)
+        if cache in self._estimated:
+            _forget(self._estimated[cache], keys)
+
+    def drop(self, process: str) -> None:
+        """Forgets a worker that has left."""
+        self._reporting.discard(process)
+        for cache in [cache for cache in self._index.holders if cache.process == process]:
+            self._index.drop(cache)
+        for known in (self._expected, self._estimated):
+            for cache in [cache for cache in known if cache.process == process]:
+                del known[cache]
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRY_STEP_SECONDS
+        for expected in self._expected.values():
+            expected.expire(now)
+        for cache, estimated in self._estimated.items():
+            if estimated and next(iter(estimated.values())) <= now:
+                self._forget_expired(cache, estimated, now)
+
+    def _forget_expired(self, cache: Cache, estimated: dict[int, float], now: float) -> None:
+        gone = []
+        for key, expires in estimated.items():
+            if expires > now:
+                break
+            gone.append(key)
+        _forget(estimated, gone)
+        self._index.remove(cache, gone)
+
+
+def _forget(estimated: dict[int, float], keys: Sequence[int]) -> None:
+    for key in keys:
+        estimated.pop(key, None)
+
+
+def _pop_first(estimated: dict[int, float], count: int) -> list[int]:
+    first = [key for key, _ in zip(estimated, range(count), strict=False)]
+    _forget(estimated, first)
+    return first

@@ -1,0 +1,135 @@
+"""The prompts that this router has sent to each rank of a worker: the queue now, and the share of the work so far."""
+
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from router.routing.latency import Clock
+from router.routing.prefix.prefix_caches import Cache
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A prompt in a worker's queue, and the predicted time to compute it."""
+
+    seconds: float
+
+
+class PromptQueue:
+    """The prompts that this router has sent to a rank and that are not computed yet, first come, first served."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._tickets: OrderedDict[int, Ticket] = OrderedDict()
+        self._sum = 0.0
+        self._head_since = 0.0
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long a prompt that is sent now will wait."""
+        return self.wait_at(self._clock())
+
+    def wait_at(self, now: float) -> float:
+        """How long a prompt that is sent `now` will wait."""
+        if not self._tickets:
+            return 0.0
+        head = next(iter(self._tickets.values()))
+        # If the first one takes longer than predicted, that says nothing about those behind it.
+        return self._sum - min(head.seconds, now - self._head_since)
+
+    def add(self, seconds: float) -> Ticket:
+        """Adds a prompt that is predicted to take so long."""
+        if not self._tickets:
+            self._head_since = self._clock()
+        ticket = Ticket(seconds)
+        self._tickets[id(ticket)] = ticket
+        self._sum += seconds
+        return ticket
+
+    def done(self, ticket: Ticket) -> float | None:
+        """Removes a prompt that is computed or given up. Returns how long it took if it was the first one."""
+        if self._tickets.get(id(ticket)) is not ticket:
+            return None
+        is_head = next(iter(self._tickets.values())) is ticket
+        del self._tickets[id(ticket)]
+        self._sum = max(0.0, self._sum - ticket.seconds) if self._tickets else 0.0
+        if not is_head:
+            return None
+        now = self._clock()
+        took, self._head_since = now - self._head_since, now
+        return took
+
+
+class ArrivalRate:
+    """How many requests a second this router places, over about the last half minute."""
+
+    _HORIZON_SECONDS = 30.0
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0.0
+        self._at = clock()
+
+    @property
+    def per_second(self) -> float:
+        """The rate; too low during the first half minute."""
+        return self._count * math.exp((self._at - self._clock()) / self._HORIZON_SECONDS) / self._HORIZON_SECONDS
+
+    def count(self) -> None:
+        """Counts a request."""
+        now = self._clock()
+        self._count = self._count * math.exp((self._at - now) / self._HORIZON_SECONDS) + 1.0
+        self._at = now
+
+
+class RankWork:
+    """The work of the rank with this cache.
+
+    `given_seconds` may be compared with that of other ranks, and has no other meaning.
+    """
+
+    __slots__ = ("cache", "given_seconds", "queue")
+
+    def __init__(self, cache: Cache, given_seconds: float, clock: Clock) -> None:
+        self.cache = cache
+        self.queue = PromptQueue(clock)
+        self.given_seconds = given_seconds
+
+
+class WorkShares:
+    """Counts the work that each rank was given. The work of each prompt counts a little more than of the one before.
+
+    So the shares of all ranks stay comparable, and follow what has changed.
+    """
+
+    # After 1,400 prompts, on whichever ranks, a prompt counts twice as much.
+    _GROWTH = 1.0005
+    # From this weight on, all work is scaled down: far below the largest float.
+    _MOST_WEIGHT = 1e100
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._weight = 1.0  # of the next prompt
+        self._ranks: set[RankWork] = set()
+
+    def rank(self, cache: Cache) -> RankWork:
+        """The work of a new rank. It begins with the mean, so that it does not have to catch up."""
+        mean = sum(each.given_seconds for each in self._ranks) / max(1, len(self._ranks))
+        found = RankWork(cache, mean, self._clock)
+        self._ranks.add(found)
+        return found
+
+    def forget(self, rank: RankWork) -> None:
+        """Forgets a rank whose worker has left."""
+        self._ranks.discard(rank)
+
+    def give(self, rank: RankWork, seconds: float) -> Ticket:
+        """Adds a prompt that is predicted to take so long."""
+        rank.given_seconds += seconds * self._weight
+        self._weight *= self._GROWTH
+        if self._weight > self._MOST_WEIGHT:
+            for each in self._ranks:
+                each.given_seconds /= self._weight
+            self._weight = 1.0
+        return rank.queue.add(seconds)

@@ -1,0 +1,115 @@
+"""Bounds the extra work of retries: attempts per request, and a budget that all requests share."""
+
+import asyncio
+import random
+import time
+from typing import Literal
+
+from baton.errors import BatonError, Draining, Overloaded
+from discovery.backoff import Backoff
+from router.config import RetryConfig
+from router.telemetry import metrics
+
+Stage = Literal["encode", "prefill", "decode", "embed"]
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 2.0
+_JITTER = 1.25
+
+
+class RetryBudget:
+    """A token bucket. Each request adds `ratio` of a retry; below `floor` it also refills by one a second.
+
+    Without it a failing pool would get every request several times.
+    """
+
+    def __init__(self, ratio: float, floor: int) -> None:
+        self._ratio = ratio
+        self._floor = float(floor)
+        self._most = 10.0 * floor
+        self._left = float(floor)
+        self._refilled_at = time.monotonic()
+
+    def earn(self) -> None:
+        """Adds the share of one request."""
+        self._left = min(self._most, self._left + self._ratio)
+
+    def take(self) -> bool:
+        """Takes one retry. Returns false if there is none."""
+        self._refill()
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        if self._left < self._floor:
+            self._left = min(self._floor, self._left + now - self._refilled_at)
+        self._refilled_at = now
+
+
+class Retries:
+    """The retry limits of a router."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._max_attempts = config.max_attempts
+        self.wait_seconds = config.wait_seconds
+        self._budget = RetryBudget(config.budget_ratio, config.budget_floor)
+
+    def earn(self) -> None:
+        """Adds the share of a new request to the budget."""
+        self._budget.earn()
+
+    def attempts(self, stage: Stage) -> "Attempts":
+        """The attempts of one request at one stage."""
+        return Attempts(stage, self._max_attempts, self._budget)
+
+
+class Attempts:
+    """The attempts of one request at one stage: their number, and the processes that have failed it.
+
+    After a failure call `allow`, `exclude` the process if it is to blame, then `pause`.
+    """
+
+    def __init__(self, stage: Stage, max_attempts: int, budget: RetryBudget) -> None:
+        self._stage = stage
+        self._max_attempts = max_attempts
+        self._budget = budget
+        self.tried: frozenset[str] = frozenset()  # WorkerRecord.process
+        self._failures = 0
+        self._backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+
+    @property
+    def number(self) -> int:
+        """The number of the present attempt, from 1."""
+        return self._failures + 1
+
+    def allow(self, error: BatonError, *, has_tokens: bool = False) -> None:
+        """Permits another attempt after `error`, or raises it.
+
+        The budget is not charged if the client has tokens already. A draining worker counts as no failure.
+        """
+        if not isinstance(error, Draining):
+            self._failures += 1
+            if self._failures >= self._max_attempts or not (has_tokens or self._budget.take()):
+                raise error
+        metrics.RETRIES.labels(self._stage).inc()
+
+    def exclude(self, process: str) -> None:
+        """Notes a process that has failed the request, and is not to get it again."""
+        self.tried |= {process}
+
+    async def pause(self, error: BatonError, remaining_seconds: float) -> None:
+        """Waits before the next attempt. Raises `error` if the pause would exceed the remaining time."""
+        if isinstance(error, Draining):
+            return
+        seconds = self.pause_seconds(error)
+        if seconds >= remaining_seconds:
+            raise error
+        await asyncio.sleep(seconds)
+
+    def pause_seconds(self, error: BatonError) -> float:
+        """The next pause: growing, with jitter, and no shorter than an overloaded worker asks for."""
+        asked = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
+        return max(self._backoff.next_seconds(), asked * random.uniform(1.0, _JITTER))

@@ -1,0 +1,118 @@
+"""Scores workers and ranks by their load, and picks one: the session's own, or the least loaded."""
+
+import hashlib
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from router.routing.policy import W, WorkerView
+
+T = TypeVar("T")
+
+# From this ratio to the median on, a worker's inter-token latency is slow. Batches make smaller differences.
+_SLOW = 3.0
+# Latencies below this count as equal: the differences are noise.
+_QUICK_SECONDS = 0.005
+# How many requests busier than the idlest a session's own rank may be.
+_RANK_SLACK = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """What the choice among eligible workers depends on.
+
+    `slack` is how many requests busier than the least loaded a session's own worker may be. `turn` differs from request
+    to request, so that equally loaded workers take turns.
+    """
+
+    prompt_tokens: int
+    session_key: str = ""
+    slack: float = 0.0
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored(Generic[T]):
+    """Something to choose, with its score: less is better. Sessions prefer it by its `key`, unless it is slow."""
+
+    choice: T
+    key: str
+    score: float
+    is_slow: bool = False
+
+
+def pick(options: Sequence[Scored[T]], preferences: Preferences) -> T:
+    """The session's own choice unless it is slow or too busy; otherwise the best, by turns."""
+    least = min(option.score for option in options)
+    if preferences.session_key:
+        own = max(options, key=lambda option: _affinity(preferences.session_key, option.key))
+        if not own.is_slow and own.score <= least + preferences.slack:
+            return own.choice
+    best = [option.choice for option in options if option.score == least]
+    return best[preferences.turn % len(best)]
+
+
+def score_workers(workers: Sequence[W], preferences: Preferences) -> list[Scored[W]]:
+    """Each worker with its score."""
+    return [
+        Scored(worker, worker.record.worker_id, score(worker, preferences, ratio), is_slow=ratio > 1)
+        for worker, ratio in zip(workers, slowness(workers), strict=True)
+    ]
+
+
+def score(worker: WorkerView, preferences: Preferences, slowness: float = 1.0) -> float:
+    """How long a request would wait at a worker, in requests; less is better.
+
+    Queued prompt tokens count as requests with a prompt of the same length, since they are computed first. On a slow
+    worker the request itself counts, too.
+    """
+    before = worker.requests + worker.waiting_tokens / max(1, preferences.prompt_tokens)
+    return before if slowness == 1.0 else (before + 1) * slowness
+
+
+def slowness(workers: Sequence[WorkerView]) -> list[float]:
+    """The ratio of each worker's inter-token latency to the median; 1 for all that are not slow."""
+    known = [seconds for worker in workers if (seconds := worker.token_seconds) is not None]
+    if len(known) < 2:
+        return [1.0] * len(workers)
+    usual = max(statistics.median_low(known), _QUICK_SECONDS)
+    ratios = [(worker.token_seconds or 0.0) / usual for worker in workers]
+    return [ratio if ratio >= _SLOW else 1.0 for ratio in ratios]
+
+
+class Ranks:
+    """Spreads this router's requests over the data-parallel ranks of a worker."""
+
+    def __init__(self, worker_id: str, count: int) -> None:
+        self._keys = [f"{worker_id}/{rank}" for rank in range(max(1, count))]
+        self._requests = [0] * len(self._keys)
+        self._turn = 0
+
+    @contextmanager
+    def taking(self, session_key: str, chosen: int | None = None) -> Iterator[int | None]:
+        """A rank for a request, which counts as its load while the context is open. None if there is only one.
+
+        `chosen` is the rank that the policy has chosen, if it has.
+        """
+        if len(self._keys) == 1:
+            yield None
+            return
+        rank = self._pick(session_key) if chosen is None else chosen
+        self._requests[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._requests[rank] -= 1
+
+    def _pick(self, session_key: str) -> int:
+        self._turn += 1
+        preferences = Preferences(prompt_tokens=1, session_key=session_key, slack=_RANK_SLACK, turn=self._turn)
+        options = [Scored(rank, key, self._requests[rank]) for rank, key in enumerate(self._keys)]
+        return pick(options, preferences)
+
+
+def _affinity(session_key: str, key: str) -> bytes:
+    """Highest for one key per session. When a worker leaves, only its own sessions move (rendezvous hashing)."""
+    return hashlib.blake2b(f"{session_key}\0{key}".encode(), digest_size=8).digest()

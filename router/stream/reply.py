@@ -1,0 +1,81 @@
+"""The way back to one client: functions that send, the pace that it asks for, and the timings at the end."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.connection.metadata import TIMINGS_KEY
+from baton.inference.v1 import generate_pb2, timing_pb2
+from router.telemetry.stages import StageTiming
+from router.telemetry.timings import Timings
+
+Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
+
+# Sends a message at once, which may be changed after that; whether there is room for another.
+SendNow = Callable[[generate_pb2.GenerateResponse], bool]
+
+_DEFAULT_DELAY_SECONDS = 0.2  # of tokens that wait for others
+# HTTP/2 peers drop trailers over 8 KiB, and a status may have 7 of them (rpc/status.py). In base64 this is under one.
+_MAX_TRAILER_BYTES = 640
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The way back to one client: a function for its messages, and one for the trailing metadata.
+
+    `send_now`, where there is one, sends a message without waiting; see SendNow.
+    """
+
+    send: Send
+    set_trailing_metadata: Callable[[tuple[tuple[str, bytes], ...]], None]
+    send_now: SendNow | None = None
+
+    @contextmanager
+    def with_timings_trailer(self, timings: Timings) -> Iterator[None]:
+        """Puts the timings into the trailing metadata when the body ends, also if it fails."""
+        try:
+            yield
+        finally:
+            message = timings.message()
+            fits = message.ByteSize() <= _MAX_TRAILER_BYTES
+            trailer = message.SerializeToString() if fits else timings_trailer(timings.close())
+            self.set_trailing_metadata(((TIMINGS_KEY, trailer),))
+
+
+def timings_trailer(stages: tuple[StageTiming, ...]) -> bytes:
+    """A serialized Timings of bounded size. The shortest stages are added to the last one, the unattributed."""
+    kept = list(stages)
+    message = _timings(kept)
+    while message.ByteSize() > _MAX_TRAILER_BYTES:
+        least = min(kept[:-1], key=lambda stage: stage.nanoseconds)
+        kept.remove(least)
+        kept[-1] = kept[-1].plus(least.nanoseconds, least.before_first_token)
+        message = _timings(kept)
+    return message.SerializeToString()
+
+
+def _timings(stages: list[StageTiming]) -> timing_pb2.Timings:
+    return timing_pb2.Timings(stages=[stage.message() for stage in stages])
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How tokens become messages: the first one is sent at once, later ones `min_tokens` together.
+
+    Fewer are sent when `max_delay_seconds` have passed since the first of them, and at the end.
+    """
+
+    min_tokens: int = 1
+    max_delay_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, response: generate_pb2.ResponseOptions) -> "Pace":
+        """What a request asks for."""
+        if response.min_tokens_per_message <= 1:
+            return AT_ONCE
+        delay = response.max_delay
+        seconds = delay.seconds + delay.nanos / 1e9 if response.HasField("max_delay") else _DEFAULT_DELAY_SECONDS
+        return cls(response.min_tokens_per_message, seconds)
+
+
+AT_ONCE = Pace()

@@ -1,0 +1,172 @@
+"""The metrics of a router, described in docs/metrics.md."""
+
+from collections import Counter as Count
+from collections.abc import Iterable
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded
+from baton.inference.v1 import generate_pb2
+from runtime.frequent_histogram import FrequentHistogram
+from runtime.metrics import REGISTRY
+
+_CLASS = ("model", "request_class")
+_SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
+WORKER_STATES = ("ready", "unhealthy", "draining")
+ROLES = ("encode", "prefill", "decode", "embed")
+
+REQUESTS = Counter(
+    "baton_router_requests_total",
+    "Requests that have ended.",
+    [*_CLASS, "outcome", "reason"],
+    registry=REGISTRY,
+)
+RUNNING = Gauge("baton_router_running_requests", "Requests that are running.", registry=REGISTRY)
+WAITING = Gauge("baton_router_waiting_requests", "Requests that wait for admission.", registry=REGISTRY)
+TTFT = FrequentHistogram(
+    "baton_router_time_to_first_token_seconds",
+    "From a request's arrival to its first token.",
+    _CLASS,
+    (
+        *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+        *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    ),
+    REGISTRY,
+)
+INTER_TOKEN_LATENCY = FrequentHistogram(
+    "baton_router_inter_token_latency_seconds",
+    "From one token to the next; tokens that come together share the time since those before them.",
+    _CLASS,
+    (
+        *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
+        *(0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    ),
+    REGISTRY,
+)
+REQUEST_SECONDS = FrequentHistogram(
+    "baton_router_request_seconds",
+    "From the arrival of a successful request to its end.",
+    _CLASS,
+    (
+        *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0),
+        *(20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 240.0, 480.0, 960.0),
+    ),
+    REGISTRY,
+)
+STAGE_SECONDS = FrequentHistogram(
+    "baton_router_stage_seconds",
+    "The time that each stage of a successful request took.",
+    [*_CLASS, "stage"],
+    # Fewer than elsewhere: there are twelve stages of four classes of each model.
+    (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0),
+    REGISTRY,
+)
+QUEUE_SECONDS = Histogram(
+    "baton_router_queue_seconds",
+    "How long requests waited for admission; 0 for those admitted at once.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+TOKENS = Counter(
+    "baton_router_tokens_total",
+    "Tokens of ended requests: of prompts, of these found in a prefix cache, of media, and of answers.",
+    [*_CLASS, "kind"],
+    registry=REGISTRY,
+)
+RETRIES = Counter(
+    "baton_router_retries_total", "Attempts after a worker had failed a request.", ["stage"], registry=REGISTRY
+)
+MIGRATIONS = Counter(
+    "baton_router_migrations_total",
+    "Requests that continued on another worker than the one they were placed on.",
+    ["stage"],
+    registry=REGISTRY,
+)
+REFUSALS = Counter(
+    "baton_router_refusals_total",
+    "Requests that were refused admission to the workers.",
+    ["reason"],
+    registry=REGISTRY,
+)
+WORKERS = Gauge(
+    "baton_router_workers",
+    "Workers that are registered, as this router sees them.",
+    ["worker_role", "state"],
+    registry=REGISTRY,
+)
+UNPAIRED_WORKERS = Gauge(
+    "baton_router_unpaired_workers",
+    "Workers whose KV layout fits no other worker for a handoff.",
+    ["worker_role"],
+    registry=REGISTRY,
+)
+KV_RESUBSCRIPTIONS = Counter(
+    "baton_router_kv_resubscriptions_total",
+    "Subscriptions to workers' KV events that ended, because a message was missing or the worker was away.",
+    registry=REGISTRY,
+)
+# How the router knew what the prefix cache held of the worker that runs the prompt.
+CACHE_VIEWS = {
+    generate_pb2.CACHE_VIEW_NONE: "none",
+    generate_pb2.CACHE_VIEW_REPORTED: "reported",
+    generate_pb2.CACHE_VIEW_ESTIMATED: "estimated",
+}
+PLACEMENTS = Counter(
+    "baton_router_placements_total",
+    "Requests that were placed, by how the router knew what the chosen worker's prefix cache held.",
+    ["cache_view"],
+    registry=REGISTRY,
+)
+TTFT_PREDICTION_ERROR = FrequentHistogram(
+    "baton_router_ttft_prediction_error_ratio",
+    "The error of the predicted time to first token, divided by the actual time.",
+    (),
+    (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 2.0, 4.0),
+    REGISTRY,
+).labels()
+EMBEDDING_CACHE_HITS = Counter(
+    "baton_embedding_cache_hits_total", "Media whose embedding was in the cache.", registry=REGISTRY
+)
+EMBEDDING_CACHE_MISSES = Counter(
+    "baton_embedding_cache_misses_total", "Media whose embedding was not in the cache.", registry=REGISTRY
+)
+EMBEDDING_CACHE_BYTES = Gauge(
+    "baton_embedding_cache_bytes", "Embeddings in the cache, here or leased on encode workers.", registry=REGISTRY
+)
+EMBEDDING_CACHE_EVICTIONS = Counter(
+    "baton_embedding_cache_evictions_total", "Embeddings that have left the cache.", ["reason"], registry=REGISTRY
+)
+
+
+def observe_workers(workers: Iterable[tuple[str, str]]) -> None:
+    """Sets the number of workers by role and state. A worker counts once for each of its roles."""
+    counts = Count(workers)
+    for role in ROLES:
+        for state in WORKER_STATES:
+            WORKERS.labels(role, state).set(counts[role, state])
+
+
+def observe_unpaired(roles: Iterable[str]) -> None:
+    """Sets the number of workers that fit no other for a handoff, by role."""
+    counts = Count(roles)
+    for role in ("prefill", "decode"):
+        UNPAIRED_WORKERS.labels(role).set(counts[role])
+
+
+def _begin_at_zero() -> None:
+    """Creates the series at zero, since a series that begins at one shows no increase."""
+    for stage in ROLES:
+        RETRIES.labels(stage)
+    for stage in ("prefill", "decode"):
+        MIGRATIONS.labels(stage)
+    for view in CACHE_VIEWS.values():
+        PLACEMENTS.labels(view)
+    for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded):
+        REFUSALS.labels(kind.reason)
+    for reason in ("closed", "draining", "full", "idle", "lost", "relief"):
+        EMBEDDING_CACHE_EVICTIONS.labels(reason)
+    observe_workers(())
+    observe_unpaired(())
+
+
+_begin_at_zero()

@@ -1,0 +1,190 @@
+"""Measures requests for Prometheus: inter-token latency as tokens come, everything else at the end."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Protocol
+
+import structlog
+
+from baton.inference.v1 import sampling_pb2, timing_pb2
+from router.telemetry import metrics
+from router.telemetry.spans import set_result_attributes
+from router.telemetry.stages import name_of
+from router.telemetry.stats import RequestStats
+from rpc.status import OK, outcome_of
+from rpc.tracing.span import current_span
+
+# Bounds of the request classes, in prompt tokens. Requests with images have a class of their own.
+_SHORT_TOKENS = 1024
+_MEDIUM_TOKENS = 8192
+
+_TOKEN_KINDS = ("prompt", "cached", "media", "completion")
+
+
+class TokenLatencies(Protocol):
+    """The token latencies of one request."""
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Counts tokens that came `seconds` after the previous ones, or after the request's arrival."""
+
+
+class RequestMetrics(Protocol):
+    """The metrics of requests."""
+
+    def begin(self) -> None:
+        """Counts a request that begins to run."""
+
+    def latencies(self, stats: RequestStats) -> TokenLatencies:
+        """The token latencies of a request whose model and prompt length are known."""
+
+    def end(self, stats: RequestStats) -> None:
+        """Counts a request that has ended."""
+
+
+class NoMetrics:
+    """RequestMetrics and TokenLatencies for routers that serve no metrics."""
+
+    def begin(self) -> None:
+        """Does nothing."""
+
+    def latencies(self, stats: RequestStats) -> "NoMetrics":
+        """Returns itself."""
+        del stats
+        return self
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Does nothing."""
+
+    def end(self, stats: RequestStats) -> None:
+        """Does nothing."""
+
+
+class RecordedMetrics:
+    """RequestMetrics that update router/telemetry/metrics.py."""
+
+    def begin(self) -> None:
+        """Counts a request that begins to run."""
+        metrics.RUNNING.inc()
+
+    def latencies(self, stats: RequestStats) -> "MeasuredLatencies":
+        """The token latencies for the request's model and class."""
+        return MeasuredLatencies(_series(stats.model, request_class(stats)), stats)
+
+    def end(self, stats: RequestStats) -> None:
+        """Counts the request and its tokens. Its duration counts only if it succeeded: failures are often fast."""
+        metrics.RUNNING.dec()
+        measured_as = request_class(stats)
+        metrics.REQUESTS.labels(stats.model, measured_as, outcome_of(stats.outcome), _reason(stats)).inc()
+        if stats.prompt_tokens:
+            series = _series(stats.model, measured_as)
+            series.count_tokens(stats)
+            series.time_first_token(stats)
+            if stats.outcome == OK:
+                series.time(stats)
+
+
+@contextmanager
+def record_request(stats: RequestStats, call_id: str, metrics: RequestMetrics) -> Iterator[None]:
+    """Measures a request while the context is open; at the end fills its span and the log line of its call."""
+    structlog.contextvars.bind_contextvars(request_id=stats.request_id, call_id=call_id)
+    metrics.begin()
+    try:
+        with stats.recording_outcome():
+            yield
+    finally:
+        metrics.end(stats)
+        set_result_attributes(stats, current_span())
+        structlog.contextvars.bind_contextvars(**stats.log_fields())
+
+
+class MeasuredLatencies:
+    """The latencies of one request."""
+
+    __slots__ = ("_has_first", "_inter_token", "_is_settled", "_series", "_stats")
+
+    def __init__(self, series: "_ClassSeries", stats: RequestStats) -> None:
+        self._series = series
+        self._inter_token = series.inter_token
+        self._stats = stats
+        self._has_first = False
+        # Only single tokens' latencies are left to count.
+        self._is_settled = False
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Counts tokens. Called for each message with tokens: it must be quick."""
+        if self._is_settled and tokens == 1:
+            self._inter_token.observe(seconds)
+            return
+        if not self._has_first:
+            self._has_first = True
+            return
+        if not self._stats.is_first_token_timed and self._stats.timings.has_sent_first_token:
+            # Do not wait for the end of the request, which may take minutes.
+            self._series.time_first_token(self._stats)
+        self._is_settled = self._stats.is_first_token_timed
+        if tokens:
+            self._inter_token.observe(seconds / tokens, tokens)
+
+
+def request_class(stats: RequestStats) -> str:
+    """The label `request_class`: embed, image, short, medium or long; unknown before the prompt is tokenized."""
+    if stats.operation == "embed":
+        return "embed"
+    if stats.media_tokens:
+        return "image"
+    if not stats.prompt_tokens:
+        return "unknown"
+    if stats.prompt_tokens < _SHORT_TOKENS:
+        return "short"
+    return "medium" if stats.prompt_tokens < _MEDIUM_TOKENS else "long"
+
+
+class _ClassSeries:
+    """The series of one model and class. Looking them up by labels would take longer than counting."""
+
+    def __init__(self, model: str, measured_as: str) -> None:
+        self._first_token = metrics.TTFT.labels(model, measured_as)
+        self.inter_token = metrics.INTER_TOKEN_LATENCY.labels(model, measured_as)
+        self._seconds = metrics.REQUEST_SECONDS.labels(model, measured_as)
+        self._stages = {
+            number: metrics.STAGE_SECONDS.labels(model, measured_as, name_of(number))
+            for number in timing_pb2.Stage.values()[1:]
+        }
+        self._tokens = {kind: metrics.TOKENS.labels(model, measured_as, kind) for kind in _TOKEN_KINDS}
+
+    def count_tokens(self, stats: RequestStats) -> None:
+        usage = stats.usage()
+        self._tokens["prompt"].inc(usage.prompt_tokens)
+        self._tokens["cached"].inc(usage.cached_tokens)
+        self._tokens["media"].inc(usage.media_tokens)
+        self._tokens["completion"].inc(usage.completion_tokens)
+
+    def time_first_token(self, stats: RequestStats) -> None:
+        """Observes the time to the first token, once, if there was one."""
+        seconds = stats.timings.first_token_seconds
+        if seconds is not None and not stats.is_first_token_timed:
+            stats.is_first_token_timed = True
+            self._first_token.observe(seconds)
+
+    def time(self, stats: RequestStats) -> None:
+        """Observes the total and each stage. A stage that ran several times counts as the sum."""
+        self._seconds.observe(stats.timings.total_seconds)
+        stages: defaultdict[timing_pb2.Stage.ValueType, float] = defaultdict(float)
+        for stage in stats.timings.close():
+            stages[stage.stage] += stage.seconds
+        for number, seconds in stages.items():
+            self._stages[number].observe(seconds)
+
+
+@cache  # bounded by the number of models and classes
+def _series(model: str, measured_as: str) -> _ClassSeries:
+    return _ClassSeries(model, measured_as)
+
+
+def _reason(stats: RequestStats) -> str:
+    """The error's reason, or the finish reason."""
+    if stats.outcome != OK or stats.operation == "embed":
+        return stats.outcome
+    return sampling_pb2.FinishReason.Name(stats.finish_reason).removeprefix("FINISH_REASON_")

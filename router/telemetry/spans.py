@@ -1,0 +1,137 @@
+"""The attributes of a router's spans: OpenTelemetry's for generative AI, and our own for routing and workers."""
+
+from typing import Literal
+
+from baton.engine.v1 import prefill_pb2
+from baton.inference.v1 import embed_pb2, generate_pb2, sampling_pb2, timing_pb2
+from router.routing.policy import Placement
+from router.telemetry.stats import RequestStats
+from router.workers.handle import WorkerHandle
+from rpc.tracing.span import Attributes, AttributeValue, Span
+
+_Param = Literal["temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "n"]
+
+_PARAMS: dict[_Param, str] = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "n": "gen_ai.request.choice.count",
+}
+
+_FINISH_REASONS = {
+    sampling_pb2.FINISH_REASON_LENGTH: "length",
+    sampling_pb2.FINISH_REASON_END_OF_SEQUENCE: "stop",
+    sampling_pb2.FINISH_REASON_STOP_TOKEN: "stop",
+    sampling_pb2.FINISH_REASON_STOP_STRING: "stop",
+}
+
+
+def set_request_attributes(request: generate_pb2.GenerateRequest, span: Span) -> None:
+    """Sets the parameters of the request. Its text is never recorded."""
+    if not span.is_recording:
+        return
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "chat" if request.HasField("chat") else "text_completion",
+        "gen_ai.provider.name": "baton",
+    }
+    given = {
+        name: getattr(request.sampling, field) for field, name in _PARAMS.items() if request.sampling.HasField(field)
+    }
+    # Singles on the wire: 0.7 is what the client wrote, and not 0.699999988079071.
+    attributes.update({name: round(value, 6) for name, value in given.items()})
+    if request.sampling.HasField("seed"):
+        # Attributes are signed; a seed may be larger.
+        attributes["gen_ai.request.seed"] = request.sampling.seed & (2**63 - 1)
+    if request.stopping.HasField("max_tokens"):
+        attributes["gen_ai.request.max_tokens"] = request.stopping.max_tokens
+    if request.model:
+        attributes["gen_ai.request.model"] = request.model
+    span.set(attributes)
+
+
+def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
+    """Sets the parameters of a request for embeddings. Its texts are never recorded."""
+    if not span.is_recording:
+        return
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": "baton",
+        "baton.embed.inputs": len(request.inputs),
+    }
+    if request.HasField("dimensions"):
+        attributes["gen_ai.embeddings.dimension.count"] = request.dimensions
+    span.set(attributes)
+
+
+def set_result_attributes(stats: RequestStats, span: Span) -> None:
+    """Sets the result of the request, at its end."""
+    if not span.is_recording:
+        return
+    stats.timings.trace_detokenizing(span)
+    facts: dict[str, AttributeValue | None] = {
+        "gen_ai.request.model": stats.model,
+        "gen_ai.response.model": stats.model,
+        "gen_ai.response.id": stats.request_id,
+        "gen_ai.usage.input_tokens": stats.prompt_tokens,
+        "gen_ai.usage.output_tokens": stats.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": stats.cached_tokens,
+        "gen_ai.response.time_to_first_chunk": stats.timings.first_token_seconds,
+        "gen_ai.response.finish_reasons": _finish_reasons(stats),
+        "baton.request_id": stats.request_id,
+        "baton.outcome": stats.outcome,
+        "baton.topology": _topology(stats),
+        "baton.prefill.worker_id": stats.prefill_worker_id,
+        "baton.decode.worker_id": stats.decode_worker_id,
+        "baton.migrations": stats.migrations,
+    }
+    span.set({name: value for name, value in facts.items() if value not in (None, "", [])})
+
+
+def set_routing_attributes(placement: Placement[WorkerHandle], span: Span) -> None:
+    """Sets the chosen workers, and why the policy chose them."""
+    if not span.is_recording:
+        return
+    attributes: dict[str, AttributeValue] = {
+        "baton.decode.worker_id": placement.decode.record.worker_id,
+        "baton.route.scores": placement.explain(),
+        "baton.topology": generate_pb2.Topology.Name(placement.topology).removeprefix("TOPOLOGY_").lower(),
+    }
+    if placement.prefill:
+        attributes["baton.prefill.worker_id"] = placement.prefill.record.worker_id
+    if placement.prediction:
+        attributes["baton.route.predicted_seconds"] = placement.prediction.total
+        attributes["baton.route.predicted_first_token_seconds"] = placement.prediction.first_token
+        attributes["baton.route.cached_tokens"] = placement.prediction.cached_tokens
+    span.set(attributes)
+
+
+def worker_attributes(worker: WorkerHandle) -> Attributes:
+    """The worker that a call goes to."""
+    return {"baton.worker_id": worker.record.worker_id, "server.address": worker.record.address}
+
+
+def prefill_attributes(response: prefill_pb2.PrefillResponse) -> Attributes:
+    """The result of a prefill: tokens, times, and the KV blocks that it holds."""
+    handoff = response.handoff
+    seconds = {each.stage: each.duration.seconds + each.duration.nanos / 1e9 for each in response.timings}
+    return {
+        "baton.prompt_tokens": handoff.usage.prompt_tokens,
+        "baton.cached_tokens": handoff.usage.cached_tokens,
+        "baton.prefill.queue_seconds": seconds.get(timing_pb2.STAGE_PREFILL_QUEUE, 0.0),
+        "baton.prefill.compute_seconds": seconds.get(timing_pb2.STAGE_PREFILL_COMPUTE, 0.0),
+        "baton.handoff.blocks": len(handoff.block_ids),
+        "baton.handoff.bytes": handoff.num_bytes,
+    }
+
+
+def _topology(stats: RequestStats) -> str:
+    if stats.operation == "embed":
+        return ""
+    return generate_pb2.Topology.Name(stats.topology).removeprefix("TOPOLOGY_").lower()
+
+
+def _finish_reasons(stats: RequestStats) -> list[str]:
+    known = _FINISH_REASONS.get(stats.finish_reason)
+    return [known] if known else []

@@ -1,0 +1,129 @@
+"""The facts about a request that its last message, metrics, span and log line are made from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal
+
+from baton.errors import BatonError
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from router.telemetry.timings import Timings
+from rpc.status import OK
+
+
+@dataclass(slots=True, eq=False)
+class RequestStats:
+    """The facts so far. `topology` is how the request really ran, which is known at its end."""
+
+    request_id: str
+    timings: Timings = field(default_factory=Timings)
+    operation: Literal["generate", "embed"] = "generate"
+    model: str = ""
+    outcome: str = "CANCELLED"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    media_tokens: int = 0
+    cached_embeddings: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    completion_tokens: int = 0
+    encoding: generate_pb2.Encoding.ValueType = generate_pb2.ENCODING_NONE
+    encode_worker_ids: list[str] = field(default_factory=list)
+    finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
+    migrations: int = 0
+    topology: generate_pb2.Topology.ValueType = generate_pb2.TOPOLOGY_AGGREGATED
+    prefill_worker_id: str = ""
+    decode_worker_id: str = ""
+    is_first_token_timed: bool = False
+
+    def recording_outcome(self) -> "_OutcomeRecorder":
+        """A context that sets `outcome` to OK, or to the reason of the error that ends its body."""
+        return _OutcomeRecorder(self)
+
+    def add_encode_workers(self, worker_ids: Sequence[str]) -> None:
+        """Notes the workers that have encoded media of the request."""
+        self.encode_worker_ids += [one for one in dict.fromkeys(worker_ids) if one not in self.encode_worker_ids]
+
+    def prefilled_on(self, worker_id: str, cached_tokens: int) -> None:
+        """Notes the prefill worker that has run the prompt."""
+        self.prefill_worker_id = worker_id
+        self.cached_tokens = cached_tokens
+        self.topology = generate_pb2.TOPOLOGY_DISAGGREGATED
+
+    def decoding_on(self, worker_id: str, has_handoff: bool) -> None:
+        """Notes the decode worker that is called. Without a handoff it runs the prompt, too."""
+        self.decode_worker_id = worker_id
+        if not has_handoff:
+            self.topology = generate_pb2.TOPOLOGY_AGGREGATED
+
+    def decoded(self, cached_tokens: int) -> None:
+        """Notes the end of decoding. The decode worker's cache counts only if no prefill worker ran the prompt."""
+        if not self.prefill_worker_id:
+            self.cached_tokens = cached_tokens
+
+    def add_answer(self, answer: "RequestStats") -> None:
+        """Adds what one more answer to the same prompt took. The prompt counts once."""
+        self.completion_tokens += answer.completion_tokens
+        self.drafted_tokens += answer.drafted_tokens
+        self.accepted_tokens += answer.accepted_tokens
+        self.migrations += answer.migrations
+
+    def usage(self) -> generate_pb2.Usage:
+        """The tokens used so far."""
+        return generate_pb2.Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            media_tokens=self.media_tokens,
+            cached_embeddings=self.cached_embeddings,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
+
+    def finished(self) -> generate_pb2.Finished:
+        """The last message, without what stopped the answer."""
+        return generate_pb2.Finished(
+            reason=self.finish_reason,
+            usage=self.usage(),
+            timings=self.timings.message().stages,
+            migrations=self.migrations,
+            topology=self.topology,
+            prefill_worker_id=self.prefill_worker_id,
+            decode_worker_id=self.decode_worker_id,
+        )
+
+    def log_fields(self) -> dict[str, object]:
+        """The fields of the request's log line."""
+        first_token_seconds = self.timings.first_token_seconds
+        return {
+            "model": self.model,
+            "outcome": self.outcome,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ttft_seconds": first_token_seconds and round(first_token_seconds, 6),
+            "total_seconds": round(self.timings.total_seconds, 6),
+            "migrations": self.migrations,
+            "prefill_worker_id": self.prefill_worker_id,
+            "decode_worker_id": self.decode_worker_id,
+        }
+
+
+class _OutcomeRecorder:
+    """Catches nothing. The outcome of a cancelled body stays as it is: CANCELLED, or what the canceller has set."""
+
+    def __init__(self, stats: RequestStats) -> None:
+        self._stats = stats
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        match error:
+            case None:
+                self._stats.outcome = OK
+            case BatonError():
+                self._stats.outcome = error.reason
+            case Exception():
+                self._stats.outcome = BatonError.reason

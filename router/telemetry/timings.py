@@ -1,0 +1,205 @@
+"""Where a request's time went: the router's stages, the stages that workers report, and the unattributed rest."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from baton.inference.v1 import timing_pb2
+from router.telemetry.stages import CallTiming, StageTiming, name_of
+from rpc.tracing.span import Span, stage_span
+
+
+class Timings:
+    """The stages of one request, from `started` until `close`, in seconds of time.perf_counter.
+
+    The router's own stages and its calls to workers do not overlap; workers report the stages within their calls. Only
+    detokenizing runs while they compute. So the stages before the first token add up to its latency exactly: the rest
+    is a stage of its own, STAGE_UNATTRIBUTED, and never negative.
+    """
+
+    def __init__(self, started: float | None = None) -> None:
+        self._started = _ns(time.perf_counter() if started is None else started)
+        self._stages: list[StageTiming] = []
+        self._call: CallTiming | None = None
+        self._text = _Text()
+        self._closed: tuple[StageTiming, ...] | None = None
+        self._total: int | None = None
+        self._message: timing_pb2.Timings | None = None
+        self.stage = timing_pb2.STAGE_ADMISSION
+
+    @property
+    def stage_name(self) -> str:
+        """The present stage in lower case, such as prefill_compute."""
+        return name_of(self.stage)
+
+    @property
+    def total_seconds(self) -> float:
+        """The request's age, or its age at `close`."""
+        return self._elapsed / 1e9
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From arrival until the first token was sent; None before that."""
+        return None if self._text.first_at is None else (self._text.first_at - self._started) / 1e9
+
+    @property
+    def has_sent_first_token(self) -> bool:
+        """Whether `first_token_seconds` is final."""
+        return self._text.is_sent
+
+    def measure(self, stage: timing_pb2.Stage.ValueType) -> "_MeasuredStage":
+        """Times a stage of the router, and opens a span for it. Failures count, too.
+
+        The first stage begins with the call's arrival.
+        """
+        self.stage = stage
+        return _MeasuredStage(self, stage, time.perf_counter() if self._stages else self._started / 1e9)
+
+    @contextmanager
+    def measure_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str = "") -> Iterator[CallTiming]:
+        """Times a call to a worker, whose report divides it into stages. Failures and cancellations count, too."""
+        self.stage = stage
+        call = self._call = CallTiming(stage, worker_id, time.perf_counter_ns())
+        if self._text.first_at is not None:
+            call.first_token_came(self._text.first_at)
+        try:
+            yield call
+        finally:
+            self._call = None
+            self._stages += call.end(time.perf_counter_ns())
+
+    def detokenized(self, started: float) -> float:
+        """Notes that tokens were turned into text between `started`, of time.perf_counter, and now.
+
+        Returns the seconds since the previous tokens, or since the call's arrival for the first ones.
+        """
+        text = self._text
+        if text.first_at is not None:
+            return text.add(_ns(started))
+        text.add_first(_ns(started))
+        if self._call is not None:
+            self._call.first_token_came(_ns(started))
+        return (text.ended - self._started) / 1e9
+
+    def after_first_token(self) -> Callable[[int], float]:
+        """What `detokenized` does for later tokens, at less cost: it takes nanoseconds of time.perf_counter_ns."""
+        return self._text.add
+
+    def first_token_sent(self) -> None:
+        """Notes that the first token is written now. The time that it waited counts as detokenizing."""
+        self._text.sent()
+
+    def trace_detokenizing(self, span: Span) -> None:
+        """Adds one span from the first token to the last, with the time spent detokenizing as an attribute."""
+        if self._text.first_at is not None:
+            busy = {"baton.detokenize.seconds": self._text.nanoseconds / 1e9}
+            span.stage("detokenize", self._text.began / 1e9, self._text.ended / 1e9, busy)
+
+    def close(self) -> tuple[StageTiming, ...]:
+        """All stages in their order, the unattributed time last. The first call fixes the result.
+
+        Clients, logs and metrics all get the stages from here.
+        """
+        if self._closed is None:
+            self._total = self._elapsed
+            self._closed = (*self._stages, *self._text.stages(), self._unattributed())
+        return self._closed
+
+    def message(self) -> timing_pb2.Timings:
+        """The closed timings as a message, which is made once."""
+        if self._message is None:
+            self._message = timing_pb2.Timings(stages=[stage.message() for stage in self.close()])
+        return self._message
+
+    @property
+    def _elapsed(self) -> int:
+        return time.perf_counter_ns() - self._started if self._total is None else self._total
+
+    def note(self, stage: timing_pb2.Stage.ValueType, started: float) -> float:
+        """Adds the time since `started` to a stage of the router, which may have run before."""
+        ended = time.perf_counter()
+        took = _ns(ended) - _ns(started)
+        before = took if self._text.first_at is None else 0
+        for index, known in enumerate(self._stages):
+            if known.stage == stage and not known.worker_id:
+                self._stages[index] = known.plus(took, before)
+                return ended
+        self._stages.append(StageTiming(stage, took, before))
+        return ended
+
+    def _unattributed(self) -> StageTiming:
+        """The rest, before the first token and in all. Detokenizing after it overlaps the workers' stages."""
+        text = self._text
+        first = self._elapsed if text.first_at is None else text.first_at - self._started
+        missing_first = first - sum(stage.before_first_token for stage in self._stages) - text.first_nanoseconds
+        missing = self._elapsed - sum(stage.nanoseconds for stage in self._stages) - text.first_nanoseconds
+        # Rounding to whole nanoseconds may leave -1.
+        missing_first = max(0, missing_first)
+        return StageTiming(timing_pb2.STAGE_UNATTRIBUTED, max(missing_first, missing), missing_first)
+
+
+class _MeasuredStage:
+    """Times a stage while the context is open. Not a generator: a request has several."""
+
+    __slots__ = ("_span", "_stage", "_started", "_timings")
+
+    def __init__(self, timings: Timings, stage: timing_pb2.Stage.ValueType, started: float) -> None:
+        self._timings = timings
+        self._stage = stage
+        self._started = started
+        self._span = stage_span(name_of(stage), started=started)
+
+    def __enter__(self) -> Span:
+        return self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._span.ended = self._timings.note(self._stage, self._started)
+        self._span.__exit__(kind, error, trace)
+
+
+class _Text:
+    """The time spent detokenizing, including the first token's wait for the connection. In nanoseconds."""
+
+    __slots__ = ("began", "ended", "first_at", "first_nanoseconds", "is_sent", "nanoseconds")
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0
+        self.nanoseconds = self.first_nanoseconds = 0
+        self.first_at: int | None = None  # after `sent`, the time it was sent
+        self.is_sent = False
+
+    def add_first(self, started: int) -> None:
+        """Adds the time since `started`, of the first tokens."""
+        self.ended = time.perf_counter_ns()
+        self.nanoseconds += self.ended - started
+        self.began, self.first_at, self.first_nanoseconds = started, self.ended, self.nanoseconds
+
+    def add(self, started: int) -> float:
+        """Adds the time since `started`, of later tokens. Returns the seconds since those before them."""
+        before, now = self.ended, time.perf_counter_ns()
+        self.ended = now
+        self.nanoseconds += now - started
+        return (now - before) / 1e9
+
+    def sent(self) -> None:
+        """Notes that the first tokens are sent."""
+        if self.first_at is not None:
+            now = time.perf_counter_ns()
+            waited, self.first_at = now - self.first_at, now
+            self.is_sent = True
+            self.nanoseconds += waited
+            self.first_nanoseconds += waited
+            self.ended = max(self.ended, now)
+
+    def stages(self) -> list[StageTiming]:
+        """The detokenizing stage, if there was one."""
+        if self.first_at is None:
+            return []
+        return [StageTiming(timing_pb2.STAGE_DETOKENIZE, self.nanoseconds, self.first_nanoseconds)]
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,12 @@
+"""Text: from prompts to ids, and from ids to text.
+
+request_input.py  a request's texts and conversations: checks, and token ids
+tokenizer.py      a model's tokenizer, from the files in its card
+chat_template.py  conversations rendered as one text
+completion.py     Completion: the growing output of a request, and why it ends
+detokenizer.py    ids to text, by whole characters
+stop_strings.py   finds stop strings in growing text
+parsing/          finds reasoning and tool calls in text
+grammar_check.py  checks the grammars of guided requests
+tokenization.py   the RPCs Tokenize and Detokenize
+"""

@@ -1,0 +1,157 @@
+"""The output of one request: ids to text, stop conditions, and why it ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.v1 import prompt_pb2
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from router.text.parsing.registry import AnswerParser
+from router.text.stop_strings import Stopped, StopStrings
+from router.workers.model import ServedModel
+
+# Finish reasons that the last token has caused.
+_BY_TOKEN = (sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, sampling_pb2.FINISH_REASON_STOP_TOKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What new ids add to the output."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[sampling_pb2.TokenLogprob] = ()
+    reasoning: str = ""
+    tool_calls: Sequence[generate_pb2.ToolCall] = ()
+    prompt_logprobs: generate_pb2.PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why the output ended, and the stop string or token that ended it."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    stop_string: str = ""
+    stop_token_id: int | None = None
+
+
+class Completion:
+    """A growing output. Its state (stop strings, incomplete characters) survives changes of workers."""
+
+    def __init__(
+        self,
+        request: generate_pb2.GenerateRequest,
+        sampling: prompt_pb2.Sampling,
+        model: ServedModel,
+        parser: AnswerParser | None = None,
+    ) -> None:
+        keep_special = request.response.keep_special_tokens
+        tokenizer = model.tokenizer
+        self.sampling = sampling
+        self._parser = parser
+        markers = parser.markers if parser else ()
+        self._detokenizer = tokenizer.detokenizer(keep_special, markers) if tokenizer else None
+        self._special = tokenizer.is_special if tokenizer and keep_special else None
+        self._stop_strings = StopStrings(request.stopping.stop, request.stopping.include_stop)
+        self._has_stop_strings = bool(request.stopping.stop)
+        self._include_stop = request.stopping.include_stop
+        self._is_guided = sampling.HasField("guided")
+        self._stop_ids = frozenset(sampling.stop.stop_token_ids)
+        ignores_eos = sampling.stop.ignore_eos and not self._is_guided
+        self._eos_ids = frozenset() if ignores_eos else model.eos_token_ids
+        self._ending_ids = self._stop_ids | self._eos_ids
+        self._min_tokens, self._max_tokens = sampling.stop.min_tokens, sampling.stop.max_tokens
+        self._finished: Finish | None = None
+        self.token_ids: list[int] = []
+
+    @property
+    def finished(self) -> Finish | None:
+        """Why it ended; None while it grows."""
+        return self._finished
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> TokenDelta:
+        """Adds ids, and returns what can be sent. Finishes the completion if a stop condition is met."""
+        if not self._has_stop_strings:
+            return self._delta(self._push(token_ids), token_ids, logprobs)
+        # A stop string ends the output at a token: the tokens after it must not count.
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            text += self._push((token_id,))
+            if self._finished:
+                return self._delta(text, token_ids[:count], logprobs[:count])
+        return self._delta(text, token_ids, logprobs)
+
+    @property
+    def takes_single_tokens(self) -> bool:
+        """Whether `push_token` may be called: the output is plain text, without tool calls or reasoning."""
+        return self._parser is None
+
+    def push_token(self, token_id: int) -> str:
+        """Adds one id, without its log probability, and returns the text that can be sent. Otherwise as `push`."""
+        ids = self.token_ids
+        if self._has_stop_strings or token_id in self._ending_ids or len(ids) + 1 >= self._max_tokens:
+            return self._push((token_id,))
+        ids.append(token_id)
+        return self._detokenizer.push_one(token_id) if self._detokenizer else ""
+
+    def finish(self, reason: sampling_pb2.FinishReason.ValueType, stop_string: str = "") -> Finish:
+        """Ends the completion. Returns the first finish: later ones change nothing."""
+        if self._finished is None:
+            stop_token_id = self.token_ids[-1] if reason in _BY_TOKEN and self.token_ids else None
+            self._finished = Finish(reason, stop_string, stop_token_id)
+        return self._finished
+
+    def flush(self) -> TokenDelta:
+        """The text that was held back, once the completion has finished."""
+        last = self._delta(self._held_back_text())
+        if self._parser is None:
+            return last
+        rest = self._parser.flush()
+        calls = [*last.tool_calls, *rest.tool_calls]
+        return TokenDelta(last.text + rest.text, (), (), last.reasoning + rest.reasoning, calls)
+
+    def _delta(
+        self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[sampling_pb2.TokenLogprob] = ()
+    ) -> TokenDelta:
+        if self._parser is None:
+            return TokenDelta(text, token_ids, logprobs)
+        parsed = self._parser.push(text)
+        return TokenDelta(parsed.text, token_ids, logprobs, parsed.reasoning, parsed.tool_calls)
+
+    def _held_back_text(self) -> str:
+        is_cut = self._finished is not None and self._finished.reason == sampling_pb2.FINISH_REASON_STOP_STRING
+        if is_cut or self._detokenizer is None:
+            return ""
+        tail = self._stop_strings.push(self._detokenizer.flush(), may_stop=False)
+        assert isinstance(tail, str)
+        return tail + self._stop_strings.flush()
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        self.token_ids += token_ids
+        last = token_ids[-1] if token_ids else -1
+        may_stop = len(self.token_ids) >= self._min_tokens
+        # A grammar allows the end of the sequence only where the answer must or may end.
+        reason = self._stop_reason(last) if may_stop or (self._is_guided and last in self._eos_ids) else None
+        text = self._text(token_ids[:-1] if reason and not self._is_shown(last) else token_ids)
+        released = self._stop_strings.push(text, may_stop)
+        if isinstance(released, Stopped):
+            self.finish(sampling_pb2.FINISH_REASON_STOP_STRING, released.stop_string)
+            return released.text
+        if reason:
+            self.finish(reason)
+        elif len(self.token_ids) >= self._max_tokens:
+            self.finish(sampling_pb2.FINISH_REASON_LENGTH)
+        return released
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._detokenizer.push(token_ids) if self._detokenizer else ""
+
+    def _stop_reason(self, token_id: int) -> sampling_pb2.FinishReason.ValueType | None:
+        if token_id in self._stop_ids:
+            return sampling_pb2.FINISH_REASON_STOP_TOKEN
+        if token_id in self._eos_ids:
+            return sampling_pb2.FINISH_REASON_END_OF_SEQUENCE
+        return None
+
+    def _is_shown(self, token_id: int) -> bool:
+        """Whether the token that ends the output is part of its text."""
+        return self._include_stop or (self._special is not None and self._special(token_id))

@@ -1,0 +1,146 @@
+"""Converts ids to text incrementally. A character split over tokens is held back until it is complete."""
+
+import codecs
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes: three tokens may be an incomplete one, four cannot.
+_LONGEST_INCOMPLETE = 3
+_WINDOW = 8
+# Bytes that never form a character are released after this many tokens, which bounds the cost of a step.
+_LONGEST_WINDOW = 64
+
+
+class ByteTokens:
+    """The tokens of a byte-fallback vocabulary for single bytes. `ids` are those of the bytes 0 to 255.
+
+    The library decodes a run of such tokens as a whole: one wrong or missing byte spoils all characters of the run.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = tuple(ids)
+        self.values = {token_id: byte for byte, token_id in enumerate(ids)}
+
+    def of(self, text: str) -> list[int]:
+        """The ids that spell a text in UTF-8."""
+        return [self._ids[byte] for byte in text.encode()]
+
+
+class WholeCharacters:
+    """Passes byte tokens on by complete characters only. Bytes that form no character become U+FFFD."""
+
+    def __init__(self, tokens: ByteTokens) -> None:
+        self._tokens = tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> Iterator[int]:
+        """The ids that can be passed on now."""
+        for token_id in ids:
+            byte = self._tokens.values.get(token_id)
+            if byte is not None:
+                yield from self._tokens.of(self._utf8.decode(bytes((byte,))))
+            else:
+                yield from self.flush()
+                yield token_id
+
+    def flush(self) -> list[int]:
+        """The ids for an incomplete character at the end."""
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return self._tokens.of(rest)
+
+
+class TokenTexts(dict[int, str | None]):
+    """The text of each token of a vocabulary whose texts are joined byte by byte, decoded when it is first asked for.
+
+    None for tokens in `hidden`, and for those that are not whole characters by themselves.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: Collection[int]) -> None:
+        super().__init__()
+        self._decode = decode
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = None if token_id in self._hidden else self._decode((token_id,))
+        self[token_id] = found = None if text is None or REPLACEMENT in text else text
+        return found
+
+
+class Detokenizer:
+    """The text of a growing sequence of ids, in pieces that add up to the decoding of the whole.
+
+    Decodes a short window that starts at a complete character, since a token's text may depend on the one before it:
+    some decoders strip the first space. Ids in `skipped` have no text. `byte_tokens` are those of a byte-fallback
+    vocabulary. With `texts`, where no token's text depends on others, whole characters need no window. Do not use it
+    after `flush`.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        skipped: Collection[int],
+        byte_tokens: ByteTokens | None = None,
+        texts: TokenTexts | None = None,
+    ) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        self._texts = texts
+        self._characters = WholeCharacters(byte_tokens) if byte_tokens else None
+        self._window: list[int] = []
+        self._whole = 0  # ids of the window up to its last complete character
+        self._sent = 0  # characters of the window's text that were returned
+
+    def push_one(self, token_id: int) -> str:
+        """`push` for one id."""
+        if self._texts is not None and not self._window:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self._push((token_id,))
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete; empty while a character is incomplete."""
+        return self.push_one(ids[0]) if len(ids) == 1 else self._push(ids)
+
+    def _push(self, ids: Sequence[int]) -> str:
+        shown = [token_id for token_id in ids if token_id not in self._skipped]
+        if self._characters:
+            self._window += self._characters.push(shown)
+            return self._take_whole(self._decode(self._window))
+        self._window += shown
+        text = self._decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            piece = self._take_whole(text)
+            if self._texts is not None:
+                self._window.clear()
+                self._whole = self._sent = 0
+            return piece
+        if len(self._window) - self._whole <= _LONGEST_INCOMPLETE:
+            return self._take(text, len(text.rstrip(REPLACEMENT)))
+        if len(self._window) > _LONGEST_WINDOW:
+            return self._take_whole(text)
+        return self._take(text, len(text) - 1)
+
+    def flush(self) -> str:
+        """The rest of the text, with U+FFFD for bytes that form no character."""
+        if self._characters:
+            self._window += self._characters.flush()
+        return self._take_whole(self._decode(self._window))
+
+    def _take(self, text: str, end: int) -> str:
+        piece = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _take_whole(self, text: str) -> str:
+        piece = self._take(text, len(text))
+        if piece and len(self._window) > _WINDOW:
+            self._shorten()
+        self._whole = len(self._window)
+        return piece
+
+    def _shorten(self) -> None:
+        """Keeps only the ids of the last piece, as context for the next."""
+        del self._window[: self._whole]
+        self._sent = len(self._decode(self._window))

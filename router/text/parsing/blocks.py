@@ -1,0 +1,117 @@
+"""Parsers for tool calls: between markers, and as a JSON object that is the whole answer."""
+
+from collections.abc import Callable, Sequence
+
+from router.text.parsing.parts import Part, Text, ToolCall, overlap, plain
+
+# The calls in a block's text, as (name, arguments); None if it does not parse.
+Read = Callable[[str], "Sequence[tuple[str, str]] | None"]
+
+
+class BlockParser:
+    """Calls in blocks from `begin` to `end`. Without an `end` a block goes on to the next one, or to the end.
+
+    `read` gets a block without its markers. A block that it cannot read, and one that does not end, is text.
+    """
+
+    def __init__(self, begin: str, end: str, read: Read) -> None:
+        self._begin = begin
+        self._end = end
+        self._read = read
+        self._held = ""
+        self._is_inside = False
+        self._searched = 0
+        self._follows_call = False
+
+    def push(self, text: str) -> list[Part]:
+        """Text before a block at once, a block once it has ended."""
+        self._held += text
+        parts: list[Part] = []
+        while self._held:
+            found = self._inside() if self._is_inside else self._outside()
+            if found is None:
+                break
+            parts += found
+        return parts
+
+    def flush(self) -> list[Part]:
+        """The rest: a block without an `end` may be complete."""
+        held, self._held = self._held, ""
+        if self._is_inside and not self._end:
+            return self._block(held)
+        return self._text(held)
+
+    def _outside(self) -> list[Part] | None:
+        at = self._held.find(self._begin)
+        if at >= 0:
+            self._is_inside, self._searched = True, len(self._begin)
+            return self._text(self._take(at))
+        ready = len(self._held) - overlap(self._held, self._begin)
+        return self._text(self._take(ready)) if ready else None
+
+    def _inside(self) -> list[Part] | None:
+        end = self._end or self._begin
+        at = self._held.find(end, max(len(self._begin), self._searched - len(end) + 1))
+        if at < 0:
+            self._searched = len(self._held)
+            return None
+        self._is_inside = False
+        return self._block(self._take(at + len(self._end)))
+
+    def _block(self, block: str) -> list[Part]:
+        body = block[len(self._begin) : len(block) - len(self._end)]
+        calls = self._read(body)
+        if not calls:
+            return self._text(block)
+        self._follows_call = True
+        return _calls(calls, block)
+
+    def _text(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        # White space between calls belongs to neither.
+        shown = text.lstrip() if self._follows_call else text
+        self._follows_call = self._follows_call and not shown
+        return [Text(shown, text)]
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+
+class WholeAnswerParser:
+    """Calls that are the whole answer, from its first character: one of `openings`, white space aside.
+
+    Other answers go through to `otherwise`.
+    """
+
+    def __init__(self, openings: Sequence[str], read: Read, otherwise: BlockParser) -> None:
+        self._openings = openings
+        self._read = read
+        self._otherwise = otherwise
+        self._held = ""
+        self._is_undecided = True
+
+    def push(self, text: str) -> list[Part]:
+        """Nothing while the answer may be a call."""
+        if not self._is_undecided:
+            return self._otherwise.push(text)
+        self._held += text
+        opening = "".join(self._held[:256].split())
+        if any(opening.startswith(one) or one.startswith(opening) for one in self._openings):
+            return []
+        self._is_undecided = False
+        held, self._held = self._held, ""
+        return self._otherwise.push(held)
+
+    def flush(self) -> list[Part]:
+        """The calls, or what was held back as text."""
+        held, self._held = self._held, ""
+        if not self._is_undecided:
+            return self._otherwise.flush()
+        calls = self._read(held)
+        return _calls(calls, held) if calls else plain(held)
+
+
+def _calls(calls: Sequence[tuple[str, str]], raw: str) -> list[Part]:
+    return [ToolCall(name, arguments, raw if index == 0 else "") for index, (name, arguments) in enumerate(calls)]

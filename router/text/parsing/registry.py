@@ -1,0 +1,106 @@
+"""Which format a model's tool calls have, and the parser for one answer."""
+
+import secrets
+import string
+from collections.abc import Collection, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+
+import structlog
+
+from baton.inference.v1 import generate_pb2
+from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
+from router.text.parsing.parts import Parser, Part, Reasoning, Text, ToolCall
+from router.text.parsing.reasoning import BEGIN, END, ReasoningParser
+
+log = structlog.get_logger(__name__)
+
+GROUP = "baton.tool_formats"
+_BUILT_IN = (HERMES, MISTRAL, DEEPSEEK, LLAMA)
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@cache
+def tool_formats() -> tuple[ToolFormat, ...]:
+    """All formats: those of other distributions, by the entry points `baton.tool_formats`, before the built-in ones.
+
+    An entry point that cannot be loaded is left out, and logged.
+    """
+    found: list[ToolFormat] = []
+    for entry in entry_points(group=GROUP):
+        try:
+            loaded = entry.load()
+        except (ImportError, AttributeError) as error:
+            log.error("cannot load a tool format", entry_point=entry.name, error=str(error))
+            continue
+        if isinstance(loaded, ToolFormat):
+            found.append(loaded)
+        else:
+            log.error("an entry point is no ToolFormat", entry_point=entry.name)
+    return (*found, *_BUILT_IN)
+
+
+def format_of(chat_template: str) -> ToolFormat | None:
+    """The format of a model with this chat template; None if it has none that is known."""
+    return next((one for one in tool_formats() if any(sign in chat_template for sign in one.signs)), None)
+
+
+class AnswerParser:
+    """Divides one answer into text, reasoning and tool calls."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolFormat | None, names: Collection[str]) -> None:
+        self._reasoning = reasoning
+        self._format = tools
+        self._tools: Parser | None = tools.open(names) if tools else None
+        # Special tokens that the text must contain to be parsed.
+        self.markers = (*(tools.markers if tools else ()), *((BEGIN, END) if reasoning else ()))
+
+    def push(self, text: str) -> "Parsed":
+        """What is certain with this text."""
+        parts = self._reasoning.push(text) if self._reasoning else [Text(text, text)]
+        return self._parsed(parts)
+
+    def flush(self) -> "Parsed":
+        """What was held back."""
+        parsed = self._parsed(self._reasoning.flush() if self._reasoning else ())
+        if self._tools:
+            for part in self._tools.flush():
+                self._add(part, parsed)
+        return parsed
+
+    def _parsed(self, parts: Sequence[Part]) -> "Parsed":
+        parsed = Parsed()
+        for part in parts:
+            if isinstance(part, Text) and self._tools:
+                for inner in self._tools.push(part.text):
+                    self._add(inner, parsed)
+            else:
+                self._add(part, parsed)
+        return parsed
+
+    def _add(self, part: Part, parsed: "Parsed") -> None:
+        match part:
+            case Text():
+                parsed.text += part.text
+            case Reasoning():
+                parsed.reasoning += part.text
+            case ToolCall():
+                assert self._format is not None
+                identity = _new_id(self._format)
+                call = generate_pb2.ToolCall(id=identity, name=part.name, arguments=part.arguments)
+                parsed.tool_calls.append(call)
+
+
+class Parsed:
+    """Pieces of an answer, each kind by itself."""
+
+    __slots__ = ("reasoning", "text", "tool_calls")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.tool_calls: list[generate_pb2.ToolCall] = []
+
+
+def _new_id(tools: ToolFormat) -> str:
+    return tools.id_prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(tools.id_length))

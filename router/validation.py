@@ -1,0 +1,199 @@
+"""Validates requests before any worker is called, and resolves their defaults."""
+
+import random
+
+from baton.engine.v1 import prompt_pb2
+from baton.errors import InvalidRequest
+from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
+from router.config import LimitsConfig
+from router.multimodal import validation as media
+from router.text import request_input
+from router.workers.model import ServedModel
+from rpc.sampling_rules import check_bias_ids, check_params
+from rpc.violations import Violations
+
+_LONGEST_REQUEST_ID = 128
+_LONGEST_NAME = 256
+_LONGEST_KEY = 1024
+_MOST_TOKENS_A_MESSAGE = 1024
+_LONGEST_DELAY_SECONDS = 10.0
+# In one message: the values and ids of a prompt's log probabilities.
+_MOST_PROMPT_LOGPROBS = 131_072
+# Sampling parameters that equal the default.
+_NEUTRAL = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: LimitsConfig) -> None:
+    """Raises InvalidRequest naming every wrong field, or Unsupported naming what the model lacks."""
+    violations = Violations()
+    _check_identity(request, violations)
+    _bound(request, model, limits, violations)
+    _check_input(request, model, violations)
+    media.check_media(request, limits.max_images, violations)
+    _check_sampling(request.sampling, model.limits, limits.max_answers, violations)
+    _check_stopping(request.stopping, model, limits, violations)
+    _check_response(request.response, model.limits, violations)
+    violations.raise_any()
+    _check_supported(request, model)
+
+
+def resolve_sampling(
+    request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel, answer: int = 0
+) -> prompt_pb2.Sampling:
+    """The sampling of one answer to a validated request, with a seed, and with max_tokens limited by the context.
+
+    `prompt_tokens` includes the media; `answer` counts from 0. Raises InvalidRequest if the prompt does not fit.
+    """
+    request_input.require_room(request, prompt_tokens, model)
+    room = model.limits.max_context_tokens - prompt_tokens
+    stopping = request.stopping
+    sampling = prompt_pb2.Sampling(
+        params=request.sampling,
+        stop=prompt_pb2.StopConditions(
+            max_tokens=min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room,
+            min_tokens=min(stopping.min_tokens, room),
+            stop_token_ids=stopping.stop_token_ids,
+            ignore_eos=stopping.ignore_eos,
+        ),
+    )
+    if request.response.HasField("logprobs"):
+        sampling.logprobs = request.response.logprobs
+    if request.HasField("guided"):
+        sampling.guided.CopyFrom(request.guided)
+    if request.response.HasField("prompt_logprobs") and answer == 0:
+        _bound_prompt_logprobs(request.response.prompt_logprobs, prompt_tokens)
+        sampling.prompt_logprobs = request.response.prompt_logprobs
+    sampling.params.ClearField("n")  # workers run single answers
+    if sampling.params.HasField("seed"):
+        sampling.params.seed = (sampling.params.seed + answer) % 2**64
+    elif "seed" not in model.capabilities.unsupported_sampling:
+        sampling.params.seed = random.getrandbits(64)
+    return sampling
+
+
+def _bound_prompt_logprobs(top: int, prompt_tokens: int) -> None:
+    numbers = prompt_tokens * (1 + 2 * top)
+    if numbers > _MOST_PROMPT_LOGPROBS:
+        text = f"makes {numbers} numbers of {prompt_tokens} tokens; the limit is {_MOST_PROMPT_LOGPROBS}"
+        raise InvalidRequest.of("response.prompt_logprobs", text)
+
+
+def _bound(
+    request: generate_pb2.GenerateRequest, model: ServedModel, limits: LimitsConfig, violations: Violations
+) -> None:
+    """Raises InvalidRequest if a repeated field is too long to check each item."""
+    request_input.bound_ids("token_ids.ids", request.token_ids.ids, model, violations)
+    request_input.bound_chat(request.chat, limits, violations)
+    violations.count("sampling.logit_bias", len(request.sampling.logit_bias), limits.max_logit_biases)
+    violations.count("stopping.stop_token_ids", len(request.stopping.stop_token_ids), limits.max_stop_token_ids)
+    violations.count("stopping.stop", len(request.stopping.stop), limits.max_stop_strings)
+    violations.raise_any()
+
+
+def _check_identity(request: generate_pb2.GenerateRequest, violations: Violations) -> None:
+    request_id = request.request_id
+    violations.require(
+        len(request_id) <= _LONGEST_REQUEST_ID and request_id.isprintable(),
+        "request_id",
+        f"must be at most {_LONGEST_REQUEST_ID} printable characters",
+    )
+    names = {
+        "lora_name": (request.lora_name, _LONGEST_NAME),
+        "routing.session_key": (request.routing.session_key, _LONGEST_KEY),
+        "routing.cache_salt": (request.routing.cache_salt, _LONGEST_KEY),
+    }
+    for field, (name, longest) in names.items():
+        if len(name) > longest:
+            violations.add(field, f"has {len(name)} characters of at most {longest}")
+    known = request.routing.topology in generate_pb2.Topology.values()
+    violations.require(known, "routing.topology", f"unknown topology {request.routing.topology}")
+
+
+def _check_input(request: generate_pb2.GenerateRequest, model: ServedModel, violations: Violations) -> None:
+    match request.WhichOneof("input"):
+        case None:
+            violations.add("prompt", "is missing; give one of prompt, token_ids, chat")
+        case "prompt":
+            request_input.check_prompt(request.prompt, model, violations)
+        case "chat":
+            request_input.check_chat(request.chat, model, violations)
+        case _:
+            violations.require(bool(request.token_ids.ids), "token_ids.ids", "is empty")
+            violations.token_ids("token_ids.ids", request.token_ids.ids, model.limits.vocab_size)
+
+
+def _check_sampling(
+    sampling: sampling_pb2.SamplingParams, limits: model_pb2.ModelLimits, max_answers: int, violations: Violations
+) -> None:
+    check_params("sampling", sampling, violations)
+    check_bias_ids("sampling", sampling, limits.vocab_size, violations)
+    if sampling.HasField("n"):
+        violations.number("sampling.n", sampling.n, 1, max_answers)
+
+
+def _check_response(
+    response: generate_pb2.ResponseOptions, limits: model_pb2.ModelLimits, violations: Violations
+) -> None:
+    if response.HasField("logprobs"):
+        violations.number("response.logprobs", response.logprobs, 0, limits.max_logprobs)
+    if response.HasField("prompt_logprobs"):
+        violations.number("response.prompt_logprobs", response.prompt_logprobs, 0, limits.max_logprobs)
+    violations.number("response.min_tokens_per_message", response.min_tokens_per_message, 0, _MOST_TOKENS_A_MESSAGE)
+    delay = response.max_delay
+    seconds = delay.seconds + delay.nanos / 1e9
+    is_possible = 0 <= seconds <= _LONGEST_DELAY_SECONDS and abs(delay.nanos) < 1_000_000_000
+    violations.require(is_possible, "response.max_delay", f"must be from 0 to {_LONGEST_DELAY_SECONDS:g} s")
+
+
+def _check_stopping(
+    stopping: sampling_pb2.StoppingOptions, model: ServedModel, limits: LimitsConfig, violations: Violations
+) -> None:
+    if stopping.HasField("max_tokens"):
+        violations.number("stopping.max_tokens", stopping.max_tokens, 1)
+        fits = stopping.min_tokens <= max(stopping.max_tokens, 1)
+        violations.require(fits, "stopping.min_tokens", f"is above max_tokens, {stopping.max_tokens}")
+    most = model.limits.max_context_tokens
+    violations.require(stopping.min_tokens < most, "stopping.min_tokens", f"the model's context ends at {most}")
+    for index, string in enumerate(stopping.stop):
+        path, longest = f"stopping.stop[{index}]", limits.max_stop_string_length
+        violations.require(bool(string), path, "is empty")
+        violations.require(len(string) <= longest, path, f"has {len(string)} characters of at most {longest}")
+    violations.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, model.limits.vocab_size)
+
+
+def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
+    capabilities = model.capabilities
+    wanted_input = request.WhichOneof("input")
+    unsupported = {
+        "generation": capabilities.embeddings_only,
+        "prompt": wanted_input == "prompt" and model.tokenizer is None,
+        "chat": wanted_input == "chat" and not model.can_chat,
+        "stop strings": bool(request.stopping.stop) and model.tokenizer is None,
+        "guided decoding": request.HasField("guided") and not capabilities.guided_decoding,
+        "tools": bool(request.chat.tools) and not capabilities.tools,
+        "logprobs": request.response.HasField("logprobs") and not capabilities.logprobs,
+        "prompt logprobs": request.response.HasField("prompt_logprobs") and not capabilities.prompt_logprobs,
+        "media": media.count_media(request) > 0 and not capabilities.modalities,
+    }
+    wanted = [name for name, is_unsupported in unsupported.items() if is_unsupported]
+    wanted += [f"sampling.{name}" for name in capabilities.unsupported_sampling if _changes(request.sampling, name)]
+    if wanted:
+        raise request_input.unsupported(", ".join(wanted), model)
+    media.require_modalities(request, model)
+
+
+def _changes(sampling: sampling_pb2.SamplingParams, name: str) -> bool:
+    """Whether a field is set, and to something else than its default."""
+    if name not in sampling.DESCRIPTOR.fields_by_name:
+        return False
+    value = getattr(sampling, name)
+    return name in {field.name for field, _ in sampling.ListFields()} and (
+        name not in _NEUTRAL or value != _NEUTRAL[name]
+    )

@@ -1,0 +1,11 @@
+"""The workers as this router sees them.
+
+calls.py    WorkerCalls: the Prefill, Decode and Release calls of one request
+handle.py   WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
+cluster.py  Cluster: all registered workers, and the models that they serve
+loras.py    KnownLoras: the adapters of a worker; which one a name stands for
+lora_operations.py   LoraOperations: what operators do with adapters, on all workers
+model.py    ServedModel: a model's tokenizer, limits and capabilities
+offer.py    Offer: what all of this offers, for GetServerInfo
+aborts.py   stops calls on workers
+"""

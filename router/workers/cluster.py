@@ -1,0 +1,265 @@
+"""The registered workers, each one watched by the router itself, and the models that they serve."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from baton.engine.v1 import worker_pb2
+from baton.errors import EngineFailed, InvalidRequest, LayoutMismatch, ModelNotFound, NoWorker
+from baton.inference.v1 import generate_pb2, lora_pb2
+from discovery.backoff import Backoff
+from discovery.latest import Latest
+from discovery.pairing import unpaired
+from discovery.registry import Registry, WorkerRecord
+from router.config import ProbeConfig
+from router.telemetry import metrics
+from router.workers.handle import WorkerHandle, connect
+from router.workers.loras import SEPARATOR, find_lora, loras_of_model, split_name
+from router.workers.model import ServedModel
+from rpc.channels import Dial
+from runtime.aio import TaskGroup
+
+log = structlog.get_logger(__name__)
+
+_CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
+_COMPLETING = {"decode", "embed"}  # the roles that complete requests
+_LONGEST_REASON = 300  # characters of what a card's reading raised
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker of one epoch, from its first record until it leaves."""
+
+    record: WorkerRecord
+    worker: WorkerHandle | None = None
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Cluster:
+    """The workers of a namespace and the models they serve.
+
+    While the registry is unavailable its last view stays, and only failed health checks take workers out.
+    """
+
+    def __init__(self, group: TaskGroup, probe: ProbeConfig, dial: Dial, *, multiplex: bool = True) -> None:
+        self._group = group
+        self._multiplex = multiplex
+        self._dial = dial
+        self._probe = probe
+        self._members: dict[tuple[str, int, str], _Member] = {}
+        self._models: dict[str, ServedModel] = {}
+        self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
+        self._ready: Latest[bool] = Latest()
+        self._changed = asyncio.Event()
+
+    @property
+    def workers(self) -> tuple[WorkerHandle, ...]:
+        """Every worker that is watched, ready or not."""
+        return tuple(member.worker for member in self._members.values() if member.worker)
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """The models that a registered worker serves, by name."""
+        names = sorted({worker.record.model for worker in self.workers} & self._models.keys())
+        return tuple(self._models[name] for name in names)
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name, or the only one if it is empty; that of an adapter for `<model>:<adapter>`.
+
+        Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
+        """
+        served = self.models
+        if name in self._models:
+            return self._models[name]
+        if not name and len(served) == 1:
+            return served[0]
+        if not name and served:
+            raise InvalidRequest.of("model", f"is missing; served are {_names(served)}")
+        for base, adapter in split_name(name):
+            if base in self._models and adapter in loras_of_model(self.workers, base):
+                return self._models[base]
+        if not name or any(worker.record.model == name for worker in self.workers):
+            raise NoWorker(f"no worker is ready yet: {self._problems()}")
+        raise ModelNotFound(f"no worker serves {name[:80]!r}; served are {_names(served) or 'none'}")
+
+    def lora(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> lora_pb2.LoraAdapter | None:
+        """The adapter that a request for this model names; None if it names none. Raises as `find_lora`."""
+        named = "" if request.model in (model.name, "") else request.model.removeprefix(f"{model.name}{SEPARATOR}")
+        if named and request.lora_name and named != request.lora_name:
+            raise InvalidRequest.of("lora_name", f"is not the adapter that model names, {named[:80]!r}")
+        name = request.lora_name or named
+        return find_lora(self.workers, model, name) if name else None
+
+    def summary(self) -> dict[str, object]:
+        """The number of workers in each role and state, and the ready roles of each model."""
+        counts = Counter(_roles_and_states(self.workers))
+        models: dict[str, set[str]] = {worker.record.model: set() for worker in self.workers}
+        for worker in self.workers:
+            if worker.state == "ready":
+                models[worker.record.model].update(worker.record.roles)
+        return {
+            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in metrics.ROLES},
+            "models": {name: sorted(models[name]) for name in sorted(models)},
+        }
+
+    async def readiness(self) -> AsyncGenerator[bool, None]:
+        """Whether any model has a ready worker that completes requests: now, and after each change."""
+        self._refresh()
+        async for ready in self._ready.values():
+            yield ready
+
+    async def change(self) -> None:
+        """Waits for the next change of the records or of a worker's health."""
+        await self._changed.wait()
+
+    async def follow(self, registry: Registry) -> None:
+        """Follows the registry, until cancelled."""
+        async for records in registry.watch():
+            self._update(records)
+
+    def close(self) -> None:
+        """Stops watching all workers."""
+        for member in self._members.values():
+            member.leave.set()
+
+    def _update(self, records: tuple[WorkerRecord, ...]) -> None:
+        seen = {_key(record): record for record in records}
+        for key, member in self._members.items():
+            if key in seen:
+                member.record = seen[key]
+            else:
+                member.leave.set()
+        for key, record in seen.items():
+            if key not in self._members:
+                member = self._members[key] = _Member(record)
+                self._group.create_task(self._host(key, member))
+        self._refresh()
+
+    async def _host(self, key: tuple[str, int, str], member: _Member) -> None:
+        """Watches a worker until it leaves. Errors of one worker do not affect the others."""
+        backoff = Backoff()
+        while key in self._members:
+            watching = asyncio.ensure_future(self._watch(key, member))
+            try:
+                await asyncio.wait([watching])
+            finally:
+                watching.cancel()
+            if watching.cancelled() or watching.exception() is None:
+                continue
+            error = watching.exception()
+            log.error("worker cannot be watched", worker_id=member.record.worker_id, exc_info=error)
+            if member.worker is not None:
+                member.worker.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
+            if member.leave.is_set():
+                self._forget(key)
+                return
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def _watch(self, key: tuple[str, int, str], member: _Member) -> None:
+        async with connect(
+            member.record, self._dial, self._probe, self._load_card, self._refresh, multiplex=self._multiplex
+        ) as worker:
+            member.worker = worker
+            await member.leave.wait()
+            log.info("worker left", worker_id=member.record.worker_id, problem=worker.problem)
+            self._forget(key)
+
+    def _forget(self, key: tuple[str, int, str]) -> None:
+        del self._members[key]
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Updates everything that depends on the records or on a worker's health."""
+        for member in self._members.values():
+            if member.worker is None:
+                continue
+            member.worker.record = member.record
+        # The cards of decode workers win: every generation ends on one.
+        for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
+            if worker.model:
+                self._models[worker.record.model] = worker.model
+        self._note_unpaired()
+        metrics.observe_workers(_roles_and_states(self.workers))
+        self._ready.set(any(_COMPLETING & set(worker.record.roles) and not worker.problem for worker in self.workers))
+        # Wakes the present waiters; later ones wait for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _note_unpaired(self) -> None:
+        """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
+        problems = unpaired(member.record for member in self._members.values() if not member.leave.is_set())
+        for worker in self.workers:
+            problem = problems.get(worker.record.process, "")
+            if problem and problem != worker.unpaired:
+                worker_id, reason = worker.record.worker_id, LayoutMismatch.reason
+                log.warning("worker cannot hand over", reason=reason, worker_id=worker_id, problem=problem)
+            worker.unpaired = problem
+        metrics.observe_unpaired(role for worker in self.workers if worker.unpaired for role in worker.record.roles)
+
+    def _load_card(self, card: worker_pb2.ModelCard) -> "asyncio.Future[ServedModel]":
+        """Loads the model of a card. Workers with equal cards share it."""
+        digest = hashlib.sha256(card.SerializeToString(deterministic=True)).digest()
+        known, future = self._cards.get(card.name, (b"", None))
+        if future is None or known != digest:
+            future = asyncio.ensure_future(_read(card))
+            self._cards[card.name] = (digest, future)
+        return asyncio.shield(future)
+
+    def _problems(self) -> str:
+        found = [f"{worker.record.worker_id}: {worker.problem}" for worker in self.workers]
+        return "; ".join(found) or "none is registered"
+
+
+@asynccontextmanager
+async def watch_cluster(
+    registry: Registry, probe: ProbeConfig, dial: Dial, *, multiplex: bool = True
+) -> AsyncGenerator[Cluster, None]:
+    """Watches the cluster of a registry while the context is open."""
+    async with TaskGroup() as group:
+        cluster = Cluster(group, probe, dial, multiplex=multiplex)
+        following = group.create_task(cluster.follow(registry))
+        try:
+            yield cluster
+        finally:
+            following.cancel()
+            cluster.close()
+
+
+async def _read(card: worker_pb2.ModelCard) -> ServedModel:
+    """Reads a card in a thread of its own, so that a slow one delays neither other cards nor requests.
+
+    Raises EngineFailed for every error, since a card is untrusted data.
+    """
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="card")
+    reading = asyncio.get_running_loop().run_in_executor(thread, ServedModel.from_card, card)
+    thread.shutdown(wait=False)
+    done, _ = await asyncio.wait([reading], timeout=_CARD_SECONDS)
+    if not done:
+        raise EngineFailed(f"the card of {card.name} cannot be used: it was not read within {_CARD_SECONDS:g} s")
+    if (error := reading.exception()) is not None:
+        raise EngineFailed(f"the card of {card.name} cannot be used: {_reason(error)}") from error
+    return reading.result()
+
+
+def _reason(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+
+
+def _key(record: WorkerRecord) -> tuple[str, int, str]:
+    return (record.worker_id, record.epoch, record.address)
+
+
+def _roles_and_states(workers: Iterable[WorkerHandle]) -> Iterator[tuple[str, str]]:
+    for worker in workers:
+        for role in worker.record.roles:
+            yield role, worker.state
+
+
+def _names(models: tuple[ServedModel, ...]) -> str:
+    return ", ".join(model.name for model in models)

@@ -1,0 +1,319 @@
+"""One worker as the router sees it: its stubs, its health, and its load."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Literal
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.calls import stream, unary
+from baton.engine.v1 import (
+    decode_pb2_grpc,
+    embed_pb2_grpc,
+    encode_pb2_grpc,
+    handoff_pb2_grpc,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from baton.errors import BatonError, EngineFailed, Unavailable
+from baton.inference.v1 import cluster_service_pb2
+from discovery.backoff import Backoff
+from discovery.record import LORA, MULTIPLEX
+from discovery.registry import WorkerRecord
+from router.config import ProbeConfig
+from router.routing.latency import WorkerLatency
+from router.routing.scoring import Ranks
+from router.workers.loras import KnownLoras, watch_loras
+from router.workers.model import ServedModel
+from rpc.channels import Dial
+from rpc.multiplex.channel import multiplexed
+from runtime.aio import TaskGroup, Timeout, timeout
+
+_NOT_CHECKED = "its health check has not answered yet"
+_NO_CARD = "its model card has not been read yet"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
+
+
+class WorkerHandle:
+    """A worker of one epoch. Created by `connect`; its stubs may be used until `idle`, also after it has left.
+
+    It is ready while its card is known and both health checks say so: Watch pushes changes, and repeated Checks
+    detect a hung process. `leaving` is set when it has left the cluster.
+    """
+
+    def __init__(
+        self, record: WorkerRecord, channel: aio.Channel, shared: aio.Channel, changed: Callable[[], None]
+    ) -> None:
+        """`shared` is for the calls of requests; it may be `channel` itself."""
+        self.record = record
+        self.encode = encode_pb2_grpc.EncodeServiceStub(channel)
+        self.embed = embed_pb2_grpc.EmbedServiceStub(channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(shared)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(shared)
+        self.handoff = handoff_pb2_grpc.HandoffServiceStub(shared)
+        self.control = worker_pb2_grpc.WorkerServiceStub(channel)
+        self.model: ServedModel | None = None
+        self.load = cluster_service_pb2.WorkerLoad()
+        self.loras = KnownLoras()
+        self.latency = WorkerLatency()
+        self.ranks = Ranks(record.worker_id, record.data_parallel_ranks)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._changed = changed
+        self._watch_problem = self._check_problem = _NOT_CHECKED
+        self._card_problem = _NO_CARD
+        self._load_at = self._heard_at = time.monotonic()
+        self._calls: set[Timeout] = set()
+        self._sent_requests = self._sent_requests_at_load = 0
+        self._sent_tokens = self._sent_tokens_at_load = 0
+        # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
+        self.others_tokens = self._others_tokens_at_load = 0
+        self._users = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.leaving = asyncio.Event()
+        self.unpaired = ""  # why no other worker of its model fits it for a handoff; empty if one does
+
+    @property
+    def embedding_layout(self) -> str:
+        """The layout of the embeddings that it makes or reads; empty if unknown."""
+        return self.model.images.embedding_layout_digest if self.model and self.model.images else ""
+
+    @property
+    def encoder(self) -> str:
+        """The fingerprint of the encoder that makes its embeddings; empty if unknown."""
+        return self.model.images.encoder_fingerprint if self.model and self.model.images else ""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be used now; empty if it is ready."""
+        return self._watch_problem or self._check_problem or self._card_problem
+
+    @property
+    def state(self) -> Literal["ready", "unhealthy", "draining"]:
+        """Its state in one word."""
+        if self.record.draining:
+            return "draining"
+        return "unhealthy" if self.problem else "ready"
+
+    @property
+    def requests(self) -> int:
+        """The requests that it reported, corrected by those that this router has sent or seen end since."""
+        reported = self.load.running + self.load.waiting
+        return max(0, reported + self._sent_requests - self._sent_requests_at_load)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The queued prompt tokens that it reported, corrected like `requests`."""
+        return max(0, self.load.waiting_prefill_tokens + self._sent_tokens - self._sent_tokens_at_load)
+
+    @property
+    def token_seconds(self) -> float | None:
+        """The recent inter-token latency of this router's requests there; None if unknown."""
+        return self.latency.recent_token_seconds.value
+
+    @property
+    def load_age_seconds(self) -> float:
+        """The age of the reported load."""
+        return time.monotonic() - self._load_at
+
+    @contextmanager
+    def track_load(self, prompt_tokens: int) -> Iterator[None]:
+        """Counts a request, and the prompt tokens that it computes, as load while the context is open."""
+        self._sent_requests += 1
+        self._sent_tokens += prompt_tokens
+        try:
+            with self.keep_open():
+                yield
+        finally:
+            self._sent_requests -= 1
+            self._sent_tokens -= prompt_tokens
+
+    @contextmanager
+    def keep_open(self) -> Iterator[None]:
+        """Keeps the channel open, even if the worker leaves the cluster."""
+        self._users += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def fail_if_hung(self) -> AsyncGenerator[None, None]:
+        """Stops the body with Unavailable if the worker is found to hang."""
+        call_timeout = timeout(None)
+        try:
+            async with call_timeout:
+                self._calls.add(call_timeout)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(call_timeout)
+        except TimeoutError:
+            raise Unavailable(f"no response for {self._silent_seconds:.1f} s") from None
+
+    def mark_unhealthy(self, problem: str) -> None:
+        """Marks it unhealthy until its next health check succeeds."""
+        self._check_problem = problem
+        self._changed()
+
+    async def idle(self) -> None:
+        """Waits until `keep_open` is left by all."""
+        await self._idle.wait()
+
+    async def watch_health(self) -> None:
+        """Follows the health that the worker reports, until cancelled."""
+        backoff = Backoff()
+        while True:
+            try:
+                call = self._health.Watch(health_pb2.HealthCheckRequest())
+                async with aclosing(stream(call)) as responses:
+                    async for response in responses:
+                        backoff.reset()
+                        serving = response.status == _SERVING
+                        self._note_watch("" if serving else "it reports that it is not serving")
+                self._note_watch("its health stream ended")
+            except BatonError as error:
+                self._note_watch(f"its health stream failed: {error.message}")
+            await asyncio.sleep(backoff.next_seconds())
+
+    async def check_health(self, probe: ProbeConfig) -> None:
+        """Checks the health repeatedly, until cancelled: a hung process reports nothing."""
+        failures = 0
+        while True:
+            started = time.monotonic()
+            problem = await self._check(probe.timeout_seconds)
+            if problem and time.monotonic() - started > 2 * probe.timeout_seconds:
+                # This process stood still, not the worker.
+                continue
+            failures = failures + 1 if problem else 0
+            self._note_check(problem)
+            # After a pause of this process every call has timed out: one failure proves nothing.
+            if failures > 1 and self._silent_seconds >= probe.hung_seconds:
+                self._interrupt()
+            await asyncio.sleep(max(0.0, started + probe.interval_seconds - time.monotonic()))
+
+    async def watch_load(self) -> None:
+        """Follows the load that the worker reports, until cancelled."""
+        backoff = Backoff()
+        while True:
+            try:
+                async with aclosing(stream(self.control.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
+                    async for response in responses:
+                        backoff.reset()
+                        self._heard_at = time.monotonic()
+                        self._note_load(response.load)
+            except BatonError:
+                # The health checks decide whether it is used. Until the next report only our own requests count.
+                pass
+            await asyncio.sleep(backoff.next_seconds())
+
+    def note_loras(self, loras: KnownLoras) -> None:
+        """Notes the adapters that the worker has told of."""
+        self.loras = loras
+        self._changed()
+
+    async def read_card(self, load_card: LoadCard) -> None:
+        """Reads the model card, once."""
+        backoff = Backoff()
+        while self.model is None:
+            try:
+                response = await unary(self.control.GetModel(worker_pb2.GetModelRequest(), timeout=30.0))
+                model = await load_card(response.card)
+                if model.name != self.record.model:
+                    raise EngineFailed(f"it is for {model.name!r:.100}, but the worker's record names another model")
+                self.model = model
+            except BatonError as error:
+                self._note_card(f"its model card cannot be read: {error.message}")
+                await asyncio.sleep(backoff.next_seconds())
+        self._note_card("")
+
+    @property
+    def _silent_seconds(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def _interrupt(self) -> None:
+        """Stops the calls that wait for it: they may continue elsewhere."""
+        for call_timeout in tuple(self._calls):
+            call_timeout.reschedule(asyncio.get_running_loop().time())
+        self._calls.clear()
+
+    async def _check(self, timeout_seconds: float) -> str:
+        try:
+            request = health_pb2.HealthCheckRequest()
+            response = await unary(self._health.Check(request, timeout=timeout_seconds, wait_for_ready=False))
+        except BatonError as error:
+            return f"its health check failed: {error.message}"
+        self._heard_at = time.monotonic()
+        return "" if response.status == _SERVING else "it reports that it is not serving"
+
+    def _note_watch(self, problem: str) -> None:
+        if problem != self._watch_problem:
+            self._watch_problem = problem
+            self._changed()
+
+    def _note_check(self, problem: str) -> None:
+        if problem != self._check_problem:
+            self._check_problem = problem
+            self._changed()
+
+    def _note_card(self, problem: str) -> None:
+        if problem != self._card_problem:
+            self._card_problem = problem
+            self._changed()
+
+    def _note_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
+        self.load = load
+        self._load_at = time.monotonic()
+        self._sent_requests_at_load = self._sent_requests
+        self._sent_tokens_at_load = self._sent_tokens
+        before, self._others_tokens_at_load = (
+            self._others_tokens_at_load,
+            max(0, load.waiting_prefill_tokens - self._sent_tokens),
+        )
+        self.others_tokens = min(before, self._others_tokens_at_load)
+
+
+@asynccontextmanager
+async def connect(
+    record: WorkerRecord,
+    dial: Dial,
+    probe: ProbeConfig,
+    load_card: LoadCard,
+    changed: Callable[[], None],
+    *,
+    multiplex: bool = True,
+) -> AsyncGenerator[WorkerHandle, None]:
+    """Watches a worker while the context is open. At the end waits for the calls that still run there.
+
+    With `multiplex` the calls of requests share a stream, if the worker offers that.
+    """
+    async with AsyncExitStack() as stack:
+        channel = shared = await stack.enter_async_context(dial(record.address))
+        if MULTIPLEX in record.capabilities and multiplex:
+            shared = await stack.enter_async_context(multiplexed(channel))
+        worker = WorkerHandle(record, channel, shared, changed)
+        async with TaskGroup() as group:
+            tasks = [
+                group.create_task(worker.watch_health()),
+                group.create_task(worker.check_health(probe)),
+                group.create_task(worker.watch_load()),
+                group.create_task(worker.read_card(load_card)),
+            ]
+            if LORA in record.capabilities:
+                tasks.append(group.create_task(watch_loras(worker.control, worker.note_loras)))
+            try:
+                yield worker
+            finally:
+                for task in tasks:
+                    task.cancel()
+                worker.leaving.set()
+        await worker.idle()

@@ -1,0 +1,131 @@
+"""Adapters (LoRA) on the workers as this router sees them, and the names by which requests ask for them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton.calls import stream
+from baton.engine.v1 import worker_pb2, worker_pb2_grpc
+from baton.errors import BatonError, InvalidRequest, NoWorker, Unsupported
+from baton.inference.v1 import lora_pb2
+from discovery.backoff import Backoff
+from discovery.record import LORA
+from discovery.registry import WorkerRecord
+from router.workers.model import ServedModel
+
+SEPARATOR = ":"
+_SHOWN = 80  # characters of a name in an error
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLoras:
+    """What a worker has told, by digest and name. Not `is_told` until it has, or if it serves no adapters."""
+
+    loaded: frozenset[tuple[str, str]] = frozenset()
+    adapters: tuple[lora_pb2.LoraAdapter, ...] = field(default=(), compare=False)
+    usable: frozenset[tuple[str, str]] = frozenset()
+    is_told: bool = False
+
+    @classmethod
+    def of(cls, inventory: lora_pb2.LoraInventory) -> "KnownLoras":
+        """Reads a worker's report."""
+        adapters = (*inventory.loaded, *inventory.available)
+        loaded = frozenset(map(_key, inventory.loaded))
+        return cls(loaded, adapters, frozenset(map(_key, adapters)), is_told=True)
+
+    def can_use(self, adapter: lora_pb2.LoraAdapter) -> bool:
+        """Whether the worker has the adapter, or can load it."""
+        return _key(adapter) in self.usable
+
+    def has_loaded(self, adapter: lora_pb2.LoraAdapter) -> bool:
+        """Whether the worker has the adapter in memory."""
+        return _key(adapter) in self.loaded
+
+
+class LoraWorker(Protocol):
+    """The part of a worker that this module looks at."""
+
+    @property
+    def record(self) -> WorkerRecord: ...
+
+    @property
+    def loras(self) -> KnownLoras: ...
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be used now; empty if it is ready."""
+
+
+async def watch_loras(control: worker_pb2_grpc.WorkerServiceStub, note: Callable[[KnownLoras], None]) -> None:
+    """Follows the adapters that a worker reports, until cancelled. While it cannot be reached they count as before."""
+    backoff = Backoff()
+    while True:
+        try:
+            call: Any = control.WatchLoras(worker_pb2.WatchLorasRequest())
+            async with aclosing(stream(call)) as responses:
+                async for response in responses:
+                    backoff.reset()
+                    note(KnownLoras.of(response.inventory))
+        except BatonError:
+            # The health checks decide whether the worker is used.
+            pass
+        await asyncio.sleep(backoff.next_seconds())
+
+
+def find_lora(workers: Iterable[LoraWorker], model: ServedModel, name: str) -> lora_pb2.LoraAdapter:
+    """The adapter that this name stands for now: of several contents, the one that most decode workers have loaded.
+
+    Raises Unsupported if no worker of the model serves adapters, InvalidRequest if none has this one, and NoWorker if
+    one has not told yet.
+    """
+    of_model = [worker for worker in workers if worker.record.model == model.name]
+    serving = [worker for worker in of_model if LORA in worker.record.capabilities]
+    if not serving:
+        raise Unsupported(f"{model.name} does not support lora; it supports {model.abilities}")
+    contents = _contents(serving, name)
+    if contents:
+        return contents[0]
+    if not all(worker.loras.is_told for worker in serving):
+        raise NoWorker(f"not all workers of {model.name} have told which adapters they have")
+    known = ", ".join(sorted(loras_of_model(serving, model.name))) or "none"
+    text = f"no worker of {model.name} has the adapter {name[:_SHOWN]!r}; known are {known}"
+    raise InvalidRequest.of("lora_name", text)
+
+
+def loras_of_model(workers: Iterable[LoraWorker], model: str) -> dict[str, lora_pb2.LoraAdapter]:
+    """All adapters of a model, by name, each with the content that `find_lora` takes."""
+    of_model = [worker for worker in workers if worker.record.model == model]
+    names = sorted({adapter.name for worker in of_model for adapter in worker.loras.adapters})
+    return {name: _contents(of_model, name)[0] for name in names}
+
+
+def split_name(name: str) -> Iterator[tuple[str, str]]:
+    """Each way to read a name as `<model>:<adapter>`."""
+    for index, character in enumerate(name):
+        if character == SEPARATOR and 0 < index < len(name) - 1:
+            yield name[:index], name[index + 1 :]
+
+
+def named(model: str, adapter: lora_pb2.LoraAdapter | None) -> str:
+    """The name of a model, or of one of its adapters as a model."""
+    return f"{model}{SEPARATOR}{adapter.name}" if adapter else model
+
+
+def _contents(workers: Iterable[LoraWorker], name: str) -> list[lora_pb2.LoraAdapter]:
+    """The contents of this name, the one to take first."""
+    found: dict[str, lora_pb2.LoraAdapter] = {}
+    votes: Counter[str] = Counter()
+    for worker in workers:
+        weight = 1 + 1000 * ("decode" in worker.record.roles and not worker.problem)
+        for adapter in worker.loras.adapters:
+            if adapter.name == name:
+                found[adapter.digest] = adapter
+                votes[adapter.digest] += weight * (1000 if worker.loras.has_loaded(adapter) else 1)
+    return [found[digest] for digest in sorted(found, key=lambda digest: (-votes[digest], digest))]
+
+
+def _key(adapter: lora_pb2.LoraAdapter) -> tuple[str, str]:
+    return adapter.digest, adapter.name

@@ -1,0 +1,122 @@
+"""A model as the router serves it: tokenizer, limits and capabilities, from a worker's model card."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.v1 import worker_pb2
+from baton.inference.v1 import generate_pb2, model_pb2
+from router.text.parsing.reasoning import ReasoningParser
+from router.text.parsing.registry import AnswerParser
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are validated and tokenized against. Without a tokenizer it takes and returns token ids only."""
+
+    name: str
+    limits: model_pb2.ModelLimits
+    capabilities: model_pb2.ModelCapabilities
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    images: worker_pb2.ImageRules | None = None
+    embedding: model_pb2.EmbeddingRules | None = None  # of a worker with the role embed
+    block_tokens: int = 0  # of the blocks that prefix caches are made of; 0 if unknown
+    block_bytes: int = 0
+    dtype: str = ""
+    engine_settings: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_card(cls, card: worker_pb2.ModelCard) -> "ServedModel":
+        """Reads a card. Slow for large tokenizers: call it in a thread. Raises ValueError for unreadable files."""
+        tokenizer = _tokenizer(card)
+        return cls(
+            name=card.name,
+            limits=card.limits,
+            capabilities=_capabilities(card, tokenizer),
+            eos_token_ids=frozenset(card.eos_token_ids),
+            tokenizer=tokenizer,
+            images=card.images if card.HasField("images") else None,
+            embedding=card.embedding if card.HasField("embedding") else None,
+            block_tokens=card.layout.block_tokens,
+            block_bytes=card.layout.block_bytes,
+            dtype=card.layout.dtype,
+            engine_settings=dict(card.engine_settings),
+        )
+
+    @property
+    def abilities(self) -> str:
+        """What the model supports, for error messages."""
+        return ", ".join(self._inputs_and_options)
+
+    @property
+    def features(self) -> Sequence[str]:
+        """What requests may ask of it, in words."""
+        capabilities = self.capabilities
+        more = {
+            "several answers": capabilities.multiple_answers and not capabilities.embeddings_only,
+            "reasoning": capabilities.reasoning,
+            "embeddings": self.embedding is not None and not capabilities.embeddings_only,
+        }
+        return [*self._inputs_and_options, *(name for name, is_able in more.items() if is_able)]
+
+    @property
+    def _inputs_and_options(self) -> Sequence[str]:
+        capabilities = self.capabilities
+        if self.capabilities.embeddings_only:
+            return ["embeddings"]
+        text = self.tokenizer is not None
+        able = {
+            "prompt": text,
+            "token_ids": True,
+            "chat": self.can_chat,
+            "stop strings": text,
+            "logprobs": capabilities.logprobs,
+            "prompt logprobs": capabilities.prompt_logprobs,
+            "guided decoding": capabilities.guided_decoding,
+            "lora": capabilities.lora,
+            "tools": capabilities.tools,
+            "media": bool(capabilities.modalities),
+        }
+        return [name for name, is_able in able.items() if is_able]
+
+    def answer_parser(self, request: generate_pb2.GenerateRequest, prompt: Sequence[int]) -> AnswerParser | None:
+        """The parser of reasoning and tool calls for an answer to this chat; None for plain text."""
+        if self.tokenizer is None or not request.HasField("chat") or request.response.raw_text:
+            return None
+        tools = self.tokenizer.tool_format if request.chat.tools else None
+        reasoning = None
+        if self.tokenizer.has_reasoning and not _is_wholly_guided(request):
+            reasoning = ReasoningParser(is_open=self.tokenizer.ends_in_reasoning(prompt))
+        if tools is None and reasoning is None:
+            return None
+        return AnswerParser(reasoning, tools, {tool.name for tool in request.chat.tools})
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self.tokenizer is not None and self.tokenizer.can_chat
+
+
+def _capabilities(card: worker_pb2.ModelCard, tokenizer: Tokenizer | None) -> model_pb2.ModelCapabilities:
+    """What the workers can do, and what the router does for each of them."""
+    capabilities = model_pb2.ModelCapabilities()
+    capabilities.CopyFrom(card.capabilities)
+    capabilities.multiple_answers = True
+    if tokenizer is not None and tokenizer.can_chat:
+        capabilities.tools = tokenizer.tool_format is not None
+        capabilities.reasoning = tokenizer.has_reasoning
+    return capabilities
+
+
+def _is_wholly_guided(request: generate_pb2.GenerateRequest) -> bool:
+    """Whether the answer is in a grammar from its first token: it then has no reasoning, even after `<think>`."""
+    guided = request.guided
+    has_free_text = guided.HasField("structural_tags") and not guided.structural_tags.is_required
+    return request.HasField("guided") and not has_free_text
+
+
+def _tokenizer(card: worker_pb2.ModelCard) -> Tokenizer | None:
+    if not card.tokenizer_json:
+        return None
+    return Tokenizer(card.tokenizer_json, card.tokenizer_config_json, card.chat_template, card.images.placeholder)

@@ -1,0 +1,237 @@
+"""One call: its task, its deadline, and its end, which always has a status."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+import grpc
+import structlog
+from grpc import StatusCode
+
+from rpc.http2.context import EOF, RESPONSE, Context, Requests
+from rpc.http2.security import AuthContext
+from rpc.http2.stream import Stream
+from rpc.http2.wire.hpack import literal
+from rpc.http2.wire.messages import MessageFailure, decompress
+from rpc.http2.wire.metadata import Metadata, status_fields
+from rpc.http2.wire.request import RequestHead
+from rpc.interceptors.behaviour import Behaviour, as_coroutine
+
+log = structlog.get_logger(__name__)
+
+_OK_TRAILERS: Final = literal(b"grpc-status", b"0")
+_NOT_COMPRESSED = "compressed requests are not accepted here; send the request without compression"
+
+
+class CallDetails(grpc.HandlerCallDetails):
+    """What an interceptor sees of a call before it has a handler."""
+
+    def __init__(self, method: str, invocation_metadata: Metadata) -> None:
+        self.method = method
+        self.invocation_metadata = invocation_metadata  # type: ignore[assignment]  # in its stubs without bytes
+
+
+class CallHost(Protocol):
+    """The server, as its calls know it."""
+
+    def takes_one_message(self, path: str) -> bool:
+        """Whether the method's request is known to be a single message."""
+
+    async def find(self, details: CallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """The handler of a call, wrapped by the interceptors."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Runs a call in a task of its own, with fresh context variables."""
+
+
+class CallConnection(Protocol):
+    """The connection, as its calls know it."""
+
+    @property
+    def peer(self) -> str:
+        """The client's address."""
+
+    @property
+    def auth_context(self) -> AuthContext:
+        """Who the client has proven to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A handler, as it is called."""
+
+    behaviour: Behaviour
+    deserialize: Callable[[bytes], Any]
+    serialize: Callable[[Any], bytes]
+    takes_stream: bool
+    gives_stream: bool
+
+
+class Call:
+    """A call that is answered by a servicer."""
+
+    __slots__ = (
+        "_callbacks",
+        "_context",
+        "_host",
+        "_task",
+        "_timer",
+        "deadline_at",
+        "head",
+        "is_over",
+        "peer",
+        "stream",
+        "waits_for_message",
+    )
+
+    def __init__(self, host: CallHost, peer: CallConnection, stream: Stream, head: RequestHead) -> None:
+        self._host = host
+        # What streams may be answered before anything was asked.
+        self.waits_for_message = host.takes_one_message(head.path)
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._callbacks: tuple[Callable[[], None], ...] = ()
+        self._context: Context | None = None
+        self.peer = peer
+        self.stream = stream
+        self.head = head
+        self.is_over = False
+        self.deadline_at: float | None = None
+        if head.timeout_seconds is not None:
+            self.deadline_at = time.monotonic() + head.timeout_seconds
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(head.timeout_seconds, self._expire)
+
+    # What the connection says.
+
+    def start(self) -> None:
+        """Begins the task, unless it has begun, or the call is wrong or over already."""
+        if self.is_over or self._task is not None:
+            return
+        if self.head.fault:
+            self.finish(StatusCode.INVALID_ARGUMENT, self.head.fault)
+            return
+        self._task = self._host.spawn(self._run())
+        self._task.add_done_callback(self._on_task_end)
+
+    def end(self) -> None:
+        """The peer has sent its last; who reads is told by the stream."""
+
+    def fail(self, failure: MessageFailure) -> None:
+        """What has come is no message of gRPC's."""
+        self.finish(failure.code, failure.details)
+        self._cancel()
+
+    def leave(self) -> None:
+        """The stream is over without us."""
+        if not self.is_over:
+            self._note_end(StatusCode.CANCELLED, "", is_cancelled=True)
+        self._cancel()
+
+    def stop(self, reason: str) -> None:
+        """The server ends."""
+        self.finish(StatusCode.UNAVAILABLE, reason)
+        self._cancel()
+
+    # What the context says.
+
+    def finish(self, code: StatusCode, details: str = "", metadata: Metadata = ()) -> None:
+        """Ends the call with a status, after what was written. Raises ValueError for illegal metadata."""
+        if self.is_over:
+            return
+        if code is StatusCode.OK and not details and not metadata:
+            block = _OK_TRAILERS
+        else:
+            block = status_fields(code.value[0], details, metadata)
+        self.stream.finish(block if self.stream.started else RESPONSE + block)
+        self._note_end(code, details, is_cancelled=False)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Calls back when the call has a status, or its peer has gone; at once, if that is so already."""
+        if self.is_over:
+            callback()
+        else:
+            self._callbacks = (*self._callbacks, callback)
+
+    async def read(self, method: Method) -> Any:
+        """The next message; aio.EOF after the last. Raises MessageFailure."""
+        received = await self.stream.read()
+        if received is None:
+            return EOF
+        limits = self.stream.limits
+        if received.is_compressed and not limits.accepts_compression:
+            raise MessageFailure(StatusCode.UNIMPLEMENTED, _NOT_COMPRESSED)
+        wire = await decompress(received, self.head.encoding, limits.max_message_bytes)
+        return method.deserialize(wire)
+
+    # Its life.
+
+    async def _run(self) -> None:
+        try:
+            handler = await self._host.find(CallDetails(self.head.path, self.head.metadata))
+            if handler is None:
+                self.finish(StatusCode.UNIMPLEMENTED, "Method not found!")
+                return
+            await self._serve(method_of(handler))
+        except MessageFailure as failure:
+            self.finish(failure.code, failure.details)
+
+    async def _serve(self, method: Method) -> None:
+        context = self._context = Context(self, method)
+        request: Any = Requests(context)
+        if not method.takes_stream:
+            request = await self.read(method)
+            if request is EOF:
+                raise MessageFailure(StatusCode.UNIMPLEMENTED, "the request has no message")
+        response = await method.behaviour(request, context)
+        if not method.gives_stream and context.is_ok:
+            await context.write(response)
+        context.finish()
+
+    def _on_task_end(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            # By whom is not known: the peer and the deadline leave the call with a status.
+            self.finish(StatusCode.CANCELLED, "the call was cancelled")
+            return
+        error = task.exception()
+        if error is None or self.is_over:
+            return
+        log.error("call failed", method=self.head.path, exc_info=error)
+        self.finish(StatusCode.INTERNAL, "internal error")
+
+    def _expire(self) -> None:
+        if not self.is_over:
+            self.stream.drop_unsent()
+            self.finish(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+    def _note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
+        self.is_over = True
+        if self._context is not None:
+            self._context.note_end(code, details, is_cancelled=is_cancelled)
+        if self._timer is not None:
+            self._timer.cancel()
+        callbacks, self._callbacks = self._callbacks, ()
+        for callback in callbacks:
+            callback()
+
+
+@lru_cache(maxsize=1024)
+def method_of(handler: "grpc.RpcMethodHandler[Any, Any]") -> Method:
+    """What is called for a handler, made once."""
+    plain = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert plain is not None
+    return Method(
+        as_coroutine(plain),
+        handler.request_deserializer or bytes,
+        handler.response_serializer or bytes,
+        handler.request_streaming,
+        handler.response_streaming,
+    )

@@ -1,0 +1,235 @@
+"""One client's connection: its life, its streams, and the calls that answer them."""
+
+import asyncio
+from contextvars import Context
+from typing import Final, Protocol, cast
+
+import structlog
+
+from rpc.http2.limits import CONNECTIONS, EXCEEDED, Bucket, ServerLimits, exceeded
+from rpc.http2.liveness import Liveness
+from rpc.http2.output import Output
+from rpc.http2.receiver import CONNECTION_WINDOW, Receiver
+from rpc.http2.security import AuthContext, auth_context
+from rpc.http2.stream import RECEIVE_WINDOW, Stream
+from rpc.http2.wire import frames as h2
+from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
+from rpc.http2.wire.messages import MessageFailure
+from rpc.http2.wire.request import RequestHead
+
+log = structlog.get_logger(__name__)
+
+# Of streams that we have ended early, for what their peer had sent before it knew.
+_REMEMBERED_STREAMS: Final = 1024
+# How long a closed connection may take to be written out.
+_CLOSE_SECONDS: Final = 30.0
+_CUT_SECONDS: Final = 1.0
+
+
+class StreamHandler(Protocol):
+    """What answers a stream. `waits_for_message` says that there is no use to start it before the first message."""
+
+    waits_for_message: bool
+
+    def start(self) -> None:
+        """Begins. The head is known, and perhaps its message too."""
+
+    def end(self) -> None:
+        """The peer has sent its last."""
+
+    def fail(self, failure: MessageFailure) -> None:
+        """What has come is no message of gRPC's: ends the call with a status."""
+
+    def leave(self) -> None:
+        """The stream is over without us: its peer has gone, or has reset it."""
+
+    def stop(self, reason: str) -> None:
+        """Ends the call with UNAVAILABLE, because the server ends."""
+
+
+class ConnectionHost(Protocol):
+    """The server, as its connections know it. New calls run in copies of `context`."""
+
+    limits: ServerLimits
+    context: Context
+
+    def answer(self, connection: "Connection", stream: Stream, head: RequestHead | None) -> StreamHandler:
+        """Makes the call of a new stream; without a head it was over the limit."""
+
+    def add(self, connection: "Connection") -> None:
+        """A connection is there. Raises ConnectionFailure if it may not stay."""
+
+    def discard(self, connection: "Connection") -> None:
+        """It is not any more."""
+
+    def note_idle(self) -> None:
+        """No call runs on some connection any more."""
+
+
+class Connection(asyncio.Protocol):
+    """A connection of a client. `heard_at` is when it last sent something, in the loop's time."""
+
+    transport: asyncio.Transport
+    output: Output
+    liveness: Liveness
+    receiver: Receiver
+
+    def __init__(self, host: ConnectionHost) -> None:
+        self.limits = host.limits
+        self.context = host.context
+        self.streams: dict[int, Stream] = {}
+        self.calls: dict[int, StreamHandler] = {}
+        self.last_stream_id = 0
+        self.unread_input = 0
+        self.is_closing = False
+        self.heard_at = 0.0
+        self._host = host
+        self._ended_early: dict[int, None] = {}
+        self._auth_context: AuthContext | None = None
+        self._refused_streams = Bucket("refused_streams", host.limits.http2.refused_streams)
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Introduces ourselves."""
+        CONNECTIONS.inc()
+        self.loop = asyncio.get_running_loop()
+        # uvloop's are not asyncio's own.
+        self.transport = cast("asyncio.Transport", transport)
+        self.heard_at = self.loop.time()
+        self.output = Output(self.loop, self.transport, self.context, self.limits.http2.max_unread_output_bytes)
+        self.liveness = Liveness(self)
+        self.receiver = Receiver(self)
+        try:
+            self._host.add(self)
+        except ConnectionFailure as failure:
+            self.fail(failure)
+            return
+        own = {
+            h2.MAX_CONCURRENT_STREAMS: self.limits.max_streams,
+            h2.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW,
+            h2.MAX_HEADER_LIST_SIZE: self.limits.http2.max_header_list_bytes,
+        }
+        self.output.send(h2.settings(own) + h2.window_update(0, CONNECTION_WINDOW - h2.DEFAULT_WINDOW))
+        self.liveness.start()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Ends what runs."""
+        CONNECTIONS.dec()
+        self.is_closing = True
+        self.liveness.stop()
+        self._host.discard(self)
+        self._leave_calls()
+
+    def pause_writing(self) -> None:
+        """The transport holds enough for now."""
+        self.output.pause()
+
+    def resume_writing(self) -> None:
+        """The transport can take more."""
+        self.output.resume()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads what came."""
+        if not self.is_closing:
+            self.heard_at = self.loop.time()
+            self.receiver.receive(data)
+
+    # Streams.
+
+    def require_room(self) -> None:
+        """Raises StreamFailure if no more streams are taken, and ConnectionFailure if too many were refused."""
+        if self.liveness.refuses_calls:
+            raise StreamFailure(h2.REFUSED_STREAM, "this connection takes no more calls")
+        if len(self.streams) >= self.limits.max_streams:
+            self._refused_streams.spend()
+            raise StreamFailure(h2.REFUSED_STREAM, "too many streams")
+
+    def open(self, stream_id: int, window: int, head: RequestHead | None) -> Stream:
+        """A new stream, and the call that answers it."""
+        stream = Stream(self, stream_id, window, self.limits)
+        stream.content_length = head.content_length if head else -1
+        self.streams[stream_id] = stream
+        self.calls[stream_id] = self._host.answer(self, stream, head)
+        return stream
+
+    def forget(self, stream: Stream, *, is_early: bool) -> None:
+        """The stream is closed; `is_early` if its peer does not know yet."""
+        self.streams.pop(stream.id, None)
+        self.calls.pop(stream.id, None)
+        if is_early:
+            self._ended_early[stream.id] = None
+            if len(self._ended_early) > _REMEMBERED_STREAMS:
+                del self._ended_early[next(iter(self._ended_early))]
+        if not self.streams:
+            self.liveness.note_idle()
+            self._host.note_idle()
+
+    def has_ended_early(self, stream_id: int) -> bool:
+        """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
+        return stream_id in self._ended_early
+
+    def account_input(self, change: int) -> None:
+        """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
+        self.unread_input += change
+        if change > 0 and self.unread_input > self.limits.http2.max_unread_input_bytes:
+            EXCEEDED.labels("unread_input").inc()
+            raise MessageFailure.too_much_unread()
+
+    # Its end.
+
+    def fail(self, failure: ConnectionFailure) -> None:
+        """Ends the connection with GOAWAY, and what runs on it."""
+        if self.is_closing:
+            return
+        self.is_closing = True
+        if failure.budget:
+            EXCEEDED.labels(failure.budget).inc()
+            log.warning("connection ended", peer=self.peer, budget=failure.budget, reason=str(failure))
+        self.liveness.stop()
+        self._leave_calls()
+        last = h2.goaway(self.last_stream_id, failure.code, str(failure))
+        # Who has done nothing wrong may need its time to read what was written.
+        seconds = _CLOSE_SECONDS if failure.code == h2.NO_ERROR else _CUT_SECONDS
+        self.output.close(last, seconds, self.transport.abort)
+
+    def close(self, reason: str = "") -> None:
+        """Ends the connection in order; what still runs ends with UNAVAILABLE."""
+        for call in tuple(self.calls.values()):
+            call.stop(reason)
+        self.fail(ConnectionFailure(h2.NO_ERROR, reason))
+
+    def budget_exceeded(self, budget: str, reason: str) -> None:
+        """Ends the connection, whose peer went over a limit."""
+        self.fail(exceeded(budget, reason))
+
+    @property
+    def auth_context(self) -> AuthContext:
+        """Who the client has proven to be; read once."""
+        if self._auth_context is None:
+            self._auth_context = auth_context(self.transport.get_extra_info("ssl_object"))
+        return self._auth_context
+
+    @property
+    def peer(self) -> str:
+        """The client's address, as gRPC writes it."""
+        name = self.transport.get_extra_info("peername")
+        if not isinstance(name, tuple):
+            return "unknown:"
+        return f"ipv6:%5B{name[0]}%5D:{name[1]}" if len(name) == 4 else f"ipv4:{name[0]}:{name[1]}"
+
+    @property
+    def peer_host(self) -> str:
+        """The client's address without its port; connections are counted by it."""
+        name = self.transport.get_extra_info("peername")
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    def _leave_calls(self) -> None:
+        calls, streams = tuple(self.calls.values()), tuple(self.streams.values())
+        self.calls.clear()
+        self.streams.clear()
+        for stream in streams:
+            stream.abandon()
+        for call in calls:
+            call.leave()
+        self._host.note_idle()

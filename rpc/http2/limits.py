@@ -1,0 +1,141 @@
+"""What one peer may ask of a server: the settings, token buckets that hold a connection to them, and the metrics."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import Counter, Gauge
+from pydantic import Field
+
+from rpc.http2.wire.frames import ENHANCE_YOUR_CALM, ConnectionFailure
+from runtime.config import Section
+from runtime.metrics import REGISTRY
+
+BUDGETS: Final = (
+    "resets",
+    "refused_streams",
+    "empty_frames",
+    "settings",
+    "pings",
+    "priorities",
+    "window_updates",
+    "header_lists",
+    "continuations",
+    "unread_output",
+    "unread_input",
+    "slow_reader",
+    "connections",
+    "handshake",
+    "keepalive",
+)
+
+CONNECTIONS = Gauge("baton_http2_connections", "Connections that are open now.", registry=REGISTRY)
+EXCEEDED = Counter(
+    "baton_http2_budget_exceeded_total",
+    "Connections and calls that were ended or refused because their peer went over a limit.",
+    ["budget"],
+    registry=REGISTRY,
+)
+for _budget in BUDGETS:
+    EXCEEDED.labels(_budget)
+
+# An answer of so many bytes earns its reader one more frame: an acknowledgement of each message and of each frame is
+# within it, a window that is opened byte by byte is not.
+_BYTES_PER_FRAME: Final = 16
+
+
+class Rate(Section):
+    """How many of something a peer may send at once, and how many more each second."""
+
+    burst: int = Field(ge=1)
+    per_second: float = Field(ge=0)
+
+
+class Http2Limits(Section):
+    """The key `connections.http2`, of the server `http2`: what one connection may send, and leave unread."""
+
+    resets: Rate = Field(
+        default=Rate(burst=1000, per_second=100), description="Cancelled calls, and calls that had to be reset."
+    )
+    refused_streams: Rate = Field(
+        default=Rate(burst=250, per_second=10), description="Calls over `max_streams`, which every client is told."
+    )
+    empty_frames: Rate = Field(default=Rate(burst=1000, per_second=100), description="Frames that carry nothing.")
+    settings: Rate = Field(default=Rate(burst=50, per_second=5), description="SETTINGS.")
+    pings: Rate = Field(default=Rate(burst=1000, per_second=100), description="PING; answers that are read earn more.")
+    priorities: Rate = Field(default=Rate(burst=1000, per_second=100), description="PRIORITY.")
+    window_updates: Rate = Field(
+        default=Rate(burst=2000, per_second=1000), description="WINDOW_UPDATE; answers that are read earn more."
+    )
+    header_lists: Rate = Field(
+        default=Rate(burst=10, per_second=5), description="Calls that were refused for too long a header list."
+    )
+    max_header_list_bytes: int = Field(default=16_384, ge=1024, description="Of one call, as RFC 9113 counts them.")
+    max_continuations: int = Field(default=16, ge=0, description="CONTINUATION frames of one header block.")
+    max_unread_output_bytes: int = Field(
+        default=4 * 2**20, ge=65_536, description="Written and not taken by the peer; then calls wait to write more."
+    )
+    max_unread_input_bytes: int = Field(
+        default=128 * 2**20, ge=65_536, description="Of requests that are not read yet; then calls are refused."
+    )
+    max_connections_per_peer: int = Field(default=4096, ge=1, description="From one address.")
+    handshake_seconds: float = Field(default=10.0, gt=0, description="For TLS, and again for HTTP/2's first frames.")
+    slow_reader_seconds: float = Field(
+        default=120.0, gt=0, description="Without taking any of what waits for it; then a call, or a connection, ends."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Everything that bounds the connections of one server. 0 is no limit of `max_age_seconds`."""
+
+    http2: Http2Limits
+    max_message_bytes: int = 4 * 2**20
+    max_streams: int = 4096
+    max_age_seconds: float = 0.0
+    accepts_compression: bool = True  # of requests
+    keepalive_seconds: float = 10.0
+    keepalive_timeout_seconds: float = 3.0
+    min_ping_seconds: float = 5.0
+
+
+class Bucket:
+    """How much of one budget a connection has left. It costs a subtraction until its burst is used up.
+
+    `sent_bytes` tells how much DATA the connection has taken, where that earns more.
+    """
+
+    __slots__ = ("_at", "_budget", "_burst", "_earned_at", "_left", "_per_second", "_sent_bytes")
+
+    def __init__(self, budget: str, rate: Rate, sent_bytes: Callable[[], int] | None = None) -> None:
+        self._budget = budget
+        self._burst = float(rate.burst)
+        self._left = float(rate.burst)
+        self._per_second = rate.per_second
+        self._at = time.monotonic()
+        self._sent_bytes = sent_bytes
+        self._earned_at = 0
+
+    def spend(self) -> None:
+        """Takes one. Raises ConnectionFailure if there is none left."""
+        self._left -= 1.0
+        if self._left < 0:
+            self._refill()
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        earned = (now - self._at) * self._per_second
+        self._at = now
+        if self._sent_bytes is not None:
+            sent = self._sent_bytes()
+            earned += (sent - self._earned_at) / _BYTES_PER_FRAME
+            self._earned_at = sent
+        self._left = min(self._burst, self._left + earned)
+        if self._left < 0:
+            raise exceeded(self._budget, f"too many {self._budget}")
+
+
+def exceeded(budget: str, reason: str) -> ConnectionFailure:
+    """The failure of a connection that exceeded a limit. The code that answers it counts it."""
+    return ConnectionFailure(ENHANCE_YOUR_CALM, reason, budget)

@@ -1,0 +1,250 @@
+"""What a connection receives: its frames, read and held to the protocol and to the connection's budgets."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from rpc.http2.control import ControlFrames, require_size
+from rpc.http2.limits import Bucket
+from rpc.http2.stream import RECEIVE_WINDOW, Stream
+from rpc.http2.wire import frames as h2
+from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
+from rpc.http2.wire.header_blocks import HeaderBlock, HeaderBlocks
+from rpc.http2.wire.hpack import Field
+from rpc.http2.wire.messages import MessageFailure
+from rpc.http2.wire.request import RequestHead, check_trailers, parse
+
+if TYPE_CHECKING:
+    from rpc.http2.connection import Connection
+
+# What a peer may send on all streams together before we open the window again, which we do at once.
+CONNECTION_WINDOW: Final = 8 * RECEIVE_WINDOW
+# What is read in one turn of the loop, in frames; the head of a call counts for many, a long one for more.
+_TURN_FRAMES: Final = 1024
+_FRAMES_A_CALL: Final = 16
+_BYTES_A_FRAME: Final = 64
+
+
+class Receiver:
+    """The receiving side of one connection."""
+
+    def __init__(self, connection: "Connection") -> None:
+        limits = connection.limits.http2
+        self._connection = connection
+        self._output = connection.output
+        self._streams = connection.streams
+        self._buffer = b""
+        self._is_postponed = False
+        self._has_preface = False
+        self.is_settled = False
+        self._window = CONNECTION_WINDOW
+        self._blocks = HeaderBlocks(limits)
+        self._opened: list[Stream] = []
+        self._parsed_fields: Sequence[Field] | None = None
+        self._parsed_head: RequestHead | None = None
+        self._resets = Bucket("resets", limits.resets)
+        self._empty_frames = Bucket("empty_frames", limits.empty_frames)
+        self._header_lists = Bucket("header_lists", limits.header_lists)
+        self._control = control = ControlFrames(connection)
+        self._handlers: tuple[Callable[[int, int, bytes], None], ...] = (
+            self._on_data,
+            self._on_headers,
+            control.on_priority,
+            self._on_rst_stream,
+            control.on_settings,
+            control.on_push_promise,
+            control.on_ping,
+            control.on_goaway,
+            control.on_window_update,
+            self._on_continuation,
+        )
+
+    def receive(self, data: bytes) -> None:
+        """Takes bytes of the connection."""
+        self._buffer = self._buffer + data if self._buffer else data
+        if not self._is_postponed:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self._buffer = self._parse(self._buffer)
+        except ConnectionFailure as failure:
+            self._buffer = b""
+            self._connection.fail(failure)
+        # Only now: a call that was reset within the same bytes costs nothing more.
+        opened, self._opened = self._opened, []
+        for stream in opened:
+            call = self._connection.calls.get(stream.id)
+            if call is not None:
+                call.start()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Reads whole frames; what is left of the bytes, which is much if they were too much for one turn."""
+        at, end, left = self._skip_preface(data), len(data), _TURN_FRAMES
+        while self._has_preface and end - at >= h2.FRAME_HEADER_BYTES and not self._connection.is_closing:
+            word, flags, stream_id = h2.HEADER.unpack_from(data, at)
+            length, kind = word >> 8, word & 0xFF
+            if length > h2.DEFAULT_MAX_FRAME:
+                raise ConnectionFailure(h2.FRAME_SIZE_ERROR, "a frame is too large")
+            until = at + h2.FRAME_HEADER_BYTES + length
+            if until > end:
+                break
+            if left <= 0:
+                self._postpone()
+                break
+            left -= 1 if kind != h2.HEADERS else _FRAMES_A_CALL + length // _BYTES_A_FRAME
+            self._take(kind, flags, stream_id & h2.MAX_STREAM_ID, data[at + h2.FRAME_HEADER_BYTES : until])
+            at = until
+        return data[at:]
+
+    def _skip_preface(self, data: bytes) -> int:
+        if self._has_preface:
+            return 0
+        if data[: len(h2.PREFACE)] != h2.PREFACE[: len(data)]:
+            raise ConnectionFailure(h2.PROTOCOL_ERROR, "this is not HTTP/2")
+        if len(data) < len(h2.PREFACE):
+            return 0
+        self._has_preface = True
+        return len(h2.PREFACE)
+
+    def _postpone(self) -> None:
+        """Lets others have their turn before the rest is read."""
+        self._is_postponed = True
+        self._connection.transport.pause_reading()
+        self._connection.loop.call_soon(self._read_on, context=self._connection.context)
+
+    def _read_on(self) -> None:
+        self._is_postponed = False
+        if not self._connection.is_closing:
+            self._connection.transport.resume_reading()
+            self._read()
+
+    def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if not self.is_settled:
+            if kind != h2.SETTINGS or flags & h2.ACK:
+                raise ConnectionFailure(h2.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+            self.is_settled = True
+        self._blocks.check(kind, stream_id)
+        try:
+            if kind < len(self._handlers):
+                self._handlers[kind](flags, stream_id, payload)
+            else:
+                self._empty_frames.spend()
+        except StreamFailure as failure:
+            self._reset(stream_id, failure.code)
+
+    def _reset(self, stream_id: int, code: int) -> None:
+        # What a peer makes us reset costs as much as what it resets itself (CVE-2025-8671).
+        self._resets.spend()
+        call = self._connection.calls.get(stream_id)
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            self._output.send(h2.rst_stream(stream_id, code))
+            return
+        stream.reset(code)
+        if call is not None:
+            call.leave()
+
+    # Calls.
+
+    def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        block = self._blocks.begin(flags, stream_id, payload)
+        if block is not None:
+            self._on_block(block)
+
+    def _on_continuation(self, flags: int, _stream_id: int, payload: bytes) -> None:
+        if not payload:
+            self._empty_frames.spend()
+        block = self._blocks.go_on(flags, payload)
+        if block is not None:
+            self._on_block(block)
+
+    def _on_block(self, block: HeaderBlock) -> None:
+        connection = self._connection
+        if block.fields is None:
+            self._header_lists.spend()
+        stream = self._streams.get(block.stream_id)
+        if stream is not None:
+            self._on_trailers(stream, block)
+        elif block.stream_id > connection.last_stream_id:
+            connection.last_stream_id = block.stream_id
+            self._on_call(block)
+        elif connection.has_ended_early(block.stream_id):
+            self._empty_frames.spend()
+        else:
+            raise ConnectionFailure(h2.STREAM_CLOSED, "HEADERS is on a closed stream")
+
+    def _on_call(self, block: HeaderBlock) -> None:
+        self._connection.require_room()
+        if block.fields is None:
+            head = None
+        elif block.fields is self._parsed_fields:
+            # The decoder gives the same list for the same block.
+            head = self._parsed_head
+        else:
+            head = self._parsed_head = parse(block.fields)
+            self._parsed_fields = block.fields
+        stream = self._connection.open(block.stream_id, self._control.initial_window, head)
+        if not self._connection.calls[stream.id].waits_for_message:
+            self._opened.append(stream)
+        if block.is_last:
+            self._feed(stream, b"", 0, is_last=True)
+
+    def _on_trailers(self, stream: Stream, block: HeaderBlock) -> None:
+        if stream.half_closed:
+            raise StreamFailure(h2.STREAM_CLOSED, "HEADERS comes after the end of the stream")
+        if not block.is_last:
+            raise StreamFailure(h2.PROTOCOL_ERROR, "trailers do not end the stream")
+        check_trailers(block.fields or ())
+        self._feed(stream, b"", 0, is_last=True)
+
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not stream_id:
+            raise ConnectionFailure(h2.PROTOCOL_ERROR, "DATA is on no stream")
+        size = len(payload)
+        self._use_window(size)
+        if flags & h2.PADDED:
+            payload = h2.unpadded(payload)
+        if not payload and not flags & h2.END_STREAM:
+            self._empty_frames.spend()
+        stream = self._streams.get(stream_id)
+        if stream is not None and not stream.half_closed:
+            self._feed(stream, payload, size, is_last=bool(flags & h2.END_STREAM))
+        elif stream_id > self._connection.last_stream_id:
+            raise ConnectionFailure(h2.PROTOCOL_ERROR, "DATA is on an idle stream")
+        elif self._connection.has_ended_early(stream_id):
+            self._empty_frames.spend()
+        else:
+            raise StreamFailure(h2.STREAM_CLOSED, "DATA comes after the end of the stream")
+
+    def _use_window(self, size: int) -> None:
+        self._window -= size
+        if self._window < 0:
+            raise ConnectionFailure(h2.FLOW_CONTROL_ERROR, "more was sent than the connection's window allows")
+        if self._window * 2 < CONNECTION_WINDOW:
+            self._output.send(h2.window_update(0, CONNECTION_WINDOW - self._window))
+            self._window = CONNECTION_WINDOW
+
+    def _feed(self, stream: Stream, payload: bytes, size: int, *, is_last: bool) -> None:
+        call = self._connection.calls[stream.id]
+        if not stream.received_bytes and call.waits_for_message:
+            self._opened.append(stream)
+        try:
+            if size:
+                stream.receive(payload, size)
+            if is_last:
+                stream.end()
+                call.end()
+        except MessageFailure as failure:
+            call.fail(failure)
+
+    def _on_rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        require_size(payload, 4)
+        if not stream_id or stream_id > self._connection.last_stream_id:
+            raise ConnectionFailure(h2.PROTOCOL_ERROR, "RST_STREAM is on an idle stream")
+        self._resets.spend()
+        call = self._connection.calls.get(stream_id)
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            stream.close()
+        if call is not None:
+            call.leave()

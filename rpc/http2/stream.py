@@ -1,0 +1,294 @@
+"""One stream of a connection: the bytes of one call in both directions, within the windows of flow control."""
+
+import asyncio
+from typing import Final, Protocol
+
+from rpc.http2.limits import ServerLimits
+from rpc.http2.output import Output
+from rpc.http2.wire.frames import (
+    DATA,
+    FLOW_CONTROL_ERROR,
+    HEADER,
+    MAX_WINDOW,
+    MESSAGE,
+    NO_ERROR,
+    PREFIX,
+    PROTOCOL_ERROR,
+    StreamFailure,
+    rst_stream,
+    window_update,
+)
+from rpc.http2.wire.messages import Inbox, Received
+
+# What a peer may send of one request before it is read.
+RECEIVE_WINDOW: Final = 1024 * 1024
+# What may wait of one answer before its writer does.
+_HIGH_WATER: Final = 64 * 1024
+# A message that may be written though others of the connection are not read: a token's, and not a file's.
+_SMALL_BYTES: Final = 16 * 1024
+
+
+class StreamOwner(Protocol):
+    """The connection, as its streams know it."""
+
+    output: Output
+
+    def forget(self, stream: "Stream", *, is_early: bool) -> None:
+        """The stream is closed; `is_early` if its peer does not know yet."""
+
+    def account_input(self, change: int) -> None:
+        """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
+
+
+class Stream:
+    """One stream. `window` is the peer's for it; `half_closed` says that the peer has sent its last."""
+
+    __slots__ = (
+        "_inbox",
+        "_mark",
+        "_output",
+        "_owner",
+        "_pending",
+        "_receive_window",
+        "_trailers",
+        "_writers",
+        "closed",
+        "content_length",
+        "half_closed",
+        "id",
+        "limits",
+        "received_bytes",
+        "started",
+        "window",
+    )
+
+    def __init__(self, owner: StreamOwner, stream_id: int, window: int, limits: ServerLimits) -> None:
+        self._owner = owner
+        self._output = owner.output
+        self._pending = bytearray()
+        self._trailers: bytes | None = None
+        self._writers: list[asyncio.Future[None]] = []
+        self._receive_window = RECEIVE_WINDOW
+        # Made for the first bytes, or for who waits for them: heads without a message are cheap to send.
+        self._inbox: Inbox | None = None
+        self._mark: tuple[int, int] | None = None
+        self.id = stream_id
+        self.window = window
+        self.limits = limits
+        self.content_length = -1
+        self.received_bytes = 0
+        self.half_closed = False
+        self.started = False
+        self.closed = False
+
+    # What is received.
+
+    @property
+    def inbox(self) -> Inbox:
+        """The messages that have come and were not read yet."""
+        if self._inbox is None:
+            self._inbox = Inbox(self.limits.max_message_bytes)
+            if self.closed:
+                self._inbox.clear()
+        return self._inbox
+
+    def receive(self, payload: bytes, size: int) -> None:
+        """Takes a DATA frame's payload; `size` counts its padding too. Raises StreamFailure and MessageFailure."""
+        self._receive_window -= size
+        if self._receive_window < 0:
+            raise StreamFailure(FLOW_CONTROL_ERROR, "more was sent than the stream's window allows")
+        self.received_bytes += len(payload)
+        inbox = self.inbox
+        before = inbox.size
+        inbox.feed(payload)
+        self._owner.account_input(inbox.size - before)
+        self._grant()
+
+    def end(self) -> None:
+        """The peer has sent its last. Raises StreamFailure and MessageFailure."""
+        self.half_closed = True
+        if self.content_length >= 0 and self.content_length != self.received_bytes:
+            raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
+        self.inbox.end()
+
+    async def read(self) -> Received | None:
+        """The next message; None after the last one, and when the stream is closed."""
+        message = await self.inbox.next()
+        if message is not None and not self.closed:
+            self._owner.account_input(-message.size)
+            self._grant()
+        return message
+
+    def _grant(self) -> None:
+        used = RECEIVE_WINDOW - self._receive_window
+        if used * 2 <= RECEIVE_WINDOW or self.half_closed or self.closed:
+            return
+        if self.inbox.wants_more or self.inbox.size * 2 <= RECEIVE_WINDOW:
+            self._receive_window = RECEIVE_WINDOW
+            self._output.send(window_update(self.id, used))
+
+    # What is sent.
+
+    @property
+    def turns(self) -> int:
+        """How often the connection has sent; messages of one turn go out together."""
+        return self._output.turns
+
+    def can_take(self, size: int) -> bool:
+        """Whether a message of so many bytes may be written now."""
+        output = self._output
+        if self._pending:
+            return len(self._pending) < _HIGH_WATER and not output.is_crowded
+        if output.paused:
+            return False
+        return not output.is_crowded or size + 5 <= min(self.window, _SMALL_BYTES)
+
+    def is_stalled(self) -> bool:
+        """Whether bytes wait, and none of them has been sent since this was last asked."""
+        mark = (len(self._pending), self.window) if self._pending else None
+        was, self._mark = self._mark, mark
+        return mark is not None and mark == was
+
+    @property
+    def can_pump(self) -> bool:
+        """Whether bytes wait that this stream's own window allows."""
+        return bool(self._pending) and self.window > 0 and not self.closed
+
+    def start(self, headers: bytes) -> None:
+        """Sends the answer's headers."""
+        if not self.closed:
+            self.started = True
+            self._output.send_headers(self.id, headers, end_stream=False)
+
+    def write(self, message: bytes, flag: int = 0) -> bool:
+        """Sends a message, or keeps what the windows do not allow yet. `flag` is 1 for a compressed one.
+
+        True says that there is room for another one; False, that `can_take` knows.
+        """
+        size = len(message) + 5
+        output = self._output
+        if (
+            size <= self.window
+            and size <= output.window
+            and size <= output.max_frame
+            and not self._pending
+            and not output.paused
+        ):
+            self.window -= size
+            output.window -= size
+            output.send(MESSAGE.pack(size << 8, 0, self.id, flag, size - 5) + message)
+            return output.waiting_bytes == 0
+        if not self.closed:
+            self._keep(PREFIX.pack(flag, size - 5) + message)
+        return False
+
+    def write_raw(self, content: bytes) -> None:
+        """Sends bytes that are no message of gRPC's."""
+        self._keep(content)
+
+    def finish(self, trailers: bytes) -> None:
+        """Ends the answer, after what waits."""
+        if self.closed or self._trailers is not None:
+            return
+        self._trailers = trailers
+        if not self._pending:
+            self._send_trailers()
+
+    def drop_unsent(self) -> None:
+        """What waits is not sent any more."""
+        self._output.relieve(len(self._pending))
+        self._pending.clear()
+
+    def reset(self, code: int) -> None:
+        """Ends the stream without trailers."""
+        if not self.closed:
+            self._output.send(rst_stream(self.id, code))
+            self.close(is_early=not self.half_closed)
+
+    def close(self, *, is_early: bool = False) -> None:
+        """The stream is over, for whatever reason."""
+        if self.closed:
+            return
+        self.closed = True
+        self.window = 0
+        if self._pending:
+            self.drop_unsent()
+        if self._inbox is not None:
+            self._owner.account_input(-self._inbox.size)
+            self._inbox.clear()
+        self._output.forget(self)
+        self._owner.forget(self, is_early=is_early)
+        self.notice_room()
+
+    def abandon(self) -> None:
+        """The connection is over, and everything on it."""
+        self.closed = True
+        self.window = 0
+        self._pending.clear()
+        if self._inbox is not None:
+            self._inbox.clear()
+        self.notice_room()
+
+    def widen(self, increment: int) -> None:
+        """The peer has opened, or by its settings narrowed, the window. Raises StreamFailure if it is too large."""
+        self.window += increment
+        if self.window > MAX_WINDOW:
+            raise StreamFailure(FLOW_CONTROL_ERROR, "the stream's window is too large")
+        if self._pending:
+            self._pump_or_wait()
+        self.notice_room()
+
+    async def room(self, size: int) -> None:
+        """Waits until a message of so many bytes may be written, or the stream is closed."""
+        while not self.can_take(size) and not self.closed:
+            room = asyncio.get_running_loop().create_future()
+            self._writers.append(room)
+            if self._output.is_full:
+                self._output.join_crowd(self)
+            await room
+
+    def notice_room(self) -> None:
+        """Something has changed that writers may have waited for."""
+        if not self._writers:
+            return
+        writers, self._writers = self._writers, []
+        for each in writers:
+            if not each.done():
+                each.set_result(None)
+
+    def pump(self, most: int) -> int:
+        """Frames up to `most` of the bytes that wait, as the windows allow; how many they were."""
+        output, pending = self._output, self._pending
+        sendable = min(most, len(pending), self.window, output.window)
+        sent = 0
+        while sent < sendable:
+            size = min(sendable - sent, output.max_frame)
+            output.send(HEADER.pack(size << 8 | DATA, 0, self.id) + pending[sent : sent + size])
+            sent += size
+        if sent > 0:
+            self.window -= sent
+            output.window -= sent
+            output.waiting_bytes -= sent
+            del pending[:sent]
+            self.notice_room()
+            if not pending and self._trailers is not None:
+                self._send_trailers()
+        return max(sent, 0)
+
+    def _keep(self, content: bytes) -> None:
+        self._pending += content
+        self._output.waiting_bytes += len(content)
+        self._pump_or_wait()
+
+    def _pump_or_wait(self) -> None:
+        if self.can_pump:
+            self._output.wait(self)
+            self._output.pump()
+
+    def _send_trailers(self) -> None:
+        assert self._trailers is not None
+        self._output.send_headers(self.id, self._trailers, end_stream=True)
+        if not self.half_closed:
+            # The rest of the request is not needed (RFC 9113, 8.1).
+            self._output.send(rst_stream(self.id, NO_ERROR))
+        self.close(is_early=not self.half_closed)

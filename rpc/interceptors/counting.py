@@ -1,0 +1,146 @@
+"""Counts the fields of a message before it is parsed: the cost of parsing depends on them, not on the size in bytes.
+
+Two bytes may be a whole inner message. Parsed, each takes about 75 ns and 140 bytes, and more to iterate over: 8 MiB of
+them take half a second without a pause, and half a gigabyte.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from baton.errors import InvalidRequest
+
+# Numbers of a packed list parse this many times faster than other fields.
+_NUMBERS_A_FIELD = 16
+_NUMBERS_A_TURN = 64 * 1024
+_FIELDS_A_TURN = 1024
+_CONTINUED = bytes(range(128, 256))
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(slots=True)
+class _Shape:
+    """The fields of a message that contain several values, by field number: messages and packed lists."""
+
+    messages: dict[int, "_Shape"]
+    packed: frozenset[int]
+    name: str
+    names: dict[int, str]
+
+
+class _Malformed(Exception):
+    """The bytes are not a message."""
+
+
+def count_fields(descriptor: Descriptor, wire: bytes, most: int) -> bool:
+    """Whether `wire` is well-formed, as far as counting can tell; otherwise it must not be parsed.
+
+    Counts every field at every depth, and 16 numbers of a packed list as one. Lets other threads run meanwhile. Raises
+    InvalidRequest naming the field at which the count exceeded `most`.
+    """
+    try:
+        _Count(wire, most).message(_shape(descriptor))
+    except (_Malformed, IndexError):
+        return False
+    return True
+
+
+class _Count:
+    def __init__(self, wire: bytes, most: int) -> None:
+        self._wire = wire
+        self._most = most
+        self._left = most
+
+    def message(self, shape: _Shape) -> None:
+        """One loop over all depths: a function call for each message would cost more than the rest."""
+        wire, position, end = self._wire, 0, len(self._wire)
+        outer: list[tuple[_Shape, int]] = []
+        while True:
+            while position >= end:
+                if position > end:
+                    raise _Malformed
+                if not outer:
+                    return
+                shape, end = outer.pop()
+            tag = wire[position]
+            position += 1
+            if tag >= 128:
+                tag, position = _varint(wire, position - 1)
+            self._take(1, shape, tag >> 3)
+            kind = tag & 7
+            if kind == _LENGTH_DELIMITED:
+                length = wire[position]
+                position += 1
+                if length >= 128:
+                    length, position = _varint(wire, position - 1)
+                if position + length > end:
+                    raise _Malformed
+                inner = shape.messages.get(tag >> 3)
+                if inner is not None:
+                    outer.append((shape, end))
+                    shape, end = inner, position + length
+                    continue
+                if tag >> 3 in shape.packed:
+                    self._numbers(shape, tag >> 3, position, position + length)
+                position += length
+            elif kind == _VARINT:
+                position = _varint(wire, position)[1]
+            elif kind in (_FIXED64, _FIXED32):
+                position += 8 if kind == _FIXED64 else 4
+            else:
+                # Groups, which proto3 does not have.
+                raise _Malformed
+
+    def _numbers(self, shape: _Shape, number: int, start: int, end: int) -> None:
+        for position in range(start, end, _NUMBERS_A_TURN):
+            part = self._wire[position : min(end, position + _NUMBERS_A_TURN)]
+            self._take(len(part.translate(None, _CONTINUED)) // _NUMBERS_A_FIELD, shape, number)
+
+    def _take(self, fields: int, shape: _Shape, number: int) -> None:
+        before, self._left = self._left, self._left - fields
+        if self._left < 0:
+            field = shape.names.get(number, "")
+            path = ".".join(name for name in (shape.name, field) if name) or "request"
+            raise InvalidRequest.of(path, f"the request has more than {self._most} fields in all")
+        if before // _FIELDS_A_TURN != self._left // _FIELDS_A_TURN:
+            # Otherwise the event loop waits until the interpreter takes the lock from this thread.
+            time.sleep(0)
+
+
+def _varint(wire: bytes, position: int) -> tuple[int, int]:
+    """The number at `position`, and where it ends."""
+    number = 0
+    for index in range(10):
+        byte = wire[position + index]
+        number |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return number, position + index + 1
+    raise _Malformed
+
+
+@cache
+def _shape(descriptor: Descriptor) -> _Shape:
+    return _shape_below(descriptor, "", {})
+
+
+def _shape_below(descriptor: Descriptor, name: str, known: dict[Descriptor, _Shape]) -> _Shape:
+    """Messages may be recursive; then the first path to one is its name."""
+    if descriptor in known:
+        return known[descriptor]
+    fields = descriptor.fields
+    shape = known[descriptor] = _Shape({}, frozenset(_packed(fields)), name, {f.number: f.name for f in fields})
+    for field in fields:
+        if field.message_type is not None:
+            path = f"{name}.{field.name}" if name else field.name
+            shape.messages[field.number] = _shape_below(field.message_type, path, known)
+    return shape
+
+
+def _packed(fields: Sequence[FieldDescriptor]) -> list[int]:
+    """The numbers of the fields whose values may be packed into one run of bytes."""
+    single = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
+    return [field.number for field in fields if field.is_repeated and field.type not in single]

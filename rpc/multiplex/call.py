@@ -1,0 +1,278 @@
+"""One call of a stream on the server: its task, its deadline, and the context that its servicer sees."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc
+import structlog
+from grpc import StatusCode, aio
+
+from baton.engine.v1 import multiplex_pb2 as pb
+from rpc.http2.call import Method
+from rpc.interceptors.arrival import note_arrival
+from rpc.multiplex.metadata import CODES, Metadata, from_messages, to_messages
+from rpc.multiplex.response_queue import RelayedTokens, ResponseQueue
+from rpc.multiplex.tokens import TokenSource
+
+log = structlog.get_logger(__name__)
+
+Pairs = Iterable[tuple[str, "str | bytes"]]
+
+# A servicer that never waits gives way to others after so many messages.
+_MESSAGES_A_TURN = 32
+
+
+class CallOwner(Protocol):
+    """The stream, as its calls know it. `stream` is the context of the stream's own call."""
+
+    queue: ResponseQueue
+    stream: Any
+
+    def forget(self, call: int) -> None:
+        """The call has ended."""
+
+
+class ServedCall(aio.ServicerContext[Any, Any]):
+    """A call, and its context. `run` is its task; `leave` and `pause` are what the caller says."""
+
+    def __init__(self, owner: CallOwner, start: pb.CallStart) -> None:
+        self.number = start.call
+        self._owner = owner
+        self._queue = owner.queue
+        self._method: Method | None = None
+        self._path = start.method
+        self._request = start.request
+        self._metadata = from_messages(start.metadata)
+        self._code: StatusCode | int | None = None
+        self._details = ""
+        self._trailing: Metadata = ()
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._is_over = self._is_done = self._is_cancelled = False
+        self._tokens: RelayedTokens | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._written = 0
+        self._deadline_at: float | None = None
+        if start.HasField("timeout"):
+            seconds = max(0.0, start.timeout.ToNanoseconds() / 1e9)
+            self._deadline_at = time.monotonic() + seconds
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    # Its life.
+
+    def start(self, method: Method | None) -> "asyncio.Task[None]":
+        """Begins its task. Without a method it ends with UNIMPLEMENTED."""
+        self._method = method
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        return self._task
+
+    def refuse(self, code: StatusCode, details: str) -> None:
+        """Ends it before it has begun."""
+        self._finish(code, details)
+
+    def leave(self) -> None:
+        """The caller does not want the answer any more."""
+        if not self._is_over:
+            self._end()
+            self._is_cancelled = True
+            self._code = StatusCode.CANCELLED
+            self._run_callbacks()
+        self._cancel()
+
+    def pause(self, *, is_paused: bool) -> None:
+        """The caller is behind, or not any more."""
+        (self._may_write.clear if is_paused else self._may_write.set)()
+        if self._tokens is not None:
+            self._tokens.is_paused = is_paused
+            self._queue.note_ready(self._tokens)
+
+    def note_sent(self) -> None:
+        """The status is on its way."""
+        self._is_done = True
+        self._run_callbacks()
+
+    async def _run(self) -> None:
+        note_arrival()
+        method = self._method
+        if method is None:
+            self._finish(StatusCode.UNIMPLEMENTED, "Method not found!")
+            return
+        try:
+            response = await method.behaviour(method.deserialize(self._request), self)
+            if not method.gives_stream and self._is_ok and not self._is_over:
+                self._queue.add(self.number, method.serialize(response))
+        except aio.AbortError:
+            return
+        except asyncio.CancelledError:
+            self._finish(StatusCode.CANCELLED, "the call was cancelled")
+            raise
+        except aio.BaseError:
+            # A write after the end.
+            self._finish(StatusCode.CANCELLED, "the call was cancelled")
+        finally:
+            code = CODES[self._code] if isinstance(self._code, int) else self._code
+            self._finish(code or StatusCode.OK, self._details, self._trailing)
+
+    def _finish(self, code: StatusCode, details: str = "", trailing: Metadata = ()) -> None:
+        if self._is_over:
+            return
+        self._end()
+        self._code, self._details = code, details
+        status = pb.CallStatus(code=code.value[0], message=details, trailers=to_messages(trailing))
+        self._queue.end(self.number, status, self)
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._owner.forget(self.number)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._tokens is not None:
+            self._queue.forget(self._tokens)
+
+    def _expire(self) -> None:
+        self._finish(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+    def note_lost(self) -> None:
+        """The status will not be sent."""
+        self._is_cancelled = True
+        self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    # Messages.
+
+    async def write(self, message: Any) -> None:
+        """Sends a message; waits first while the caller or the stream is behind. Raises aio.UsageError at the end."""
+        await self._may_write.wait()
+        await self._queue.room()
+        if self._is_over:
+            raise aio.UsageError("the call is over")
+        assert self._method is not None
+        self._queue.add(self.number, self._method.serialize(message))
+        self._written += 1
+        if self._written % _MESSAGES_A_TURN == 0:
+            await asyncio.sleep(0)
+
+    async def relay_tokens(self, source: TokenSource) -> None:
+        """Sends the tokens of a source, until it has no more; see rpc/multiplex/tokens.py."""
+        if self._is_over:
+            raise aio.UsageError("the call is over")
+        tokens = self._tokens = RelayedTokens(self.number, source, is_paused=not self._may_write.is_set())
+        try:
+            await source.subscribe(lambda: self._queue.note_ready(tokens))
+            await tokens.done
+        finally:
+            self._tokens = None
+            self._queue.forget(tokens)
+
+    async def read(self) -> Any:
+        """Methods with a stream of requests are not multiplexed."""
+        raise aio.UsageError("the request is one message")
+
+    async def send_initial_metadata(self, initial_metadata: Pairs) -> None:
+        """A multiplexed call has none."""
+        del initial_metadata
+        raise aio.UsageError("a multiplexed call has no initial metadata")
+
+    # The end, as the servicer says it.
+
+    async def abort(self, code: StatusCode, details: str = "", trailing_metadata: Pairs = ()) -> Any:
+        """Ends the call with this status, and raises aio.AbortError."""
+        if self._is_over:
+            raise aio.UsageError("the call is over")
+        self._finish(code, details, tuple(trailing_metadata) or self._trailing)
+        raise aio.AbortError("Locally aborted.")
+
+    @property
+    def _is_ok(self) -> bool:
+        return not self._code or self._code is StatusCode.OK
+
+    def set_trailing_metadata(self, trailing_metadata: Pairs) -> None:
+        """Goes out with the status."""
+        self._trailing = tuple(trailing_metadata)
+
+    def trailing_metadata(self) -> Metadata:  # type: ignore[override]  # its stubs say Any
+        """What was set."""
+        return self._trailing
+
+    def set_code(self, code: StatusCode | int) -> None:
+        """The status's code, if the servicer ends well."""
+        self._code = code
+
+    def code(self) -> StatusCode | int | None:  # type: ignore[override]  # its stubs have no None
+        """What was set, or what the call has ended with; None before."""
+        return self._code
+
+    def set_details(self, details: str) -> None:
+        """The status's text."""
+        self._details = details
+
+    def details(self) -> str:
+        """What was set, or what the call has ended with."""
+        return self._details
+
+    def set_compression(self, compression: grpc.Compression) -> None:
+        """The stream is not compressed."""
+
+    def disable_next_message_compression(self) -> None:
+        """No message is compressed."""
+
+    # The call.
+
+    @property
+    def path(self) -> str:
+        """The method, as /package.Service/Method."""
+        return self._path
+
+    def invocation_metadata(self) -> Metadata:  # type: ignore[override]  # its stubs have a class of its own
+        """What the caller sent beside its request."""
+        return self._metadata
+
+    def time_remaining(self) -> float | None:  # type: ignore[override]  # its stubs have no None
+        """How long the caller will still wait; None if it set no deadline."""
+        return None if self._deadline_at is None else max(0.0, self._deadline_at - time.monotonic())
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls back with this context when the status is on its way, or its caller has gone."""
+        self._callbacks.append(callback)
+        if self._is_done or self._is_cancelled:
+            self._run_callbacks()
+
+    def cancelled(self) -> bool:
+        """Whether the caller has gone."""
+        return self._is_cancelled
+
+    def done(self) -> bool:
+        """Whether the status is on its way."""
+        return self._is_done
+
+    def peer(self) -> str:
+        """The caller's address."""
+        return str(self._owner.stream.peer())
+
+    def auth_context(self) -> Mapping[str, Sequence[bytes]]:
+        """Who the caller has proven to be."""
+        found: Mapping[str, Sequence[bytes]] = self._owner.stream.auth_context()
+        return found
+
+    def peer_identity_key(self) -> str | None:
+        """Under which key of `auth_context` the caller's identities are."""
+        key: str | None = self._owner.stream.peer_identity_key()
+        return key
+
+    def peer_identities(self) -> Sequence[bytes] | None:
+        """The caller's identities."""
+        found: Sequence[bytes] | None = self._owner.stream.peer_identities()
+        return found

@@ -1,0 +1,262 @@
+"""A channel whose calls share one stream to their peer. See rpc/multiplex/__init__.py."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import Context
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc import StatusCode, aio
+from typing_extensions import Self
+
+from baton.calls import stream
+from baton.engine.v1 import decode_pb2, multiplex_pb2_grpc
+from baton.engine.v1 import multiplex_pb2 as pb
+from baton.error_details import from_rpc_error
+from baton.errors import BatonError, Cancelled, Unavailable
+from rpc.multiplex.metadata import FailedStatus, to_messages
+from rpc.multiplex.replies import MultiplexedCall, TakeToken
+from rpc.tracing.channel import TracedChannel
+from runtime.aio import wait_until_done
+
+# A larger request is a call of its own, so that others do not wait behind it.
+_LARGE_BYTES = 256 * 1024
+# How much of several requests is put into one message.
+_MESSAGE_BYTES = 1024 * 1024
+
+
+@asynccontextmanager
+async def multiplexed(channel: aio.Channel) -> AsyncGenerator[aio.Channel, None]:
+    """A channel for unary calls and calls with streams of responses, which all share one stream of `channel`.
+
+    The stream is opened by the first call. When it is lost, its calls end with its error, and the next call opens
+    another one. Calls made within a span carry its context; large requests are calls of their own on `channel`. Leaving
+    the context ends the calls that share the stream.
+    """
+    streams = _Streams(channel)
+    try:
+        yield TracedChannel(_MultiplexedChannel(channel, streams))
+    finally:
+        await streams.close()
+
+
+class _Streams:
+    """The present stream, and how the next one is opened."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._stub = multiplex_pb2_grpc.MultiplexServiceStub(channel)
+        self._present: _Stream | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def present(self) -> "_Stream":
+        """A stream that is not known to be lost. Raises Unavailable once the channel is closed."""
+        if self._is_closed:
+            raise Unavailable("the channel is closed")
+        if self._present is None or self._present.is_lost:
+            # In variables of its own: the stream outlives the request, and is in no span.
+            self._present = Context().run(_Stream, self._stub)
+            task = Context().run(asyncio.ensure_future, self._present.run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return self._present
+
+    async def close(self) -> None:
+        """Ends the streams, with Unavailable for the calls that still run."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await wait_until_done(*self._tasks)
+
+
+class _Stream:
+    """One stream: writes what calls ask for, and gives them what comes."""
+
+    def __init__(self, stub: "multiplex_pb2_grpc.MultiplexServiceAsyncStub") -> None:
+        self._stub = stub
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, MultiplexedCall[Any]] = {}
+        self._relays: dict[int, TakeToken] = {}
+        self._waiting = [pb.MultiplexRequest()]
+        self._waiting_bytes = 0
+        self._wake = asyncio.Event()
+        self.is_lost = False
+
+    # What its calls ask.
+
+    def begin(self, start: pb.CallStart, call: Callable[[int], MultiplexedCall[Any]]) -> MultiplexedCall[Any]:
+        """Begins a call, which gets its number here."""
+        start.call = next(self._numbers)
+        begun = self._calls[start.call] = call(start.call)
+        self._waiting_bytes += len(start.request)
+        if self._waiting_bytes > _MESSAGE_BYTES:
+            self._waiting.append(pb.MultiplexRequest())
+            self._waiting_bytes = len(start.request)
+        self._waiting[-1].starts.append(start)
+        self._wake.set()
+        return begun
+
+    def cancel(self, call: int) -> None:
+        """See Link."""
+        self._relays.pop(call, None)
+        if self._calls.pop(call, None) is not None:
+            self._waiting[-1].cancelled.append(call)
+            self._wake.set()
+
+    def pause(self, call: int, *, is_paused: bool) -> None:
+        """See Link."""
+        (self._waiting[-1].paused if is_paused else self._waiting[-1].resumed).append(call)
+        self._wake.set()
+
+    def relay_tokens(self, call: int, take: TakeToken | None) -> None:
+        """See Link."""
+        if take is not None and call in self._calls:
+            self._relays[call] = take
+        else:
+            self._relays.pop(call, None)
+
+    # Its life.
+
+    async def run(self) -> None:
+        """Until the stream is lost, or cancelled; then all of its calls have ended."""
+        error: BatonError = Unavailable("the stream of calls ended")
+        call: Any = self._stub.Multiplex()  # type: ignore[call-arg]  # without an iterator requests are written
+        writing = asyncio.ensure_future(self._write(call))
+        try:
+            async for response in stream(call):
+                self._take(response)
+        except BatonError as lost:
+            error = _as_lost(lost)
+        finally:
+            self.is_lost = True
+            writing.cancel()
+            await wait_until_done(writing)
+            calls, self._calls = self._calls, {}
+            for each in calls.values():
+                each.end(error)
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            messages, self._waiting, self._waiting_bytes = self._waiting, [pb.MultiplexRequest()], 0
+            try:
+                for message in messages:
+                    await call.write(message)
+            except (aio.BaseError, asyncio.InvalidStateError):
+                # Who reads gets to know why.
+                return
+
+    def _take(self, response: pb.MultiplexResponse) -> None:
+        calls, relay_of = self._calls, self._relays.get
+        for number, token_id in zip(response.token_calls, response.token_ids, strict=False):
+            take = relay_of(number)
+            try:
+                if take is not None and take(token_id):
+                    continue
+            except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
+                calls[number].fail(error)
+                continue
+            call = calls.get(number)
+            if call is not None:
+                call.take_token(token_id)
+        for answer in response.answers:
+            call = calls.get(answer.call)
+            if call is None:
+                continue
+            if answer.HasField("status"):
+                del calls[answer.call]
+                call.end(_error_of(answer.status))
+            else:
+                call.take_message(answer.message)
+
+
+def _as_lost(error: BatonError) -> BatonError:
+    """The error that the calls of a lost stream raise: Unavailable, unless the peer refused the stream.
+
+    gRPC says Cancelled when the channel is closed under a stream, and INTERNAL ("Internal error from Core") when the
+    connection is lost while a request is written, whatever the reason was.
+    """
+    if type(error) is BatonError or isinstance(error, Cancelled):
+        return Unavailable(f"the stream of calls was lost: {error.message}")
+    return error
+
+
+def _error_of(status: pb.CallStatus) -> BatonError | None:
+    return from_rpc_error(FailedStatus(status)) if status.code != StatusCode.OK.value[0] else None
+
+
+class _MultiplexedChannel(aio.Channel):
+    """Offers the methods of stubs on shared streams; everything else is the channel's below."""
+
+    def __init__(self, channel: aio.Channel, streams: _Streams) -> None:
+        self._channel = channel
+        self._streams = streams
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The channel below is not ours."""
+
+    async def close(self, grace: float | None = None) -> None:
+        """The channel below is not ours."""
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """The connection's state now."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Returns when the connection's state is another."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Returns when it is connected."""
+        await self._channel.channel_ready()
+
+    def unary_unary(self, method: str, *serializers: Any, **options: Any) -> Any:
+        return self._method(self._channel.unary_unary(method, *serializers, **options), method, *serializers, **options)
+
+    def unary_stream(self, method: str, *serializers: Any, **options: Any) -> Any:
+        return self._method(
+            self._channel.unary_stream(method, *serializers, **options), method, *serializers, **options
+        )
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._channel.stream_unary(*arguments, **options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._channel.stream_stream(*arguments, **options)
+
+    def _method(
+        self,
+        alone: Callable[..., Any],
+        path: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        **_options: Any,
+    ) -> Callable[..., Any]:
+        """What starts calls of a method, as grpc.aio's multi-callables do."""
+
+        def start(request: Any, *, timeout: float | None = None, metadata: Any = None, **_options: Any) -> Any:
+            wire = request_serializer(request)
+            if len(wire) > _LARGE_BYTES:
+                return alone(request, timeout=timeout, metadata=metadata)
+            message = pb.CallStart(method=path, request=wire, metadata=to_messages(metadata or ()))
+            if timeout is not None:
+                message.timeout.FromNanoseconds(int(timeout * 1e9))
+            present = self._streams.present()
+            return present.begin(
+                message, lambda number: MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
+            )
+
+        return start
+
+
+def _of_tokens(token_ids: Sequence[int]) -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(tokens=decode_pb2.DecodedTokens(token_ids=token_ids))

@@ -1,0 +1,159 @@
+"""The caller's side of one call of a stream: what has come, and its end."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from baton.errors import Cancelled, DeadlineExceeded, Unavailable
+
+Response = TypeVar("Response")
+
+# Takes a token at once; False to have it read by the task that waits for the next response instead.
+TakeToken = Callable[[int], bool]
+
+# A reader that is this far behind has its call paused, and resumed once it has caught up.
+_PAUSE_AT = 64
+_RESUME_AT = 8
+
+
+class Link(Protocol):
+    """The stream, as its calls know it."""
+
+    def cancel(self, call: int) -> None:
+        """The answer is not wanted any more."""
+
+    def pause(self, call: int, *, is_paused: bool) -> None:
+        """The reader is behind, or not any more."""
+
+    def relay_tokens(self, call: int, take: TakeToken | None) -> None:
+        """Gives the call's tokens to `take`, and those that it refuses to the call; None gives all to the call."""
+
+
+class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
+    """A running call: an asynchronous iterator of its responses, or awaited for the only one. Read by one task.
+
+    Raises the error that its status stands for. `listen` takes tokens as they come, without a step of that task.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        link: Link,
+        parse: Callable[[bytes], Response],
+        of_tokens: Callable[[Sequence[int]], Response],
+        seconds: float | None,
+    ) -> None:
+        self._number = number
+        self._link = link
+        self._parse = parse
+        self._of_tokens = of_tokens
+        self._arrived: deque[int | bytes] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._take_token: TakeToken | None = None
+        self._is_over = False
+        self._is_paused = False
+        self._error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    # What the caller does.
+
+    def listen(self, take_token: TakeToken) -> None:
+        """Gives tokens to `take_token` while the reader waits for the next response."""
+        self._take_token = take_token
+
+    async def __anext__(self) -> Response:
+        """The next response; tokens that have come one after another are one."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            if self._take_token is not None:
+                self._link.relay_tokens(self._number, self._take_token)
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+                if self._take_token is not None:
+                    self._link.relay_tokens(self._number, None)
+        each = self._arrived.popleft()
+        ids: list[int] = []
+        while isinstance(each, int):
+            ids.append(each)
+            if not self._arrived or not isinstance(self._arrived[0], int):
+                break
+            each = self._arrived.popleft()
+        if self._is_paused and len(self._arrived) <= _RESUME_AT:
+            self._is_paused = False
+            self._link.pause(self._number, is_paused=False)
+        return self._of_tokens(ids) if isinstance(each, int) else self._parse(each)
+
+    def __await__(self) -> Generator[Any, None, Response]:
+        return self._only().__await__()
+
+    async def _only(self) -> Response:
+        response = None
+        async for each in self:
+            response = each
+        if response is None:
+            raise Unavailable("the call ended without a response")
+        return response
+
+    def stop(self) -> None:
+        """Cancels the call; who reads it finds its end."""
+        self.cancel()
+        self._error = None
+
+    def cancel(self) -> None:
+        """Stops the call, if it runs."""
+        if not self._is_over:
+            self._link.cancel(self._number)
+            self.end(Cancelled("the call was cancelled on this side"))
+
+    # What the stream does.
+
+    def take_token(self, token_id: int) -> None:
+        """A token has come that is not relayed."""
+        self._add(token_id)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the call on this side; its reader raises the error."""
+        self._link.cancel(self._number)
+        self.end(error)
+
+    def take_message(self, message: bytes) -> None:
+        """A response has come."""
+        self._add(message)
+
+    def end(self, error: Exception | None) -> None:
+        """The call is over, with an error or without."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._error = error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake()
+
+    def _add(self, each: int | bytes) -> None:
+        self._arrived.append(each)
+        if len(self._arrived) == _PAUSE_AT and not self._is_paused and not self._is_over:
+            self._is_paused = True
+            self._link.pause(self._number, is_paused=True)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+            if self._take_token is not None:
+                # What comes from now on waits behind what the reader is woken for.
+                self._link.relay_tokens(self._number, None)
+
+    def _expire(self) -> None:
+        if not self._is_over:
+            self._link.cancel(self._number)
+            self.end(DeadlineExceeded("Deadline Exceeded"))

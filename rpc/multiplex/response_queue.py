@@ -1,0 +1,142 @@
+"""What the calls of one stream have to send, and the next message of it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.engine.v1 import multiplex_pb2 as pb
+from baton.errors import BatonError
+from rpc.multiplex.tokens import TokenSource
+
+# More in one message makes calls wait that want to send.
+_MESSAGE_BYTES = 512 * 1024
+# What an answer takes besides its bytes.
+_ANSWER_BYTES = 128
+
+
+class Ended(Protocol):
+    """A call whose status is in the queue."""
+
+    def note_sent(self) -> None:
+        """The status is on its way."""
+
+    def note_lost(self) -> None:
+        """The status will not be sent."""
+
+
+class RelayedTokens:
+    """The tokens of one call that are relayed. `done` ends with the source."""
+
+    __slots__ = ("call", "done", "is_paused", "source")
+
+    def __init__(self, call: int, source: TokenSource, *, is_paused: bool) -> None:
+        self.call = call
+        self.source = source
+        self.is_paused = is_paused
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self) -> Sequence[int]:
+        """The ids since the last time. What the source raises becomes the result of `done`."""
+        if self.done.done():
+            return ()
+        try:
+            ids, is_last = self.source.take()
+        except BatonError as error:
+            self.done.set_exception(error)
+            return ()
+        if is_last:
+            self.done.set_result(None)
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A message, and the calls that end with it."""
+
+    message: pb.MultiplexResponse
+    ended: Sequence[Ended]
+
+
+class ResponseQueue:
+    """The answers and the ready tokens of all calls of one stream."""
+
+    def __init__(self) -> None:
+        self._answers: list[pb.CallAnswer] = []
+        self._answered: set[int] = set()
+        self._ended: list[Ended] = []
+        self._bytes = 0
+        self._ready: dict[RelayedTokens, None] = {}
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def add(self, call: int, message: bytes) -> None:
+        """Adds a response."""
+        self._add(pb.CallAnswer(call=call, message=message), len(message))
+
+    def end(self, call: int, status: pb.CallStatus, ended: Ended) -> None:
+        """Adds the end of a call."""
+        self._ended.append(ended)
+        self._add(pb.CallAnswer(call=call, status=status), status.ByteSize())
+
+    def note_ready(self, tokens: RelayedTokens) -> None:
+        """A source has tokens, or its call was resumed."""
+        if not tokens.is_paused:
+            self._ready[tokens] = None
+            self._wake.set()
+
+    def forget(self, tokens: RelayedTokens) -> None:
+        """The call has ended."""
+        self._ready.pop(tokens, None)
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        for ended in self._ended:
+            ended.note_lost()
+
+    async def room(self) -> None:
+        """Waits while too much waits to be sent."""
+        await self._room.wait()
+
+    async def take(self) -> Batch:
+        """The next message, as soon as there is one."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            calls, ids = self._take_tokens()
+            if calls or self._answers:
+                break
+        message = pb.MultiplexResponse(token_calls=calls, token_ids=ids, answers=self._answers)
+        batch = Batch(message, self._ended)
+        self._answers, self._ended, self._bytes = [], [], 0
+        self._answered.clear()
+        self._room.set()
+        if self._ready:
+            self._wake.set()
+        return batch
+
+    def _add(self, answer: pb.CallAnswer, size: int) -> None:
+        self._answers.append(answer)
+        self._answered.add(answer.call)
+        self._bytes += size + _ANSWER_BYTES
+        self._wake.set()
+        if self._bytes >= _MESSAGE_BYTES:
+            self._room.clear()
+
+    def _take_tokens(self) -> tuple[list[int], list[int]]:
+        calls: list[int] = []
+        all_ids: list[int] = []
+        ready = tuple(self._ready)
+        self._ready.clear()
+        for tokens in ready:
+            if tokens.is_paused:
+                continue  # until it is resumed
+            if tokens.call in self._answered:
+                # Tokens come before the answers of a message, and these come after an answer.
+                self._ready[tokens] = None
+                continue
+            ids = tokens.take()
+            all_ids += ids
+            calls += (tokens.call,) * len(ids)
+        return calls, all_ids

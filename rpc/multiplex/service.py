@@ -1,0 +1,107 @@
+"""MultiplexService: starts the calls of a stream, stops them, and writes what they have to say."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextvars import Context, copy_context
+from typing import Any
+
+from grpc import StatusCode
+
+from baton.engine.v1 import multiplex_pb2 as pb
+from baton.engine.v1 import multiplex_pb2_grpc
+from baton.errors import InvalidRequest
+from rpc.http2.call import Method
+from rpc.multiplex.call import ServedCall
+from rpc.multiplex.response_queue import ResponseQueue
+from runtime.aio import wait_until_done
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["MultiplexService"].full_name
+
+
+class MultiplexServicer(multiplex_pb2_grpc.MultiplexServiceServicer):
+    """Offers `methods`, by their paths, on streams that run up to `max_calls` at once.
+
+    Calls start with the context variables of the code that makes this object.
+    """
+
+    def __init__(self, methods: Mapping[str, Method], max_calls: int) -> None:
+        self._methods = methods
+        self._max_calls = max_calls
+        self._variables = copy_context()
+
+    # Writes instead of yielding: the calls write while requests are read.
+    async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> None:  # type: ignore[override]
+        await _Stream(self._methods, self._max_calls, self._variables, context).run(requests)
+
+
+class _Stream:
+    """The calls of one stream."""
+
+    def __init__(self, methods: Mapping[str, Method], max_calls: int, variables: Context, stream: Any) -> None:
+        self.queue = ResponseQueue()
+        self.stream = stream
+        self._methods = methods
+        self._max_calls = max_calls
+        self._variables = variables
+        self._calls: dict[int, ServedCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, requests: AsyncIterator[pb.MultiplexRequest]) -> None:
+        """Until the caller ends the stream, or leaves; then no call runs any more."""
+        writing = asyncio.create_task(self._write())
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            for task in (reading, writing):
+                if task.done():
+                    task.result()
+        finally:
+            reading.cancel()
+            writing.cancel()
+            for call in tuple(self._calls.values()):
+                call.leave()
+            await wait_until_done(reading, writing, *self._tasks)
+            self.queue.close()
+
+    def forget(self, call: int) -> None:
+        """The call has ended."""
+        self._calls.pop(call, None)
+
+    async def _read(self, requests: AsyncIterator[pb.MultiplexRequest]) -> None:
+        async for request in requests:
+            for start in request.starts:
+                self._start(start)
+            for number in request.cancelled:
+                if (call := self._calls.get(number)) is not None:
+                    call.leave()
+            for number in request.paused:
+                if (call := self._calls.get(number)) is not None:
+                    call.pause(is_paused=True)
+            for number in request.resumed:
+                if (call := self._calls.get(number)) is not None:
+                    call.pause(is_paused=False)
+
+    def _start(self, start: pb.CallStart) -> None:
+        if start.call in self._calls:
+            raise InvalidRequest.of("starts", f"call {start.call} is running")
+        # In fresh variables: the stream's are not the call's.
+        variables = self._variables.copy()
+        call = variables.run(ServedCall, self, start)
+        self._calls[start.call] = call
+        if len(self._calls) > self._max_calls:
+            call.refuse(StatusCode.RESOURCE_EXHAUSTED, f"more than {self._max_calls} calls on one stream")
+            return
+        task = variables.run(call.start, self._methods.get(start.method))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(self) -> None:
+        while True:
+            batch = await self.queue.take()
+            is_sent = False
+            try:
+                await self.stream.write(batch.message)
+                is_sent = True
+            finally:
+                for ended in batch.ended:
+                    (ended.note_sent if is_sent else ended.note_lost)()

@@ -1,0 +1,246 @@
+"""A gRPC server as a context manager, with health, reflection, and a drain at its end."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+import structlog
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import _async as async_reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from pydantic import Field
+
+from baton.connection.channels import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
+from baton.connection.credentials import is_loopback
+from baton.engine.v1 import multiplex_pb2_grpc
+from baton.errors import ConfigError
+from rpc.auth.access import Access
+from rpc.auth.tls import TlsConfig
+from rpc.health import SERVICE_NAME as HEALTH_NAME
+from rpc.health import Health
+from rpc.http2.call import method_of
+from rpc.http2.limits import Http2Limits, ServerLimits
+from rpc.http2.server import Http2Server
+from rpc.interceptors.authorizing import authorize
+from rpc.interceptors.errors import answer_errors
+from rpc.interceptors.logging import log_call
+from rpc.interceptors.reading import CHANNEL_OPTIONS as READ_OPTIONS
+from rpc.interceptors.reading import Reader, ReadLimits
+from rpc.interceptors.running import RunningCalls
+from rpc.interceptors.tracing import trace_calls
+from rpc.interceptors.wrap import WrapMethods
+from rpc.multiplex.service import SERVICE_NAME as MULTIPLEX_NAME
+from rpc.multiplex.service import MultiplexServicer
+from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
+from rpc.tracing.tracer import NO_TRACER, Tracer
+from runtime.aio import run_to_completion
+from runtime.config import Section
+from runtime.network.listening import split_address
+
+log = structlog.get_logger(__name__)
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    # gRPC's default of 5 minutes would close Baton's own connections for pinging too often.
+    ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_PING_SECONDS * 1e3)),
+    *READ_OPTIONS,
+)
+
+AnyServer: TypeAlias = "aio.Server | Http2Server"
+
+
+class ConnectionLimits(Section):
+    """The key `connections`: limits of one connection."""
+
+    max_message_bytes: int = Field(default=MAX_RECEIVE_BYTES, ge=1024, le=MAX_RECEIVE_BYTES, description="A request's.")
+    max_streams: int = Field(default=4096, ge=1, description="Calls at once; more wait on the caller's side.")
+    max_message_fields: int = Field(
+        default=65_536, ge=1024, description="Of a request over 64 KiB, at every depth; 16 numbers of a list are one."
+    )
+    compressed_requests: bool = Field(
+        default=False, description="Whether gzip is accepted; up to max_message_bytes when decompressed."
+    )
+    max_age_seconds: float = Field(
+        default=0.0, ge=0, description="Then the caller connects again, and running calls go on; 0 is never."
+    )
+
+    http2: Http2Limits = Field(default=Http2Limits(), description="Of the server `http2` alone.")
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """The gRPC channel options."""
+        limits = (
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_concurrent_streams", self.max_streams),
+        )
+        if not self.max_age_seconds:
+            return limits
+        return (*limits, ("grpc.max_connection_age_ms", int(self.max_age_seconds * 1e3)))
+
+    def reading(self) -> ReadLimits:
+        """The limits on reading one request."""
+        return ReadLimits(self.max_message_bytes, self.max_message_fields, self.compressed_requests)
+
+    def server_limits(self) -> ServerLimits:
+        """The same limits, for our own server."""
+        return ServerLimits(
+            self.http2, self.max_message_bytes, self.max_streams, self.max_age_seconds, self.compressed_requests
+        )
+
+
+# Which implementation serves: grpc.aio, or our own HTTP/2.
+ServerKind = Literal["grpcio", "http2"]
+DEFAULT_SERVER: ServerKind = "grpcio"
+
+
+def default_server() -> ServerKind:
+    """The default of the configuration key `server`."""
+    return DEFAULT_SERVER
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A servicer, the generated function that adds it to a server, and its full name for reflection and health."""
+
+    name: str
+    add: Callable[[Any, Any], None]
+    servicer: object
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is listening. `address` is `host:port` with the actual port."""
+
+    address: str
+    port: int
+
+
+@asynccontextmanager
+async def serve(
+    listen: str,
+    services: Sequence[Service],
+    *,
+    health: Health,
+    tls: TlsConfig | None = None,
+    announce_seconds: float = 0.0,
+    drain_seconds: float = 30.0,
+    tracer: Tracer = NO_TRACER,
+    access: Access | None = None,
+    connections: ConnectionLimits | None = None,
+    kind: ServerKind | None = None,
+    multiplexed: Sequence[Service] = (),
+    shares_port: bool = False,
+) -> AsyncGenerator[Server, None]:
+    """Serves at `listen`, a `host:port` where port 0 is any free port, until the context is left.
+
+    The caller sets `health` when it is ready. At the end everything becomes NOT_SERVING. New calls are accepted for
+    another `announce_seconds`, so that load balancers notice first; running calls have `drain_seconds` more, and are
+    then cancelled. After that no servicer's code runs. `tracer` records a span for each call of a request; `kind`
+    chooses the implementation; the methods of `multiplexed` are also offered over shared streams (rpc/multiplex). With
+    `shares_port` other processes may listen at the same port, and the kernel spreads the connections over them.
+    Raises ConfigError if it cannot listen there.
+    """
+    running = RunningCalls()
+    wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
+    limits = connections or ConnectionLimits()
+    # One thread: parsing holds the interpreter's lock, and several threads would hold it for longer.
+    reading = ThreadPoolExecutor(1, thread_name_prefix="read-requests")
+    interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading))
+    server = _make(kind or default_server(), interceptor, limits, shares_port=shares_port)
+    if multiplexed:
+        services = (*services, _multiplex(multiplexed, interceptor, limits))
+    _add(server, services, health)
+    port = _bind(server, listen, tls, shares_port=shares_port)
+    try:
+        await run_to_completion(server.start())
+        yield Server(f"{listen.rpartition(':')[0]}:{port}", port)
+    finally:
+        health.close()
+        try:
+            await _stop(server, running, announce_seconds, drain_seconds)
+        finally:
+            reading.shutdown(wait=False, cancel_futures=True)
+
+
+def _make(kind: ServerKind, interceptor: WrapMethods, limits: ConnectionLimits, *, shares_port: bool) -> AnyServer:
+    if kind == "http2":
+        return Http2Server([interceptor], limits.server_limits())
+    # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
+    sharing = ("grpc.so_reuseport", int(shares_port))
+    return aio.server(interceptors=[interceptor], options=(*_OPTIONS, sharing, *limits.options()))
+
+
+class _Methods:
+    """Takes what generated code gives to a server: handlers, by the paths of their methods."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        """The same handlers come by `add_registered_method_handlers`."""
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        """The handlers of a service, by the names of its methods."""
+        self.handlers.update({f"/{service_name}/{name}": handler for name, handler in method_handlers.items()})
+
+
+def _multiplex(services: Sequence[Service], interceptor: WrapMethods, limits: ConnectionLimits) -> Service:
+    """The service that offers the methods of others, wrapped as they are, over shared streams."""
+    found = _Methods()
+    for service in services:
+        service.add(service.servicer, found)
+    methods = {path: method_of(interceptor.wrap(path, handler)) for path, handler in found.handlers.items()}
+    add = multiplex_pb2_grpc.add_MultiplexServiceServicer_to_server
+    return Service(MULTIPLEX_NAME, add, MultiplexServicer(methods, limits.max_streams))
+
+
+def _add(server: AnyServer, services: Sequence[Service], health: Health) -> None:
+    for service in services:
+        service.add(service.servicer, server)
+        # Reflection describes what has been imported, and generated services do not import their own description.
+        import_module(service.add.__module__.removesuffix("_grpc"))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = [service.name for service in services]
+    health.know(names)
+    # Not enable_server_reflection, which takes a server that it does not know for a synchronous one.
+    reflector = async_reflection.ReflectionServicer([*names, HEALTH_NAME, reflection.SERVICE_NAME])
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
+
+
+def _bind(server: AnyServer, listen: str, tls: TlsConfig | None, *, shares_port: bool) -> int:
+    host, _ = split_address(listen, "listen")
+    if tls is None and not is_loopback(host):
+        log.warning("listening beyond this host without TLS", listen=listen)
+    try:
+        if isinstance(server, Http2Server):
+            return server.bind(listen, tls, shares_port=shares_port)
+        if tls is None:
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, tls.server_credentials())
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"listen: cannot listen on {listen!r}; is the port taken?") from error
+
+
+async def _stop(server: AnyServer, running: RunningCalls, announce_seconds: float, drain_seconds: float) -> None:
+    try:
+        if announce_seconds:
+            await asyncio.sleep(announce_seconds)
+        # A cancelled stop() would cancel gRPC's own task, which gRPC's core still writes to.
+        await asyncio.shield(server.stop(drain_seconds))
+    except asyncio.CancelledError:
+        # The second signal: stop at once.
+        await asyncio.shield(server.stop(None))
+        raise
+    finally:
+        await _wait_for_cleanup(running)
+
+
+async def _wait_for_cleanup(running: RunningCalls) -> None:
+    try:
+        await running.ended(CLEANUP_SECONDS)
+    except TimeoutError:
+        log.warning("calls did not end when cancelled", calls=running.count)

@@ -1,0 +1,60 @@
+"""Collects all wrong fields of a request, so that its sender can fix them at once."""
+
+import math
+from collections.abc import Sequence
+
+from baton.errors import FieldViolation, InvalidRequest
+
+_MAX_VIOLATIONS = 20  # of a million wrong ids, the first few are enough
+
+
+class Violations:
+    """The wrong fields found so far."""
+
+    def __init__(self) -> None:
+        self._found: list[FieldViolation] = []
+
+    def add(self, field: str, description: str) -> None:
+        """Adds a wrong field, by its path in the request."""
+        if len(self._found) < _MAX_VIOLATIONS:
+            self._found.append(FieldViolation(field, description))
+
+    def require(self, holds: bool, field: str, description: str) -> None:
+        """Adds the field unless `holds`."""
+        if not holds:
+            self.add(field, description)
+
+    def number(self, field: str, value: float, low: float, high: float = math.inf) -> None:
+        """Adds a number that is not finite, or outside [low, high]."""
+        if math.isnan(value) or not low <= value <= high:
+            bounds = f"must be in [{low:g}, {high:g}]" if high < math.inf else f"must be at least {low:g}"
+            self.add(field, f"{bounds}, is {value:g}")
+        elif math.isinf(value):
+            self.add(field, f"must be finite, is {value:g}")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further violations are ignored, so that checking can stop."""
+        return len(self._found) >= _MAX_VIOLATIONS
+
+    def count(self, field: str, number: int, most: int) -> bool:
+        """Whether there are at most `most` of something; adds the field if not."""
+        self.require(number <= most, field, f"has {number} of at most {most}")
+        return number <= most
+
+    def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
+        """Adds each id that the vocabulary does not have. The length of the list must be bounded."""
+        # A slice of a message's field is a list, which is faster to iterate.
+        known = ids[:]
+        if not known or max(known) < vocab_size:
+            return
+        for index, token_id in enumerate(known):
+            if token_id >= vocab_size:
+                self.add(f"{field}[{index}]", f"the vocabulary ends at {vocab_size - 1}")
+                if self.is_full:
+                    return
+
+    def raise_any(self) -> None:
+        """Raises InvalidRequest with all violations, if there are any."""
+        if self._found:
+            raise InvalidRequest(self._found)

@@ -1,0 +1,18 @@
+"""Running a process, whatever it serves. Nothing here knows gRPC.
+
+| module | subject |
+|---|---|
+| process | the event loop, signals, exit codes |
+| config | one YAML file and `key=value` overrides, read into a typed model |
+| logs | structured logs on stderr; the key `log` |
+| metrics | the metrics registry, event loop lag |
+| frequent_histogram | a cheaper histogram, for values at every token |
+| garbage | garbage collection without long pauses |
+| monitor | the HTTP server for /metrics and /health |
+| aio | task groups, timeouts, waits that a cancellation does not interrupt |
+| daemon_call | calls that may never return, in daemon threads |
+| prefix_hash | the hash chain of a prompt's blocks |
+| timing_profile | the measured speed of a model, and its file |
+| gpus | the GPUs that this process may use |
+| network | ports and listening sockets |
+"""

@@ -1,0 +1,101 @@
+"""Structured concurrency for asyncio, on every supported Python, and waits that a cancellation does not interrupt."""
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+if sys.version_info >= (3, 11):
+    from asyncio import TaskGroup, Timeout, timeout
+else:
+    from taskgroup import TaskGroup, Timeout, timeout
+
+__all__ = [
+    "TaskGroup",
+    "Timeout",
+    "gather_or_cancel",
+    "leaf_errors",
+    "run_to_completion",
+    "run_with_background",
+    "timeout",
+    "ungrouped",
+    "wait_until_done",
+]
+
+Result = TypeVar("Result")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of coroutines that run concurrently, in their order.
+
+    The first failure, or a cancellation, cancels the others, waits for them, and is raised. Unlike a TaskGroup it does
+    not wrap the error in a group.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_until_done(*tasks: "asyncio.Future[Any]") -> None:
+    """Returns once all tasks have ended, however they end. Raises a cancellation only after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # Retrieved, so that asyncio does not log it as lost.
+    if cancelled is not None:
+        raise cancelled
+
+
+async def run_to_completion(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which ends even if the caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    await wait_until_done(task)
+    return task.result()
+
+
+async def run_with_background(background: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, with `background` running beside it; if `background` ends first, its error is raised.
+
+    Both have ended when this returns or raises, also when it is cancelled.
+    """
+    beside, main = asyncio.ensure_future(background), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((beside, main), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_finished = main.done()
+        beside.cancel()
+        main.cancel()
+        await wait_until_done(beside, main)
+    if not is_finished:
+        beside.result()
+    return main.result()
+
+
+def leaf_errors(error: BaseException) -> list[BaseException]:
+    """The errors that task groups wrapped into `error`, at any depth; `error` itself if it is not a group."""
+    inner: tuple[BaseException, ...] | None = getattr(error, "exceptions", None)
+    if inner is None:
+        return [error]
+    return [leaf for one in inner for leaf in leaf_errors(one)]
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Raises the one error of the body as itself, where task groups wrapped it on its way; several stay a group."""
+    try:
+        yield
+    except Exception as error:
+        leaves = leaf_errors(error)
+        if leaves[0] is error or len({(type(leaf), str(leaf)) for leaf in leaves}) > 1:
+            raise
+        raise leaves[0] from None

@@ -1,0 +1,63 @@
+"""The output of an engine: tokens, and the end of a generation."""
+
+import enum
+from dataclasses import dataclass
+
+
+class FinishReason(enum.Enum):
+    """Why an engine ended a request; stop strings are the router's."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP_TOKEN = "stop_token"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probabilities of a token and of the likeliest ones, before temperature, penalties and truncation."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Natural-log probabilities of a prompt's tokens from the second on, before temperature and the rest.
+
+    Each has `top` likeliest alternatives, in `top_ids` and `top_logprobs` one after the other.
+    """
+
+    logprobs: tuple[float, ...]
+    top: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New ids, in order: all since the previous item. `logprobs` is empty or as long as `ids`.
+
+    The first item has `prompt_logprobs`, if they were requested.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a generation, and the seconds of its stages; `prefill_seconds` is 0 if the KV was pulled.
+
+    `drafted_tokens` were guessed by speculation, and `accepted_tokens` of them are part of the answer.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -1,0 +1,229 @@
+"""The Protocols of engines and encoders, their facts and their load.
+
+An engine never imports grpc and never sees text. Close the generator of `decode`, or cancel the task that awaits
+`prefill` or `reserve`, to abort a request: the abort has ended when the blocks are free again. The tests in
+tests/services/engines/contract/ define what an engine must do.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from typing_extensions import Self
+
+from baton.errors import Unsupported
+from services.engines.answer import Finished, Tokens
+from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
+from services.engines.kv_events import TellsKv
+from services.engines.loras import ServesLoras
+from services.engines.prompt import Embedding, Media, Prompt, Sampling
+from services.handoff.engine_transfer import TransfersKv
+
+
+class StepStream(Protocol):
+    """A generation that can be read without a task's step for each token: instead of iterating over it, subscribe.
+
+    What `Engine.decode` returns may be one. Closing it is the abort, in either case.
+    """
+
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Begins, and calls `ready` on the event loop whenever `take` has something new; at once, if it has already."""
+
+    def take(self) -> tuple[Sequence[int], Finished | None]:
+        """The new ids, and the end, if it has come. Raises what ended the generation, if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The load of an engine. `blocks_used` includes `blocks_held`; blocks that are only cached count as free."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_prefill_tokens: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The tokenizer files that a router needs. `tokenizer_json` is empty if the model has no vocabulary."""
+
+    tokenizer_json: bytes = b""
+    tokenizer_config_json: str = ""
+    chat_template: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """How a prompt refers to images: `placeholder` in text, and its id once for each row of the image's embedding.
+
+    `tokens_per_image` is the number of rows of every image, or 0 if images differ. A row has `hidden_size` numbers of
+    `embedding_layout`'s dtype. `encoder_fingerprint` is empty without an encoder.
+    """
+
+    placeholder: str
+    placeholder_token_id: int
+    tokens_per_image: int
+    hidden_size: int
+    embedding_layout: KvLayout
+    encoder_fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRules:
+    """The vectors that a model makes of texts: how many numbers, of how long inputs, and how they are made.
+
+    `normalize` says whether they are scaled to the length 1 unless a request says otherwise.
+    """
+
+    dimensions: int
+    max_input_tokens: int
+    pooling: str  # last, mean, cls, max, weighted_mean, mean_sqrt_len, or several joined by +
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model of an engine, and its limits."""
+
+    name: str
+    engine: str  # pytorch, simulated, trtllm
+    max_context_tokens: int
+    vocab_size: int
+    layout: KvLayout
+    max_logprobs: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    files: ModelFiles = ModelFiles()
+    load_seconds: float = 0.0
+    images: ImageRules | None = None  # of a model without media
+    embedding: EmbeddingRules | None = None  # of an embedder only
+    settings: tuple[tuple[str, str], ...] = ()  # names and values as it runs, for people: max_sequences and the like
+    prompt_logprobs: bool = False  # whether it reports log probabilities of prompts
+    embeddings_only: bool = False  # whether the model cannot generate
+    unsupported_sampling: tuple[str, ...] = ()  # fields of SamplingParams that requests may not use
+    guided_decoding: bool = False
+    takes_handoffs: bool = True  # whether `decode` accepts KV of other workers
+    lora: bool = False  # whether requests may name adapters
+    data_parallel_ranks: int = 1  # copies of the model inside the engine, each with a cache of its own
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLoad:
+    """The load of an encoder, in media, or of an embedder, in calls."""
+
+    running: int
+    waiting: int
+
+
+class EncodeEngine(Protocol):
+    """Turns media into embeddings."""
+
+    async def encode(self, media: Sequence[Media]) -> Sequence[Embedding]:
+        """Returns one embedding for each medium, in order. Cancelling drops the media that have not begun."""
+
+
+class Encoder(EncodeEngine, Protocol):
+    """A vision encoder in one process. An async context manager: entering loads and warms up, leaving frees.
+
+    Raises InvalidRequest for a medium that cannot be decoded, Overloaded when the bounded queue is full, and
+    EngineFailed when computing fails. After a fatal error every call raises EngineFailed, and `healthy` is false.
+    """
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of the model. `layout` is that of embeddings, and `images.encoder_fingerprint` is set.
+
+        The fingerprint covers the weights, the processor and its version: encoders with the same fingerprint make equal
+        embeddings of a medium.
+        """
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def load(self) -> EncoderLoad:
+        """Cheap and safe to call from the event loop at any time."""
+
+
+class PrefillEngine(Protocol):
+    """Runs prompts and holds their KV."""
+
+    async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
+        """Computes the KV of `prompt.context`, samples one token, and holds the blocks."""
+
+
+class DecodeEngine(Protocol):
+    """Runs requests to their end, from pulled KV or from the prompt."""
+
+    async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
+        """Reserves blocks for a pull of `num_tokens` tokens. Waits without limit for requests that run here.
+
+        Raises NoRoom when only KV that is held for other workers is in the way: those may be waiting for this worker.
+        """
+
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+        """Generates until the end; the last item is the only Finished. Does not yield the ids of `emitted` again.
+
+        Takes ownership of the reservation, also when it raises. Each item has all ids since the previous one.
+        """
+
+
+class Engine(PrefillEngine, DecodeEngine, Protocol):
+    """One model in one process. An async context manager: entering loads and warms up, leaving frees.
+
+        async with PyTorchEngine(config) as engine: ...
+
+    Raises InvalidRequest for a prompt that can never fit, Overloaded when a bounded queue is full, and EngineFailed
+    when computing fails. After a fatal error every call raises EngineFailed, and `healthy` is false.
+
+    An engine needs `facts`, `load` and `decode`. Without more it holds no KV and takes no handoffs.
+    """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def load(self) -> EngineLoad:
+        """Cheap and safe to call from the event loop at any time."""
+
+    @property
+    def healthy(self) -> bool:
+        return True
+
+    @property
+    def memory(self) -> BlockMemory | None:
+        """The pool that other workers may pull held KV from; None if the engine transfers KV itself, or holds none."""
+        return None
+
+    @property
+    def kv_transfer(self) -> TransfersKv | None:
+        """The engine's own transfer of KV to other engines; None if its blocks are pulled from `memory`."""
+        return None
+
+    @property
+    def kv_events(self) -> TellsKv | None:
+        """The events of its prefix cache; None if it has none."""
+        return None
+
+    @property
+    def loras(self) -> ServesLoras | None:
+        """The engine's adapters; None if it serves none, and then no prompt has one."""
+        return None
+
+    async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
+        """Computes and holds KV. Raises Unsupported unless the engine holds KV. See PrefillEngine."""
+        del prompt, sampling
+        raise Unsupported(f"the {self.facts.engine} engine holds no KV for other workers")
+
+    async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
+        """Reserves blocks for a pull. Raises Unsupported unless the engine has a pool. See DecodeEngine."""
+        del prompt, num_tokens
+        raise Unsupported(f"the {self.facts.engine} engine has no pool to pull KV into")

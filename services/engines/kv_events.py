@@ -1,0 +1,162 @@
+"""Events of prefix caches, and their delivery to any number of readers in bounded memory."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from runtime.aio import timeout
+
+
+@dataclass(frozen=True, slots=True)
+class KvStored:
+    """Blocks that the prefix cache of a data-parallel rank now contains, by the hash chain of their prompts."""
+
+    rank: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvRemoved:
+    """Blocks that the cache no longer contains."""
+
+    rank: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """All blocks that the cache contains; replaces everything that was reported before."""
+
+    rank: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvChanged:
+    """The changes of one or several steps. No block is in both lists."""
+
+    rank: int
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
+KvChange = KvStored | KvRemoved | KvSnapshot | KvChanged
+
+
+@runtime_checkable
+class TellsKv(Protocol):
+    """An engine that reports the content of its prefix cache."""
+
+    def kv_changes(self) -> AsyncGenerator[KvChange, None]:
+        """Yields snapshots, one for each rank, and then changes, without end. Raises Unsupported if events are switched
+        off.
+        """
+
+
+# The most hashes of one message, so that a router reads a message between two tokens of its streams.
+_PIECE = 1024
+# The most changes that wait for a slow reader. Beyond that it gets snapshots again.
+_MAX_WAITING = 65536
+# The longest silence, so that a reader notices when the last message was lost.
+HEARTBEAT_SECONDS = 2.0
+
+
+def in_pieces(change: KvChange, most: int = _PIECE) -> Iterator[KvChange]:
+    """Splits changes so that each has at most `most` hashes. The first part of a snapshot is a snapshot, the rest
+    stored blocks.
+    """
+    match change:
+        case KvChanged(rank, stored, removed) if len(stored) + len(removed) > most:
+            yield from in_pieces(KvRemoved(rank, removed), most)
+            yield from in_pieces(KvStored(rank, stored), most)
+        case KvStored(rank, hashes) | KvSnapshot(rank, hashes) if len(hashes) > most:
+            yield type(change)(rank, hashes[:most])
+            for start in range(most, len(hashes), most):
+                yield KvStored(rank, hashes[start : start + most])
+        case KvRemoved(rank, hashes) if len(hashes) > most:
+            for start in range(0, len(hashes), most):
+                yield KvRemoved(rank, hashes[start : start + most])
+        case _:
+            yield change
+
+
+class _Reader:
+    """The changes that one reader has not got yet: by rank and hash, whether the block is there."""
+
+    def __init__(self, ranks: int) -> None:
+        self.waiting: list[dict[bytes, bool]] = [{} for _ in range(ranks)]
+        self.has_missed = True
+        self.changed = asyncio.Event()
+        self.changed.set()
+
+    def note(self, rank: int, block_hash: bytes, is_stored: bool) -> None:
+        self.changed.set()
+        if self.has_missed:
+            return
+        waiting = self.waiting[rank]
+        waiting[block_hash] = is_stored
+        if len(waiting) > _MAX_WAITING:
+            self.has_missed = True
+            for each in self.waiting:
+                each.clear()
+
+
+class KvPublisher:
+    """The contents of an engine's prefix caches, one for each rank, reported to all readers of `changes`.
+
+    Use it on the event loop. Changes that are made together, as by one step, are reported together. A slow reader gets
+    several steps merged, and snapshots if it is too slow for that.
+    """
+
+    def __init__(self, ranks: int = 1, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        self._held: list[dict[bytes, None]] = [{} for _ in range(ranks)]
+        self._readers: set[_Reader] = set()
+        self._heartbeat_seconds = heartbeat_seconds
+
+    def stored(self, block_hash: bytes, rank: int = 0) -> None:
+        """Adds a block."""
+        self._held[rank][block_hash] = None
+        for reader in self._readers:
+            reader.note(rank, block_hash, True)
+
+    def removed(self, block_hash: bytes, rank: int = 0) -> None:
+        """Removes a block."""
+        self._held[rank].pop(block_hash, None)
+        for reader in self._readers:
+            reader.note(rank, block_hash, False)
+
+    async def changes(self) -> AsyncGenerator[KvChange, None]:
+        """Yields snapshots, one for each rank, and then changes, without end."""
+        reader = _Reader(len(self._held))
+        self._readers.add(reader)
+        try:
+            while True:
+                await self._await(reader)
+                for change in self._take(reader):
+                    yield change
+        finally:
+            self._readers.discard(reader)
+
+    async def _await(self, reader: _Reader) -> None:
+        try:
+            async with timeout(self._heartbeat_seconds):
+                await reader.changed.wait()
+        except TimeoutError:
+            return
+
+    def _take(self, reader: _Reader) -> list[KvChange]:
+        reader.changed.clear()
+        if reader.has_missed:
+            reader.has_missed = False
+            return [KvSnapshot(rank, tuple(held)) for rank, held in enumerate(self._held)]
+        taken: list[KvChange] = [_changed(rank, waiting) for rank, waiting in enumerate(reader.waiting) if waiting]
+        for waiting in reader.waiting:
+            waiting.clear()
+        return taken or [KvChanged(0, (), ())]
+
+
+def _changed(rank: int, waiting: dict[bytes, bool]) -> KvChanged:
+    stored = tuple(block_hash for block_hash, is_stored in waiting.items() if is_stored)
+    removed = tuple(block_hash for block_hash, is_stored in waiting.items() if not is_stored)
+    return KvChanged(rank, stored, removed)

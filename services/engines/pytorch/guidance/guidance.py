@@ -1,0 +1,70 @@
+"""One request's place in its grammar, and the mask of its next token."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from baton.errors import InvalidRequest
+from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
+
+Words = NDArray[np.uint32]
+"""A bit for each token, the lowest of a word first; set for those that are allowed."""
+
+_MASK_SECONDS = 30.0
+
+
+class Guidance:
+    """A request's grammar after the tokens so far.
+
+    Belongs to the engine's thread, except between `expect` and `mask`, while the thread of the masks has it.
+    """
+
+    def __init__(self, matcher: LLMatcher, field: str, vocabulary: GrammarVocabulary) -> None:
+        self.matcher = matcher
+        self.eos_token_ids = vocabulary.eos_token_ids
+        self.failure: InvalidRequest | None = None
+        self._field = field
+        self._new: list[int] = []
+        self._job: Future[None] | None = None
+        self.words: Words = np.zeros(-(-vocabulary.size // 32), dtype=np.uint32)
+
+    def append(self, token_id: int) -> None:
+        """Records a sampled token; the grammar follows when the next mask is computed."""
+        self._new.append(token_id)
+
+    def expect(self, job: "Future[None]") -> None:
+        """Notes that `job` computes the mask of the next token into `words`."""
+        self._job = job
+
+    def catch_up(self, executor: LLExecutor) -> bool:
+        """Follows the tokens sampled since the last mask. Returns whether the grammar can still be followed."""
+        new, self._new = self._new, []
+        # By the executor, since the matcher's own methods keep Python's lock.
+        if self.failure is None and not all(executor.consume_token_par([(self.matcher, token)])[0] for token in new):
+            self.fail("a sampled token is not allowed by it")
+        return self.failure is None
+
+    def fail(self, reason: str) -> None:
+        """Ends the request with an error at its next token."""
+        self.failure = InvalidRequest.of(self._field, f"cannot be followed further: {reason}")
+
+    def mask(self, banned: Iterable[int]) -> Words | None:
+        """Waits for the mask of the next token. Returns None if there is none; `failure` then says why.
+
+        Tokens of `banned` are not allowed either, unless the grammar allows no other.
+        """
+        assert self._job is not None
+        try:
+            self._job.result(_MASK_SECONDS)
+        except FutureTimeout:
+            self.fail(f"a mask took more than {_MASK_SECONDS:g} s")
+        if self.failure is not None:
+            return None
+        rest = self.words.copy()
+        for token in banned:
+            rest[token // 32] &= ~np.uint32(1 << token % 32)
+        return rest if rest.any() else self.words

@@ -1,0 +1,174 @@
+"""The operations of the fused model by Triton kernels. Importable only where Triton is installed."""
+
+import torch
+import triton
+
+from services.engines.pytorch.kernels import triton_kernels
+from services.engines.pytorch.kernels.paged_ops import QUERIES_OF_A_TILE, HeadNorms, HeadShape, PagedTokens
+
+_KEYS_OF_A_TILE = 64
+_GATE_BLOCK = 1024
+# The programs that keep the memory of a large GPU busy; a split of a context is one program for each KV head.
+_PROGRAMS = 512
+_MAX_SPLITS = 16
+
+
+def splits(singles: int, kv_heads: int) -> int:
+    """Returns into how many parts each context is split for this number of sequences: a power of 2."""
+    wanted = max(1, _PROGRAMS // (singles * kv_heads))
+    return min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+
+
+class TritonOps:
+    """PagedOps on a GPU. Only launches kernels: nothing waits, and everything can be captured in a graph."""
+
+    def rms_norm(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See PagedOps."""
+        count, size = residual.shape
+        out = torch.empty_like(residual)
+        block = triton.next_power_of_2(size)
+        triton_kernels.rms_norm[(count,)](
+            residual if delta is None else delta,
+            residual,
+            weight,
+            out,
+            size,
+            eps,
+            ADDS=delta is not None,
+            BLOCK=block,
+            num_warps=8 if block >= 2048 else 4,
+        )
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See PagedOps."""
+        count, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(count, size)
+        triton_kernels.gate[(count, triton.cdiv(size, _GATE_BLOCK))](gate_up, out, size, BLOCK=_GATE_BLOCK)
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        tokens: PagedTokens,
+        layer: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> None:
+        """See PagedOps."""
+        kv_heads, block_tokens, head_dim = layer.shape[2:]
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        cos, sin = angles
+        triton_kernels.rotate_and_write[(len(qkv), heads + 2 * kv_heads)](
+            qkv,
+            cos,
+            sin,
+            tokens.positions,
+            tokens.rows,
+            tokens.tables,
+            cos if norms is None else norms.query,
+            cos if norms is None else norms.key,
+            layer,
+            layer.stride(0),
+            layer.stride(1),
+            tokens.tables.stride(0),
+            0.0 if norms is None else norms.eps,
+            NORMS=norms is not None,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=head_dim,
+            HALF=triton.next_power_of_2(head_dim // 2),
+            BLOCK_TOKENS=block_tokens,
+            num_warps=1,
+        )
+
+    def attend(self, qkv: torch.Tensor, tokens: PagedTokens, layer: torch.Tensor, shape: HeadShape) -> torch.Tensor:
+        """See PagedOps."""
+        out = qkv.new_empty(len(qkv), shape.heads * shape.head_dim)
+        if tokens.singles:
+            self._attend_singly(qkv, tokens, layer, shape, out)
+        if tokens.tiles is not None:
+            self._attend_in_tiles(qkv, tokens, tokens.tiles, layer, shape, out)
+        return out
+
+    def _attend_singly(
+        self, qkv: torch.Tensor, tokens: PagedTokens, layer: torch.Tensor, shape: HeadShape, out: torch.Tensor
+    ) -> None:
+        group = shape.heads // shape.kv_heads
+        rows, wide = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(shape.head_dim))
+        parts = splits(tokens.singles, shape.kv_heads)
+        count = tokens.singles * shape.kv_heads * parts * rows if parts > 1 else 0
+        partial = torch.empty(count * wide, dtype=torch.float32, device=qkv.device)
+        extremes = torch.empty(count * 2, dtype=torch.float32, device=qkv.device)
+        triton_kernels.decode_attention[(tokens.singles, shape.kv_heads, parts)](
+            qkv,
+            layer,
+            tokens.tables,
+            tokens.positions,
+            tokens.rows,
+            out,
+            partial,
+            extremes,
+            layer.stride(0),
+            layer.stride(1),
+            tokens.tables.stride(0),
+            shape.scaling,
+            GROUP=group,
+            ROWS_OF_Q=rows,
+            HEADS=shape.heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            WIDE=wide,
+            BLOCK_TOKENS=layer.shape[3],
+            TILE=_KEYS_OF_A_TILE,
+            SPLITS=parts,
+            num_warps=4,
+            num_stages=3,
+        )
+        if parts > 1:
+            triton_kernels.merge_splits[(tokens.singles, shape.heads)](
+                partial,
+                extremes,
+                out,
+                GROUP=group,
+                ROWS_OF_Q=rows,
+                HEADS=shape.heads,
+                KV_HEADS=shape.kv_heads,
+                DIM=shape.head_dim,
+                WIDE=wide,
+                SPLITS=parts,
+                num_warps=1,
+            )
+
+    def _attend_in_tiles(
+        self,
+        qkv: torch.Tensor,
+        tokens: PagedTokens,
+        tiles: torch.Tensor,
+        layer: torch.Tensor,
+        shape: HeadShape,
+        out: torch.Tensor,
+    ) -> None:
+        triton_kernels.prefill_attention[(len(tiles), shape.heads)](
+            qkv,
+            layer,
+            tokens.tables,
+            tiles,
+            out,
+            layer.stride(0),
+            layer.stride(1),
+            tokens.tables.stride(0),
+            shape.scaling,
+            GROUP=shape.heads // shape.kv_heads,
+            HEADS=shape.heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            WIDE=max(16, triton.next_power_of_2(shape.head_dim)),
+            BLOCK_TOKENS=layer.shape[3],
+            QUERIES=QUERIES_OF_A_TILE,
+            TILE=_KEYS_OF_A_TILE,
+            num_warps=8,
+            num_stages=3 if qkv.dtype == torch.bfloat16 else 1,
+        )

@@ -1,0 +1,130 @@
+"""Which blocks of the pool are in use, which are free, and which free ones still contain a known prefix."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+"""Never allocated, and always zero: padding points to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Notes that the prefix cache now contains the block with this hash."""
+
+    block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Notes that the prefix cache has lost the block with this hash."""
+
+    block_hash: bytes
+
+
+CacheListener = Callable[[BlockStored | BlockRemoved], None]
+
+
+class BlockPool:
+    """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
+
+    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then cached ones,
+    least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, listener: CacheListener | None = None) -> None:
+        self.total = num_blocks - 1
+        self._listener = listener
+        self._references = [0] * num_blocks
+        self._empty = list(range(1, num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """The blocks that `allocate` can return."""
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """The blocks with references."""
+        return self.total - self.available
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocates `count` blocks for writing; so many must be available."""
+        assert count <= self.available
+        blocks = [heapq.heappop(self._empty) if self._empty else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Returns the cached blocks of the longest known prefix of the chain, without references to them."""
+        blocks: list[int] = []
+        for link in hashes:
+            block = self._block_of.get(link)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def available_beside(self, blocks: Sequence[int]) -> int:
+        """Returns how many blocks could be allocated after `blocks` are shared."""
+        return self.available - sum(self._references[block] == 0 for block in blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds a reference to each of these cached blocks."""
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops a reference of each. The end of a prefix is reused before its beginning."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            assert self._references[block] >= 0
+            if self._references[block] == 0:
+                self._retire(block)
+
+    def store(self, block: int, block_hash: bytes) -> None:
+        """Adds a full block to the cache, unless its content is cached already."""
+        if block_hash in self._block_of or block in self._hash_of:
+            return
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+        self._emit(BlockStored(block_hash))
+
+    def forget(self, blocks: Sequence[int]) -> list[int]:
+        """Removes blocks without other references from the cache, and returns them."""
+        own = [block for block in blocks if self._references[block] == 1]
+        for block in own:
+            self._forget(block)
+        return own
+
+    def clear_cache(self) -> None:
+        """Removes all unused blocks from the cache."""
+        while self._idle:
+            heapq.heappush(self._empty, self._evict())
+
+    def _retire(self, block: int) -> None:
+        if block in self._hash_of:
+            self._idle[block] = None
+        else:
+            heapq.heappush(self._empty, block)
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._emit(BlockRemoved(block_hash))
+
+    def _emit(self, event: BlockStored | BlockRemoved) -> None:
+        if self._listener is not None:
+            self._listener(event)

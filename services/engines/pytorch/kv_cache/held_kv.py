@@ -1,0 +1,96 @@
+"""Held blocks: a prefill, and a reservation for a pull."""
+
+from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.kv import HeldKv, Reservation
+from services.engines.pytorch.engine_loop import EngineLoop
+from services.engines.pytorch.scheduler import BlockReservation
+from services.engines.pytorch.sequence import Held, TokenSequence
+
+
+class HeldPrompt(HeldKv):
+    """A computed prompt, with its blocks."""
+
+    __slots__ = ("_held", "_loop", "_sequence")
+
+    def __init__(self, loop: EngineLoop, sequence: TokenSequence, held: Held) -> None:
+        self._loop = loop
+        self._sequence = sequence
+        self._held = held
+
+    @property
+    def first_token(self) -> int:
+        """The sampled id."""
+        return self._held.first_token
+
+    @property
+    def logprob(self) -> TokenLogprob | None:
+        """Its log probabilities, if they were requested."""
+        return self._held.logprob
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of the prompt, if they were requested."""
+        return self._held.prompt_logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Set if the first token ended the request."""
+        return self._held.finish_reason
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The blocks in the order of the tokens."""
+        return self._held.block_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens whose KV is in the blocks."""
+        return self._held.num_tokens
+
+    @property
+    def prefix_hash(self) -> bytes:
+        """The hash chain's value after the full blocks."""
+        return self._held.prefix_hash
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of tokens that came from the prefix cache."""
+        return self._held.cached_tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """The time from arrival to the first step."""
+        return self._held.queue_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """The time from the first step to the first token."""
+        return self._held.compute_seconds
+
+    async def release(self) -> int:
+        """Frees the blocks; returns how many, 0 if they were free already."""
+        return await self._loop.run_shielded(lambda core: core.abort(self._sequence))
+
+
+class ReservedBlocks(Reservation):
+    """Blocks that a pull may write."""
+
+    __slots__ = ("_loop", "blocks")
+
+    def __init__(self, loop: EngineLoop, blocks: BlockReservation) -> None:
+        self._loop = loop
+        self.blocks = blocks
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The blocks in the order of the tokens."""
+        return self.blocks.granted_ids
+
+    @property
+    def cached_blocks(self) -> int:
+        """How many blocks, from the first on, already contain their KV."""
+        return self.blocks.cached_blocks
+
+    async def release(self) -> int:
+        """Frees the blocks; returns how many, 0 if they were free already, or if `decode` took them over."""
+        return await self._loop.run_shielded(lambda core: core.abort(self.blocks))

@@ -1,0 +1,265 @@
+"""The pool's memory: one tensor of blocks that other processes can map, and the reads and writes of transfers."""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import structlog
+import torch
+
+from services.engines.kv import BlockMemory, BlockWriter, KvLayout
+from services.engines.memory.device_memory import DeviceArea, DeviceExport, DeviceReader, DeviceStaging
+from services.engines.pytorch.kv_cache.cuda_ipc import attach_pool, export_pool
+
+log = structlog.get_logger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def open_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> "HostMemory | DeviceMemory":
+    """Allocates zeroed memory for `num_blocks` blocks: a mapped file in host memory, or a tensor on the device."""
+    return HostMemory(layout, num_blocks) if device.type == "cpu" else DeviceMemory(layout, num_blocks, device)
+
+
+def block_shape(layout: KvLayout) -> tuple[int, ...]:
+    """Returns the shape of a block, `[layers, kv_factor, kv_heads, block_tokens, head_dim]`."""
+    return (layout.num_layers, layout.kv_factor, layout.kv_heads, layout.block_tokens, layout.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring blocks."""
+
+    first: int
+    count: int
+
+
+def runs(block_ids: Sequence[int]) -> list[Run]:
+    """Merges consecutive ids."""
+    found: list[Run] = []
+    for block in block_ids:
+        if found and found[-1].first + found[-1].count == block:
+            found[-1] = Run(found[-1].first, found[-1].count + 1)
+        else:
+            found.append(Run(block, 1))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class HostWriter:
+    """Writes directly into the pool."""
+
+    views: Sequence[memoryview]
+
+    def commit(self) -> None:
+        """Does nothing: the bytes are in place."""
+
+
+class HostMemory(BlockMemory):
+    """A pool in a file without a name (memfd). Pages are allocated when they are first written."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_bytes = layout.block_bytes
+        size = num_blocks * layout.block_bytes
+        self._descriptor = _anonymous_file(size)
+        self._mapping = mmap.mmap(self._descriptor, size)
+        _prefer_huge_pages(self._mapping)
+        flat = torch.frombuffer(self._mapping, dtype=DTYPES[layout.dtype])
+        self.tensor = flat.view(num_blocks, *block_shape(layout))
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, including the one for padding."""
+        return self._num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block."""
+        return self._block_bytes
+
+    @property
+    def file_descriptor(self) -> int | None:
+        """The pool's file."""
+        return self._descriptor
+
+    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Returns views of the pool itself."""
+        return self._views(block_ids)
+
+    def write(self, block_ids: Sequence[int]) -> BlockWriter:
+        """Returns views of the pool itself."""
+        return HostWriter(self._views(block_ids))
+
+    def close(self) -> None:
+        """Closes the file. The mapping is freed with its last view."""
+        os.close(self._descriptor)
+
+    def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
+        pool = memoryview(self._mapping)
+        size = self._block_bytes
+        return [pool[run.first * size : (run.first + run.count) * size] for run in runs(block_ids)]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWriter:
+    """Collects bytes in pinned host memory and copies them to the device at the end."""
+
+    memory: "DeviceMemory"
+    block_ids: Sequence[int]
+    staging: torch.Tensor
+    views: Sequence[memoryview]
+
+    def commit(self) -> None:
+        """Copies the bytes, and waits for the copy."""
+        self.memory.store(self.block_ids, self.staging)
+
+
+class DeviceMemory(BlockMemory):
+    """A pool on a device. Blocks are read and written through pinned host memory, on a separate stream."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self._block_bytes = layout.block_bytes
+        self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
+        self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, including the one for padding."""
+        return self.tensor.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block."""
+        return self._block_bytes
+
+    @property
+    def file_descriptor(self) -> int | None:
+        """None: the pool is not in host memory."""
+        return None
+
+    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Returns views of a copy in host memory."""
+        staging = self._staging(len(block_ids))
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            staging.copy_(self._bytes.index_select(0, self._index(block_ids)), non_blocking=True)
+        self._stream.synchronize()
+        return self._views(staging, block_ids)
+
+    def write(self, block_ids: Sequence[int]) -> BlockWriter:
+        """Returns views of host memory, which `commit` copies to the device."""
+        staging = self._staging(len(block_ids))
+        return DeviceWriter(self, tuple(block_ids), staging, self._views(staging, block_ids))
+
+    def store(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
+        """Copies staged blocks into the pool, and waits for the copy."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._bytes.index_copy_(0, self._index(block_ids), staging.to(self._bytes.device, non_blocking=True))
+        self._stream.synchronize()
+
+    def export(self) -> DeviceExport:
+        """See DeviceBlockMemory."""
+        return export_pool(self.tensor)
+
+    def attach(self, export: DeviceExport) -> DeviceReader:
+        """See DeviceBlockMemory."""
+        return attach_pool(self.tensor, export)
+
+    def area(self) -> DeviceArea:
+        """See StagingDeviceMemory."""
+        return area_of(self.tensor)
+
+    def stage(self, num_blocks: int) -> DeviceStaging:
+        """See StagingDeviceMemory."""
+        return Staging(self, num_blocks)
+
+    def place(self, block_ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Copies rows `[blocks, bytes]` on the device into the pool, and waits for the copy."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._bytes.index_copy_(0, self._index(block_ids), rows)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Does nothing: the memory is freed with the tensor."""
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._bytes.device)
+
+    def _staging(self, count: int) -> torch.Tensor:
+        return staging_memory(count, self._block_bytes)
+
+    def _views(self, staging: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
+        whole = staging.view(-1).numpy().data
+        views, start = [], 0
+        for run in runs(block_ids):
+            views.append(whole[start : start + run.count * self._block_bytes])
+            start += run.count * self._block_bytes
+        return views
+
+
+def staging_memory(count: int, size: int) -> torch.Tensor:
+    """Returns `[count, size]` bytes of pinned host memory, or, with one warning in a process, of pageable memory if
+    none can be pinned: the device then copies more slowly.
+    """
+    try:
+        return torch.empty((count, size), dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # PyTorch raises it for almost every failure of a device
+        _warn_of_pageable_memory(str(error).partition("\n")[0])
+        return torch.empty((count, size), dtype=torch.uint8)
+
+
+@cache
+def _warn_of_pageable_memory(reason: str) -> None:
+    log.warning("host memory cannot be pinned; transfers are slower", reason=reason)
+
+
+class Staging:
+    """A DeviceStaging."""
+
+    def __init__(self, pool: DeviceMemory, num_blocks: int) -> None:
+        self._pool = pool
+        torch.cuda.set_device(pool.tensor.device)
+        self._rows = torch.empty((num_blocks, pool.block_bytes), dtype=torch.uint8, device=pool.tensor.device)
+        self.area = area_of(self._rows)
+
+    def make_current(self) -> None:
+        """See DeviceStaging."""
+        torch.cuda.set_device(self._rows.device)
+
+    def store(self, destination: Sequence[int]) -> None:
+        """See DeviceStaging."""
+        self._pool.place(destination, self._rows[: len(destination)])
+
+
+def area_of(tensor: torch.Tensor) -> DeviceArea:
+    """Returns where a tensor is, and makes its device current, with its context, in the calling thread."""
+    torch.cuda.set_device(tensor.device)
+    torch.cuda.synchronize(tensor.device)
+    return DeviceArea(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device.index or 0)
+
+
+def _anonymous_file(size: int) -> int:
+    """Returns the descriptor of a file of zeros without a name; outside Linux that of a deleted temporary file."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("baton-kv")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _prefer_huge_pages(mapping: mmap.mmap) -> None:
+    """Asks for huge pages, which cause fewer page faults and TLB misses, where the kernel allows it for
+    shared memory.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return

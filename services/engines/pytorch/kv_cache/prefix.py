@@ -1,0 +1,35 @@
+"""The hash chain of a growing sequence."""
+
+from collections.abc import Sequence
+
+from runtime.prefix_hash import block_hash, media_key, root_hash
+from services.engines.prompt import MediaSpan
+
+
+class HashChain:
+    """The hashes of a growing sequence's full blocks, each computed once."""
+
+    __slots__ = ("_block_tokens", "_links", "_media", "_root")
+
+    def __init__(self, salt: str, block_tokens: int, media: Sequence[MediaSpan] = (), lora: str = "") -> None:
+        self._root = root_hash(salt, lora)
+        self._block_tokens = block_tokens
+        self._media = media
+        self._links: list[bytes] = []
+
+    def upto(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
+        """Returns the hashes of the full blocks in the first `num_tokens` tokens. Tokens may be appended, never
+        changed.
+        """
+        full = num_tokens // self._block_tokens
+        while len(self._links) < full:
+            start = len(self._links) * self._block_tokens
+            parent = self._links[-1] if self._links else self._root
+            end = start + self._block_tokens
+            self._links.append(block_hash(parent, token_ids[start:end], media_key(self._media, start, end)))
+        return self._links[:full]
+
+    def value(self, token_ids: Sequence[int], num_tokens: int) -> bytes:
+        """Returns the last hash of those blocks, or the root if there is none."""
+        links = self.upto(token_ids, num_tokens)
+        return links[-1] if links else self._root

@@ -1,0 +1,72 @@
+"""A checkpoint folder's files: its fingerprint, and the files that a router needs."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from services.engines.base import ModelFiles
+
+_WHOLE_BYTES = 64 << 20
+_SAMPLES = 256
+_SAMPLE_BYTES = 64 << 10
+
+
+def fingerprint(folder: Path) -> str:
+    """Returns the hexadecimal SHA-256 of the configuration and the weights; large files are sampled.
+
+    Files of up to 64 MiB are hashed whole. Of larger ones it hashes the size, the header, and 256 samples at equal
+    distances: training changes every weight, so other weights differ in the samples.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for piece in _whole(file) if size <= _WHOLE_BYTES else _sampled(file, size):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _whole(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(1 << 20):
+        yield piece
+
+
+def _sampled(file: BinaryIO, size: int) -> Iterator[bytes]:
+    header = min(8 + int.from_bytes(file.read(8), "little"), 16 << 20)
+    yield file.read(header - 8)
+    for index in range(_SAMPLES):
+        file.seek(header + (size - header) * index // _SAMPLES)
+        yield file.read(_SAMPLE_BYTES)
+
+
+def model_files(folder: Path) -> ModelFiles:
+    """Returns the tokenizer and chat template; empty if the folder has none."""
+    tokenizer = folder / "tokenizer.json"
+    return ModelFiles(
+        tokenizer_json=tokenizer.read_bytes() if tokenizer.is_file() else b"",
+        tokenizer_config_json=_text(folder / "tokenizer_config.json"),
+        chat_template=_chat_template(folder),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _chat_template(folder: Path) -> str:
+    """Returns the template of its own file, else that of the processor's or the tokenizer's configuration."""
+    template = _text(folder / "chat_template.jinja")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = template or _default_template(json.loads(_text(folder / name) or "{}").get("chat_template"))
+    return template
+
+
+def _default_template(stored: object) -> str:
+    """Returns the only template, or the default of several named ones."""
+    if isinstance(stored, str):
+        return stored
+    named = stored if isinstance(stored, list) else []
+    return next((str(entry["template"]) for entry in named if entry.get("name") == "default"), "")

@@ -1,0 +1,147 @@
+"""Llama-like models with few, large operations: joined projections, and attention that reads the pool in place.
+
+The modules are transformers' own: each joined matrix contains the weights of its parts, which become views of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from services.engines.pytorch.kernels.paged_ops import HeadNorms, HeadShape, PagedOps, PagedTokens
+from services.engines.pytorch.model.support import TextShape
+from services.engines.pytorch.parallel.ranks import OneRank, Ranks
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose text layers are supported here."""
+
+_ANGLES_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A matrix `[out, in]`, and its bias, if it has one."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """One layer's weights."""
+
+    input_norm: torch.Tensor
+    qkv: Projection
+    head_norms: HeadNorms | None
+    output: Projection
+    post_norm: torch.Tensor
+    gate_up: Projection
+    down: Projection
+
+
+def why_not(config: PreTrainedConfig) -> str:
+    """Returns why a model is not supported; empty if it is."""
+    text = config.get_text_config()
+    if text.model_type not in FAMILIES:
+        return f"models of type {text.model_type} are not among {', '.join(FAMILIES)}"
+    if text.hidden_act != "silu":
+        return f"its activation is {text.hidden_act}"
+    if float(_rope(text).get("partial_rotary_factor") or 1.0) != 1.0:
+        return "it rotates a part of each head only"
+    return ""
+
+
+class FusedModel:
+    """A model that computes KV into `pool` `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`, and logits.
+
+    With `ranks`, the module, `shape` and `pool` are one rank's parts.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, shape: TextShape, pool: torch.Tensor, ops: PagedOps, ranks: Ranks | None = None
+    ) -> None:
+        outer: Any = module
+        text = getattr(outer.model, "language_model", outer.model)
+        self._ops = ops
+        self._ranks = ranks or OneRank()
+        self._embedding: torch.Tensor = text.embed_tokens.weight
+        self._layers = [_fuse(layer) for layer in text.layers]
+        self._pool_layers = [pool[:, index] for index in range(len(self._layers))]
+        self._norm: torch.Tensor = text.norm.weight
+        self._eps = float(text.norm.variance_epsilon)
+        self._head = Projection(outer.lm_head.weight, outer.lm_head.bias)
+        self._shape = HeadShape(
+            shape.query_heads, shape.kv_heads, shape.head_dim, float(text.layers[0].self_attn.scaling)
+        )
+        self._angles = _angles(text.rotary_emb, shape.max_context_tokens, self._embedding)
+        self.vocab_size = shape.vocab_size if self._ranks.size > 1 else self._head.weight.shape[0]
+        self.dtype = self._head.weight.dtype
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the rows `[tokens, hidden size]` for ids `[tokens]`."""
+        return torch.nn.functional.embedding(token_ids, self._embedding)
+
+    def run(self, embedded: torch.Tensor, tokens: PagedTokens, last_rows: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits `[rows, vocabulary]` of `last_rows`, None for all. Overwrites `embedded`, rank 0's."""
+        ops, ranks, eps, residual = self._ops, self._ranks, self._eps, embedded
+        ranks.share(embedded)
+        delta: torch.Tensor | None = None
+        for layer, pool in zip(self._layers, self._pool_layers, strict=True):
+            qkv = layer.qkv(ops.rms_norm(delta, residual, layer.input_norm, eps))
+            ops.rotate_and_write(qkv, self._angles, tokens, pool, layer.head_norms)
+            delta = ranks.add_up(layer.output(ops.attend(qkv, tokens, pool, self._shape)))
+            gate_up = layer.gate_up(ops.rms_norm(delta, residual, layer.post_norm, eps))
+            delta = ranks.add_up(layer.down(ops.gate(gate_up)))
+        if last_rows is not None:
+            residual = residual[last_rows]
+            delta = None if delta is None else delta[last_rows]
+        return ranks.columns(self._head(ops.rms_norm(delta, residual, self._norm, eps)), self.vocab_size)
+
+
+def _fuse(layer: Any) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        eps = float(attention.q_norm.variance_epsilon)
+        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, eps)
+    return FusedLayer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
+        head_norms=norms,
+        output=Projection(attention.o_proj.weight, attention.o_proj.bias),
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+        down=Projection(mlp.down_proj.weight, mlp.down_proj.bias),
+    )
+
+
+def _joined(parts: Sequence[torch.nn.Linear]) -> Projection:
+    """Joins matrices into one; the parts become views of it."""
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    first = 0
+    for part in parts:
+        part.weight = torch.nn.Parameter(weight[first : first + part.out_features], requires_grad=False)
+        first += part.out_features
+    return Projection(weight, bias)
+
+
+def _angles(rotary: Any, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cosine and sine of every position, `[positions, head_dim]` each, as the library computes them."""
+    found = [
+        rotary(like, torch.arange(first, min(first + _ANGLES_AT_ONCE, positions), device=like.device).unsqueeze(0))
+        for first in range(0, positions, _ANGLES_AT_ONCE)
+    ]
+    cos, sin = (torch.cat([part[which][0] for part in found]).contiguous() for which in (0, 1))
+    return cos, sin
+
+
+def _rope(text: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return found

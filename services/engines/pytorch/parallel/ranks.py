@@ -1,0 +1,152 @@
+"""The operations between the ranks of a model, and those of a model that is not split."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from services.engines.pytorch.parallel.shards import Shard
+
+START_SECONDS = 120.0
+"""The longest time that a rank waits for the others to join."""
+STEP_SECONDS = 60.0
+"""The longest time that a rank on a CPU waits for the others in a step. On GPUs the end of a rank is noticed by its
+process, and a rank that hangs by the engine's stall detection.
+"""
+ABORT_SECONDS = 5.0
+"""The longest time to wait for NCCL to end its operations."""
+
+
+class Ranks(Protocol):
+    """All ranks call the same operations in the same order. On a GPU, a CUDA graph can capture them."""
+
+    @property
+    def size(self) -> int: ...
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Replaces the tensor by rank 0's."""
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all ranks' tensors; may overwrite `tensor`."""
+
+    def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns `[rows, width]`, of which each rank has `[rows, part]`; padding at the end is cut off."""
+
+    def stop(self) -> None:
+        """Ends operations that wait for another rank, as far as the library can. Any thread may call it."""
+
+
+class OneRank:
+    """Ranks of a model that is not split."""
+
+    size = 1
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Does nothing."""
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor."""
+        return tensor
+
+    def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns the part."""
+        del width
+        return part
+
+    def stop(self) -> None:
+        """Does nothing."""
+
+
+class ProcessRanks:
+    """Ranks of several processes: over NCCL on GPUs, over gloo on CPUs.
+
+    It does not use torch.distributed's default group, of which a process can have one only.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        from torch.distributed import distributed_c10d
+
+        library: Any = distributed_c10d  # it exports these names without saying so
+        self.size = size
+        self._group = group
+        self._sum, self._all = library.AllreduceOptions(), library.AllgatherOptions()
+        self._from_leader = library.BroadcastOptions()
+        for options in (self._sum, self._all, self._from_leader):
+            options.asyncOp = False  # on the current stream, so that nothing waits for another one
+        self._from_leader.rootRank = self._from_leader.rootTensor = 0
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """See Ranks."""
+        _wait(lambda: self._group.broadcast([tensor], self._from_leader))
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        _wait(lambda: self._group.allreduce([tensor], self._sum))
+        return tensor
+
+    def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """See Ranks."""
+        rows = len(part)
+        if rows == 0:
+            return part.new_empty(0, width)
+        found = part.new_empty(self.size * rows, part.shape[1])
+        _wait(lambda: self._group._allgather_base(found, part.contiguous(), self._all))
+        whole = found.view(self.size, rows, -1).transpose(0, 1).reshape(rows, -1)
+        return whole if whole.shape[1] == width else whole[:, :width].contiguous()
+
+    def stop(self) -> None:
+        """Aborts NCCL's operations; gloo's end by themselves when a connection closes."""
+        if not hasattr(self._group, "abort"):
+            return
+        # NCCL may wait for graphs that contain its operations; nothing waits for this thread.
+        aborting = threading.Thread(target=self._group.abort, name="baton-ranks-abort", daemon=True)
+        aborting.start()
+        aborting.join(ABORT_SECONDS)
+
+
+def join(shard: Shard, meeting: Path, device: torch.device) -> Ranks:
+    """Joins the other ranks, which all name the same new file `meeting`. Raises RuntimeError after START_SECONDS."""
+    library: Any = torch.distributed
+    store = library.FileStore(str(meeting), shard.size)
+    store.set_timeout(timedelta(seconds=START_SECONDS))
+    if device.type == "cuda":
+        group = _nccl(store, shard)
+        # For good: at the end of a process, its destructor waits for the other ranks, or ends the process by SIGABRT.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    else:
+        group = _gloo(store, shard)
+    ranks = ProcessRanks(group, shard.size)
+    # NCCL connects in its first operation, which a graph must not capture.
+    ranks.add_up(torch.zeros(1, device=device))
+    return ranks
+
+
+def _gloo(store: Any, shard: Shard) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    kind: Any = ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=STEP_SECONDS)
+    return kind(store, shard.rank, shard.size, options)
+
+
+def _nccl(store: Any, shard: Shard) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=START_SECONDS)
+    return ProcessGroupNCCL(store, shard.rank, shard.size, options)
+
+
+def _wait(start: Callable[[], Any]) -> None:
+    try:
+        work = start()
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"another rank has ended or hangs: {error}") from error

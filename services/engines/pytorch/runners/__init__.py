@@ -1,0 +1,8 @@
+"""Runners: compute a step of the model for a batch of sequences.
+
+batch.py          the tensors of a step
+runner.py         steps of transformers' modules
+fused_runner.py   steps of the fused model, with CUDA graphs
+step_tensors.py   the tensors of a fused step, copied to the device at once
+selection.py      chooses the runner for a model
+"""

@@ -1,0 +1,247 @@
+"""Steps of the fused model: decode steps replay CUDA graphs, and the next step is started while one runs."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from services.engines.pytorch.guidance.masks import MaskThread
+from services.engines.pytorch.model.fused_model import FusedModel
+from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
+from services.engines.pytorch.runners.prompt_rows import PromptRows
+from services.engines.pytorch.runners.runner import InflightStep, guided
+from services.engines.pytorch.runners.step_tensors import (
+    KNOWN,
+    DecodeArrays,
+    Layout,
+    StepArrays,
+    StepTensors,
+    buckets,
+    build,
+    fill_decodes,
+)
+from services.engines.pytorch.sampling.drawing import AGAIN, BROKEN, Draw, choose, draw, is_drawable, upload
+from services.engines.pytorch.sampling.sampling import Chosen, sample
+from services.engines.pytorch.sequence import TokenSequence
+
+_log = structlog.get_logger(__name__)
+
+_WARM_UPS = 2
+
+Announce = Callable[[DecodeArrays | StepArrays], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The limits of a step, and whether decode steps are captured in CUDA graphs."""
+
+    max_sequences: int
+    max_context_tokens: int
+    block_tokens: int
+    graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A decode step of one batch size, with its own tensors. `run` computes; `logits` and `outcome` are its results.
+
+    `flat` is read on the device; `outcome` `[2, size]` is that of `drawing.choose`.
+    """
+
+    size: int
+    layout: Layout
+    flat: torch.Tensor
+    logits: torch.Tensor
+    outcome: torch.Tensor
+    run: Callable[[], None]
+
+
+class FusedRunner:
+    """StepRunner of a FusedModel. On a GPU, decode steps with the sizes of `buckets` are captured when it is made.
+
+    It calls `announce` before each step, so that other ranks compute it too, by `replay` and `compute`.
+    """
+
+    def __init__(
+        self,
+        model: FusedModel,
+        sizes: Sizes,
+        device: torch.device,
+        announce: Announce | None = None,
+    ) -> None:
+        self._model = model
+        self._announce = announce or (lambda _step: None)
+        self._sizes = sizes
+        self._device = device
+        # The index of each sequence's id in `_newest`, the ids sampled by the last step in the order of its chunks.
+        self._places: Mapping[TokenSequence, int] = {}
+        self._newest = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
+        self.has_graphs = device.type == "cuda" and sizes.graphs
+        self._decodes = self._make_decodes()
+        self._masks = MaskThread()
+
+    def start(self, chunks: Sequence[Chunk]) -> InflightStep:
+        """Starts a step without waiting for it, unless it contains images. See StepRunner.
+
+        Masks are computed meanwhile, and applied to the logits outside of the captured graph.
+        """
+        self._masks.begin(guided(chunks))
+        if (
+            all(chunk.count == 1 and chunk.sequence.prompt_report is None for chunk in chunks)
+            and len(chunks) <= self._sizes.max_sequences
+        ):
+            logits, outcome = self._decode(chunks)
+            ordered = chunks
+        else:
+            ordered = sorted(chunks, key=lambda chunk: chunk.count > 1)
+            logits, outcome = self._compute(ordered)
+        return self._finish(ordered, logits, outcome)
+
+    def _decode(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        decode = next(decode for decode in self._decodes if decode.size >= len(chunks))
+        flat = decode.layout.empty()
+        fill_decodes(flat, decode.layout, chunks, self._places)
+        step = DecodeArrays(decode.size, flat)
+        self._announce(step)
+        self.replay(step)
+        return decode.logits[: len(chunks)], decode.outcome[:, : len(chunks)]
+
+    def replay(self, step: DecodeArrays) -> None:
+        """Starts a decode step of one of the sizes that there are."""
+        decode = next(decode for decode in self._decodes if decode.size == step.size)
+        decode.flat.copy_(_staged(step.flat, self._device), non_blocking=True)
+        decode.run()
+
+    def free_graphs(self) -> None:
+        """Frees the captured steps; none can be started afterwards. NCCL's operations in them end only then."""
+        self._decodes.clear()
+
+    def _compute(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes any step, operation by operation."""
+        flat, layout, singles = build(chunks, self._sizes.block_tokens, self._places)
+        ends = np.cumsum([chunk.count for chunk in chunks])
+        last = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples], dtype=np.int64)
+        reported = PromptRows(chunks)
+        step = StepArrays(flat, layout.shape, singles, reported.after(torch.from_numpy(last)).numpy())
+        self._announce(step)
+        logits = self.compute(step, media_rows(chunks))
+        logits = reported.report(logits, len(last))
+        if not len(last):
+            return logits, torch.zeros(2, 0, dtype=torch.int64, device=self._device)
+        outcome = choose(logits)
+        self._newest[: len(last)] = outcome[0]
+        return logits, outcome
+
+    def compute(self, step: StepArrays, media: Sequence[MediaRows] = ()) -> torch.Tensor:
+        """Starts a step, operation by operation, and returns its logits."""
+        tensors = Layout(*step.shape).views(upload(step.flat, self._device), step.singles)
+        embedded = self._model.embed(self._ids(tensors))
+        for part in media:
+            embedded[part.start : part.start + len(part.rows)] = part.rows.to(embedded.device, embedded.dtype)
+        return self._model.run(embedded, tensors.tokens, upload(step.rows, self._device))
+
+    def _finish(self, chunks: Sequence[Chunk], logits: torch.Tensor, outcome: torch.Tensor) -> InflightStep:
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        self._places = {sequence: place for place, sequence in enumerate(sampling)}
+        if not all(is_drawable(sequence.sampler, sequence.in_flight.ids) for sequence in sampling):
+            return InflightStep(chunks, partial(_sampled, chunks, logits), may_be_followed=False)
+        draws = [
+            Draw(row, sequence.sampling, sequence.sampler.seed, sequence.sampler.position + sequence.in_flight.ids)
+            for row, sequence in enumerate(sampling)
+            if sequence.sampling.temperature > 0.0
+        ]
+        if draws:
+            draw(logits, draws, outcome)
+            self._newest[: len(sampling)] = outcome[0]
+        return InflightStep(chunks, partial(_arrived, chunks, *_sent_home(outcome)), may_be_followed=True)
+
+    def _ids(self, step: StepTensors) -> torch.Tensor:
+        return torch.where(step.sources == KNOWN, step.token_ids, self._newest[step.sources.clamp(min=0)])
+
+    def _make_decodes(self) -> list[Decode]:
+        sizes = buckets(self._sizes.max_sequences)
+        if not self.has_graphs:
+            return [self._plain_decode(size) for size in sizes]
+        began = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        # The largest first: its memory is then enough for the others.
+        made = [self._graphed_decode(size, pool) for size in reversed(sizes)]
+        _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
+        return made[::-1]
+
+    def _plain_decode(self, size: int) -> Decode:
+        layout = self._decode_layout(size)
+        flat = upload(layout.empty(), self._device)
+        step = layout.views(flat, size)
+        logits = torch.zeros(size, self._model.vocab_size, dtype=self._model.dtype, device=self._device)
+        outcome = torch.zeros(2, size, dtype=torch.int64, device=self._device)
+
+        def run() -> None:
+            logits.copy_(self._decoded(step))
+            outcome.copy_(choose(logits))
+            self._newest[:size] = outcome[0]
+
+        return Decode(size, layout, flat, logits, outcome, run)
+
+    def _graphed_decode(self, size: int, pool: Any) -> Decode:
+        layout = self._decode_layout(size)
+        flat = upload(layout.empty(), self._device)
+        step = layout.views(flat, size)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                choose(self._decoded(step))
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Capture only the operations of this thread: other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            logits = self._decoded(step)
+            outcome = choose(logits)
+            self._newest[:size] = outcome[0]
+        return Decode(size, layout, flat, logits, outcome, graph.replay)
+
+    def _decoded(self, step: StepTensors) -> torch.Tensor:
+        return self._model.run(self._model.embed(self._ids(step)), step.tokens, None)
+
+    def _decode_layout(self, size: int) -> Layout:
+        return Layout(size, size, -(-self._sizes.max_context_tokens // self._sizes.block_tokens))
+
+
+def _staged(flat: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(flat)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def _sent_home(outcome: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Returns the outcome in host memory, and a function that waits for it."""
+    if outcome.device.type == "cpu":
+        return outcome.clone(), lambda: None
+    home = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
+    home.copy_(outcome, non_blocking=True)
+    # A blocking event, which does not spin: the next step runs meanwhile, so waking late costs nothing.
+    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    arrived.record()
+    return home, arrived.synchronize
+
+
+def _arrived(chunks: Sequence[Chunk], home: torch.Tensor, wait: Callable[[], None]) -> list[Chosen | None]:
+    wait()
+    rows = zip(*home.tolist(), strict=True)
+    return [_chosen(*next(rows)) if chunk.samples else None for chunk in chunks]
+
+
+def _chosen(token_id: int, how: int) -> Chosen:
+    return Chosen(None if how == BROKEN else token_id, is_unsettled=how == AGAIN)
+
+
+def _sampled(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[Chosen | None]:
+    """Samples on the host, for requests with options that the device does not support."""
+    chosen = iter(sample(logits.float(), [chunk.sequence.sampler for chunk in chunks if chunk.samples]))
+    return [next(chosen) if chunk.samples else None for chunk in chunks]

@@ -1,0 +1,7 @@
+"""Choosing the next tokens from logits.
+
+sampling.py       penalties, draws and log probabilities of a batch
+drawing.py        draws on the device, without waiting for it
+truncation.py     top-k, top-p and min-p
+gumbel.py         random numbers from (seed, position, token id)
+"""

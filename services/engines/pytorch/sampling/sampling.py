@@ -1,0 +1,255 @@
+"""Samples the next tokens of a batch from its logits."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.engines.answer import TokenLogprob
+from services.engines.prompt import Prompt, Sampling
+from services.engines.pytorch.guidance.guidance import Guidance, Words
+from services.engines.pytorch.guidance.masks import apply_masks
+from services.engines.pytorch.sampling import truncation
+from services.engines.pytorch.sampling.gumbel import gumbel, row_key
+
+
+class SamplerState:
+    """The state that sampling keeps from one token of a request to the next."""
+
+    __slots__ = (
+        "_counts",
+        "_prompt",
+        "_seen",
+        "ends",
+        "guidance",
+        "needs_all_candidates",
+        "position",
+        "sampling",
+        "seed",
+    )
+
+    def __init__(self, prompt: Prompt, sampling: Sampling, eos_token_ids: frozenset[int]) -> None:
+        self._prompt = prompt
+        self.sampling = sampling
+        self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self.ends = sorted(sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids))
+        self.position = len(prompt.context)
+        # Set before the request is submitted, if its answer follows a grammar.
+        self.guidance: Guidance | None = None
+        # Set once the likeliest candidates were not enough to draw from.
+        self.needs_all_candidates = False
+        self._counts: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
+
+    @property
+    def generated(self) -> int:
+        """The number of ids after the prompt so far."""
+        return self.position - len(self._prompt.token_ids)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        options = self.sampling
+        return options.repetition_penalty != 1.0 or options.presence_penalty != 0.0 or options.frequency_penalty != 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is the result, whatever the other options are."""
+        return (
+            self.sampling.temperature == 0.0
+            and not self.penalises
+            and not self.sampling.logit_bias
+            and self.sampling.logprobs is None
+            and self.generated >= self.sampling.min_tokens
+            and self.guidance is None
+        )
+
+    @property
+    def banned(self) -> set[int]:
+        """The tokens that must not end the answer now."""
+        ends = set(self.ends) if self.generated < self.sampling.min_tokens else set()
+        return ends.union(self.guidance.eos_token_ids) if self.guidance and self.sampling.ignore_eos else ends
+
+    def history(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns how often each id was generated, and which ids occur at all, for logits of the shape and device of
+        `like`.
+        """
+        if self._counts is None or self._seen is None:
+            self._counts = torch.zeros_like(like)
+            self._seen = torch.zeros_like(like, dtype=torch.bool)
+            self._seen[torch.tensor(self._prompt.context, device=like.device)] = True
+            for token in self._prompt.emitted:
+                self._counts[token] += 1
+        return self._counts, self._seen
+
+    def append(self, token_id: int) -> None:
+        """Records a sampled token."""
+        self.position += 1
+        if self.guidance is not None:
+            self.guidance.append(token_id)
+        if self._counts is not None and self._seen is not None:
+            self._counts[token_id] += 1
+            self._seen[token_id] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The result for one row; `token_id` is None if the logits were not numbers.
+
+    A result that is not settled must be discarded: the row has to be computed again, with all candidates.
+    `more` are the results of later rows, if the tokens before them were drafts that proved right.
+    """
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    is_unsettled: bool = False
+    more: "tuple[Chosen, ...]" = ()
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Chosen]:
+    """Samples a token for each row of `logits` `[rows, vocabulary]`, float32, which it may overwrite.
+
+    The result of a row does not depend on the other rows.
+    """
+    if all(state.is_plain for state in states):
+        values, ids = logits.max(dim=-1)
+        return [Chosen(token if good else None) for token, good in zip(ids.tolist(), _numbers(values), strict=True)]
+    good = _numbers(logits.amax(dim=-1))
+    reports = _logprob_reports(logits, states)
+    _adjust(logits, states)
+    apply_masks(logits, _masks(states))
+    chosen = _choose(logits, states)
+    return [
+        Chosen(token, report(token) if report else None) if fine else Chosen(None)
+        for token, report, fine in zip(chosen, reports, good, strict=True)
+    ]
+
+
+def _numbers(values: torch.Tensor) -> list[bool]:
+    finite: list[bool] = torch.isfinite(values).tolist()
+    return finite
+
+
+def _logprob_reports(
+    logits: torch.Tensor, states: Sequence[SamplerState]
+) -> list[Callable[[int], TokenLogprob] | None]:
+    """Returns, for each row that requested log probabilities, a function from its sampled id to them, before any
+    change.
+    """
+    reports: list[Callable[[int], TokenLogprob] | None] = [None] * len(states)
+    rows = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+    if not rows:
+        return reports
+    logprobs = logits[torch.tensor(rows, device=logits.device)].log_softmax(dim=-1)
+    widest = max(states[row].sampling.logprobs or 0 for row in rows)
+    top = logprobs.topk(widest, dim=-1)
+    for index, (row, values, ids) in enumerate(zip(rows, top.values.tolist(), top.indices.tolist(), strict=True)):
+        count = states[row].sampling.logprobs or 0
+        rivals = tuple(zip(ids[:count], values[:count], strict=True))
+        reports[row] = _Report(logprobs[index], rivals)
+    return reports
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    logprobs: torch.Tensor
+    rivals: tuple[tuple[int, float], ...]
+
+    def __call__(self, token_id: int) -> TokenLogprob:
+        return TokenLogprob(token_id, float(self.logprobs[token_id]), self.rivals)
+
+
+def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    """Applies penalties, biases and the ban on ending early, in place; row by row, since few rows use any."""
+    for row, state in zip(logits, states, strict=True):
+        options = state.sampling
+        if state.penalises:
+            _penalise(row, state)
+        if options.logit_bias:
+            ids = torch.tensor(list(options.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(options.logit_bias.values()), device=row.device)
+        if state.generated < options.min_tokens and state.ends and state.guidance is None:
+            row[torch.tensor(state.ends, device=row.device)] = -torch.inf
+
+
+def _masks(states: Sequence[SamplerState]) -> dict[int, Words]:
+    """Returns the masks of guided rows; a row whose grammar has failed has none, and its token is not used."""
+    masks = {row: state.guidance.mask(state.banned) for row, state in enumerate(states) if state.guidance is not None}
+    return {row: mask for row, mask in masks.items() if mask is not None}
+
+
+def _penalise(row: torch.Tensor, state: SamplerState) -> None:
+    options = state.sampling
+    counts, seen = state.history(row)
+    if options.repetition_penalty != 1.0:
+        repeated = torch.where(row > 0, row / options.repetition_penalty, row * options.repetition_penalty)
+        row.copy_(torch.where(seen, repeated, row))
+    if options.frequency_penalty != 0.0:
+        row.sub_(counts, alpha=options.frequency_penalty)
+    if options.presence_penalty != 0.0:
+        row.sub_((counts > 0).to(row.dtype), alpha=options.presence_penalty)
+
+
+def _choose(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
+    """Returns the likeliest id of greedy rows, and a random one of the others."""
+    ids: list[int] = logits.argmax(dim=-1).tolist()
+    cut = [
+        row for row, state in enumerate(states) if state.sampling.temperature > 0 and truncation.cuts(state.sampling)
+    ]
+    whole = [
+        row
+        for row, state in enumerate(states)
+        if state.sampling.temperature > 0 and not truncation.cuts(state.sampling)
+    ]
+    for rows, draw in ((cut, _draw_cut), (whole, _draw_whole)):
+        if rows:
+            drawn = draw(_scaled(logits, rows, states), [states[row] for row in rows])
+            for row, token in zip(rows, drawn.tolist(), strict=True):
+                ids[row] = token
+    return ids
+
+
+def _scaled(logits: torch.Tensor, rows: Sequence[int], states: Sequence[SamplerState]) -> torch.Tensor:
+    temperatures = _column(logits, [states[row].sampling.temperature for row in rows])
+    return logits[torch.tensor(rows, device=logits.device)] / temperatures
+
+
+def _draw_whole(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """Samples from the whole vocabulary, a few rows at a time so that the noise stays in the processor's cache."""
+    truncation.apply_min_p(logits, [state.sampling for state in states])
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    keys = _keys(logits, states)
+    rows = max(1, (1 << 16) // logits.shape[1]) if logits.device.type == "cpu" else len(states)
+    starts = range(0, len(states), rows)
+    return torch.cat([_likeliest(logits[a : a + rows] + gumbel(keys[a : a + rows], ids)) for a in starts])
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
+def _draw_cut(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """Samples from the likeliest tokens only: ranks few first, and more for rows where those are not all."""
+    keys = _keys(logits, states)
+    drawn = torch.zeros(len(states), dtype=torch.int64, device=logits.device)
+    open_rows = list(range(len(states)))
+    for width in truncation.widths(logits.shape[1]):
+        index = torch.tensor(open_rows, device=logits.device)
+        kept = truncation.keep(logits[index], [states[row].sampling for row in open_rows], width)
+        noisy = kept.logits + gumbel(keys[index], kept.token_ids.to(torch.int32))
+        # Rows that are not complete are sampled again with more candidates.
+        drawn[index] = kept.token_ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+        open_rows = [row for row, complete in zip(open_rows, kept.complete, strict=True) if not complete]
+        if not open_rows:
+            break
+    return drawn
+
+
+def _keys(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    keys = [row_key(state.seed, state.position) for state in states]
+    return torch.tensor(keys, dtype=torch.int32, device=logits.device)
+
+
+def _column(logits: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=logits.dtype, device=logits.device).unsqueeze(1)

@@ -1,0 +1,51 @@
+"""Which sequences get drafts in a step, and how many."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from services.engines.pytorch.config import SpeculationOptions
+from services.engines.pytorch.runners.batch import Chunk
+from services.engines.pytorch.sequence import TokenSequence
+
+# Makes room for so many tokens more, as far as blocks are free; returns for how many there is room.
+MakeRoom = Callable[[TokenSequence, int], int]
+
+
+def can_draft(sequence: TokenSequence) -> bool:
+    """Whether each token of a sequence can be verified by itself: it depends on its position and on the tokens before
+    it, through the model alone.
+
+    Penalties depend on the history in another way, and so do grammars, so such requests get no drafts. Neither does a
+    prefill: it ends after one token. Whatever else makes a token depend on more than its row of logits has to be
+    refused here.
+    """
+    sampler = sequence.sampler
+    return not (sequence.hold or sampler.penalises or sampler.guidance is not None)
+
+
+class Drafter:
+    """Adds drafts to the chunks of decoding sequences, unless there are too many to gain by it."""
+
+    def __init__(self, options: SpeculationOptions, max_context_tokens: int) -> None:
+        self._options = options
+        self._max_context_tokens = max_context_tokens
+
+    def extend(self, chunks: Sequence[Chunk], budget: int, make_room: MakeRoom) -> list[Chunk]:
+        """Returns the chunks, each of one token, with at most `budget` draft tokens together."""
+        if len(chunks) > self._options.max_sequences:
+            return list(chunks)
+        extended = []
+        for chunk in chunks:
+            drafts = self._drafts(chunk.sequence, budget, make_room) if chunk.samples else ()
+            budget -= len(drafts)
+            extended.append(replace(chunk, count=1 + len(drafts), drafts=drafts) if drafts else chunk)
+        return extended
+
+    def _drafts(self, sequence: TokenSequence, budget: int, make_room: MakeRoom) -> tuple[int, ...]:
+        if not can_draft(sequence):
+            return ()
+        # After the drafts one more token is sampled.
+        left = sequence.sampling.max_tokens - sequence.generated - 1
+        limit = min(self._options.max_tokens, budget, left, self._max_context_tokens - len(sequence.tokens) - 1)
+        drafts = sequence.drafts.propose(sequence.tokens, self._options.ngram, limit)
+        return drafts[: make_room(sequence, len(drafts))] if drafts else ()

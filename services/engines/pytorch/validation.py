@@ -1,0 +1,56 @@
+"""Checks of a request before the engine takes it."""
+
+from collections.abc import Iterable
+
+from baton.errors import FieldViolation, InvalidRequest
+from services.engines.base import ModelFacts
+from services.engines.prompt import Prompt, Sampling
+
+
+def check_prompt(prompt: Prompt, facts: ModelFacts) -> None:
+    """Raises InvalidRequest if the prompt is empty, too long for the context, or has ids outside the vocabulary."""
+    if not prompt.token_ids:
+        raise InvalidRequest.of("prompt", "must not be empty")
+    if len(prompt.token_ids) >= facts.max_context_tokens:
+        raise InvalidRequest.of(
+            "prompt", f"has {len(prompt.token_ids)} tokens; with an answer it must fit in {facts.max_context_tokens}"
+        )
+    for field, ids in (("prompt", prompt.token_ids), ("emitted", prompt.emitted)):
+        if ids and not 0 <= min(ids) <= max(ids) < facts.vocab_size:
+            raise InvalidRequest.of(field, f"has token ids outside the vocabulary of {facts.vocab_size}")
+
+
+def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
+    """Raises InvalidRequest naming every option that is out of range."""
+    rules = (
+        ("sampling.max_tokens", sampling.max_tokens >= 1, "must be at least 1"),
+        ("sampling.min_tokens", sampling.min_tokens >= 0, "must not be negative"),
+        ("sampling.temperature", sampling.temperature >= 0.0, "must not be negative"),
+        ("sampling.top_p", 0.0 < sampling.top_p <= 1.0, "must be above 0 and at most 1"),
+        ("sampling.top_k", sampling.top_k >= 0, "must not be negative"),
+        ("sampling.min_p", 0.0 <= sampling.min_p <= 1.0, "must be between 0 and 1"),
+        ("sampling.repetition_penalty", sampling.repetition_penalty > 0.0, "must be above 0"),
+        (
+            "sampling.logit_bias",
+            _within(sampling.logit_bias, facts),
+            f"has ids outside the vocabulary of {facts.vocab_size}",
+        ),
+        (
+            "sampling.stop_token_ids",
+            _within(sampling.stop_token_ids, facts),
+            f"has ids outside the vocabulary of {facts.vocab_size}",
+        ),
+        (
+            "prompt_logprobs",
+            0 <= (sampling.prompt_logprobs or 0) <= facts.max_logprobs,
+            f"must be at most {facts.max_logprobs}",
+        ),
+        ("logprobs", 0 <= (sampling.logprobs or 0) <= facts.max_logprobs, f"must be at most {facts.max_logprobs}"),
+    )
+    violations = [FieldViolation(field, text) for field, holds, text in rules if not holds]
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def _within(ids: Iterable[int], facts: ModelFacts) -> bool:
+    return all(0 <= token < facts.vocab_size for token in ids)

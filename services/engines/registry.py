@@ -1,0 +1,174 @@
+"""The kinds of engines, of Baton and of other distributions. Imports only the chosen one."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from baton.errors import ConfigError
+from services.engines.base import Encoder, Engine
+from services.engines.context import EngineConfig, EngineContext
+from services.engines.embedding import TextEmbedder
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.simulated.config import SimulatedConfig
+from services.engines.trtllm.config import TrtllmConfig
+from services.engines.vllm.config import VllmConfig
+
+ENTRY_POINTS = "baton.engines"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """How to configure, open and describe a kind of engine. Both open functions get an instance of `config`.
+
+    They return context managers; entering one loads the model. They raise ConfigError for a wrong setting.
+    """
+
+    config: type[EngineConfig]
+    open_engine: Callable[[Any, EngineContext], AbstractAsyncContextManager[Engine]]
+    open_encoder: Callable[[Any, EngineContext], AbstractAsyncContextManager[Encoder]] | None = None
+    open_embedder: Callable[[Any, EngineContext], AbstractAsyncContextManager[TextEmbedder]] | None = None
+    describe: Callable[[Any], list[str]] | None = None  # lines for --print-config, beyond the settings themselves
+
+
+def engine_kind(kind: str) -> EngineKind:
+    """Returns one of ENGINES, or an entry point. Raises ConfigError naming the kinds that exist."""
+    if kind in ENGINES:
+        return ENGINES[kind]
+    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if kind not in entries:
+        raise ConfigError(f"unknown engine {kind!r}; expected one of {', '.join(sorted({*ENGINES, *entries}))}")
+    try:
+        found = entries[kind].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"engine {kind!r} cannot be loaded: {error}") from error
+    if not isinstance(found, EngineKind):
+        raise ConfigError(f"engine {kind!r}: {entries[kind].value} is not an EngineKind")
+    return found
+
+
+def read_engine_config(value: Any) -> EngineConfig:
+    """Returns the configuration of the kind that `value` names. Raises ValueError, with the path of a wrong key."""
+    if isinstance(value, EngineConfig):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        raise ValueError("expected the key kind, and the keys of that engine")
+    try:
+        kind = engine_kind(value["kind"])
+    except ConfigError as error:
+        raise ValueError(error.message) from error
+    return kind.config.model_validate(value)
+
+
+def open_engine(config: EngineConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    """Returns the engine; entering it loads it. Raises ConfigError for a wrong setting."""
+    return engine_kind(config.kind).open_engine(config, context)
+
+
+def open_encoder(config: EngineConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+    """Returns the engine's encoder; entering it loads it. Raises ConfigError if the kind has none."""
+    opens = engine_kind(config.kind).open_encoder
+    if opens is None:
+        raise ConfigError(f"roles: the {config.kind} engine does not encode")
+    return opens(config, context)
+
+
+def open_embedder(config: EngineConfig, context: EngineContext) -> AbstractAsyncContextManager[TextEmbedder]:
+    """Returns the engine's embedder; entering it loads it. Raises ConfigError if the kind has none."""
+    opens = engine_kind(config.kind).open_embedder
+    if opens is None:
+        raise ConfigError(f"roles: the {config.kind} engine makes no embeddings of texts")
+    return opens(config, context)
+
+
+def describe(config: EngineConfig) -> list[str]:
+    """Returns lines for `--print-config`: values that an engine derives from its settings."""
+    describes = engine_kind(config.kind).describe
+    return describes(config) if describes else []
+
+
+def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    from services.engines.pytorch.engine import PyTorchEngine
+    from services.engines.pytorch.parallel.leader import check_roles
+
+    check_roles(config, context.roles)
+    return PyTorchEngine(config, room=context.room)
+
+
+def _open_pytorch_encoder(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+    from services.engines.pytorch.vision.encoder import PyTorchEncoder
+
+    del context
+    return PyTorchEncoder(config)
+
+
+def _open_pytorch_embedder(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[TextEmbedder]:
+    from services.engines.pytorch.embedding.embedder import PyTorchEmbedder
+
+    del context
+    return PyTorchEmbedder(config)
+
+
+def _open_simulated(config: SimulatedConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    from services.engines.simulated.engine import SimulatedEngine
+
+    return SimulatedEngine(config, context.room)
+
+
+def _open_simulated_encoder(config: SimulatedConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+    from services.engines.simulated.encoder import SimulatedEncoder
+
+    del context
+    return SimulatedEncoder(config)
+
+
+def _open_simulated_embedder(
+    config: SimulatedConfig, context: EngineContext
+) -> AbstractAsyncContextManager[TextEmbedder]:
+    from services.engines.simulated.encoder import SimulatedEmbedder
+
+    del context
+    return SimulatedEmbedder(config)
+
+
+def _open_trtllm(config: TrtllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    from services.engines.trtllm.factory import open_trtllm
+
+    return open_trtllm(config, context)
+
+
+def _open_trtllm_encoder(config: TrtllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+    from services.engines.trtllm.factory import open_trtllm_encoder
+
+    return open_trtllm_encoder(config, context)
+
+
+def _describe_trtllm(config: TrtllmConfig) -> list[str]:
+    from services.engines.trtllm.config import EXPERIMENTAL
+    from services.engines.trtllm.resolved_args import resolve
+
+    return [
+        f"trtllm experimental = true  # {EXPERIMENTAL}",
+        *(f"trtllm {line}" for line in resolve(config).describe()),
+    ]
+
+
+def _open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    from services.engines.vllm.factory import open_vllm
+
+    return open_vllm(config, context)
+
+
+def _describe_vllm(config: VllmConfig) -> list[str]:
+    from services.engines.vllm.factory import resolve
+
+    return [f"vllm {line}" for line in resolve(config).describe()]
+
+
+ENGINES: dict[str, EngineKind] = {
+    "pytorch": EngineKind(PyTorchConfig, _open_pytorch, _open_pytorch_encoder, _open_pytorch_embedder),
+    "simulated": EngineKind(SimulatedConfig, _open_simulated, _open_simulated_encoder, _open_simulated_embedder),
+    "trtllm": EngineKind(TrtllmConfig, _open_trtllm, _open_trtllm_encoder, describe=_describe_trtllm),
+    "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_vllm),
+}

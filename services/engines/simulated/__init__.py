@@ -1,0 +1,15 @@
+"""The simulated engine: deterministic ids, configured step times, real blocks. For load tests and fault tests.
+
+engine.py         the Engine
+config.py         its configuration
+facts.py          its model facts
+ranks.py          the data-parallel ranks, each with a scheduler and blocks
+scheduler.py      queue, batch and steps
+timing.py         what a step takes: configured, or from a measured profile
+sequence.py       one request: its ids, its blocks, its times
+tokens.py         the ids that it generates
+blocks.py         which blocks are free, used, or cached for their prefix
+contents.py       the bytes in the blocks, which follow from the tokens
+kv.py             held KV and reservations
+encoder.py        the Encoder, whose embeddings follow from the image's bytes, and the TextEmbedder
+"""

@@ -1,0 +1,85 @@
+"""Which blocks of the simulated pool are free, used, or cached for their prefix."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from services.engines.kv_events import KvPublisher
+
+
+class Blocks:
+    """Reference counts of a pool's blocks, and the index of the full ones by hash.
+
+    A block without references that has a hash stays cached until its place is needed, least recently used first. The
+    blocks of data-parallel rank `rank` follow those of the ranks before it.
+    """
+
+    def __init__(self, num_blocks: int, publisher: KvPublisher | None = None, rank: int = 0) -> None:
+        self.total = num_blocks
+        self._publisher = publisher
+        self._rank = rank
+        ids = range(rank * num_blocks, (rank + 1) * num_blocks)
+        self._free = list(reversed(ids))
+        self._references = dict.fromkeys(ids, 0)
+        self._hashes: dict[int, bytes | None] = dict.fromkeys(ids)
+        self._by_hash: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        return self.total - len(self._free) - len(self._evictable)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Returns the longest run of cached blocks from the start of the chain. Takes no references."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def take(self, cached: Sequence[int], count: int) -> list[int] | None:
+        """Takes references to `cached` and to `count` new blocks. Returns None, and takes none, if there
+        are too few.
+        """
+        evictable = len(self._evictable) - sum(block_id in self._evictable for block_id in cached)
+        if count > len(self._free) + evictable:
+            return None
+        for block_id in cached:
+            self._references[block_id] += 1
+            self._evictable.pop(block_id, None)
+        return [*cached, *(self._take_one() for _ in range(count))]
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Adds a full block to the index; of two blocks with the same hash the first one stays."""
+        if block_hash not in self._by_hash and self._hashes[block_id] is None:
+            self._by_hash[block_hash] = block_id
+            self._hashes[block_id] = block_hash
+            if self._publisher is not None:
+                self._publisher.stored(block_hash, self._rank)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference of each. The ends of chains are reused before their beginnings."""
+        for block_id in reversed(block_ids):
+            self._references[block_id] -= 1
+            if self._references[block_id]:
+                continue
+            if self._hashes[block_id] is None:
+                self._free.append(block_id)
+            else:
+                self._evictable[block_id] = None
+
+    def _take_one(self) -> int:
+        block_id = self._free.pop() if self._free else self._evict()
+        self._references[block_id] = 1
+        return block_id
+
+    def _evict(self) -> int:
+        block_id, _ = self._evictable.popitem(last=False)
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        del self._by_hash[block_hash]
+        self._hashes[block_id] = None
+        if self._publisher is not None:
+            self._publisher.removed(block_hash, self._rank)
+        return block_id

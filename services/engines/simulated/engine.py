@@ -1,0 +1,251 @@
+"""The simulated engine: ids that follow from prompt and seed, steps at the configured cost, real blocks.
+
+The pool's bytes follow from the tokens, and a decode from pulled KV checks them all, so stale blocks are always
+detected.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+
+from typing_extensions import Self
+
+from baton.errors import EngineFailed, InvalidRequest, Unsupported
+from runtime.aio import TaskGroup
+from services.engines.answer import Finished, FinishReason, Tokens
+from services.engines.base import Engine, EngineLoad, ModelFacts
+from services.engines.closing_stream import ClosingStream
+from services.engines.kv import PulledKv
+from services.engines.kv_events import KvChange
+from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.memory.shared_pool import SharedPool
+from services.engines.prompt import Prompt, Sampling
+from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.encoder import check_embeddings
+from services.engines.simulated.facts import kv_layout, model_facts
+from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedReservation
+from services.engines.simulated.ranks import RankParts, SimulatedRanks
+from services.engines.simulated.scheduler import SimulatedScheduler
+from services.engines.simulated.sequence import Sequence, chain
+from services.engines.simulated.tokens import TokenStream, vocabulary_of
+
+
+class SimulatedEngine(Engine):
+    """An Engine without a model. See services/engines/base.py for the contract, and SimulatedConfig for the costs."""
+
+    def __init__(self, config: SimulatedConfig, room: RoomRules = UNSHARED) -> None:
+        self._config = config
+        self._room = room
+        self._vocabulary = vocabulary_of(config)
+        self._parts = RankParts(config, room)
+        self._held: Counter[int] = Counter()
+        self._resources = ExitStack()
+
+    async def __aenter__(self) -> Self:
+        started = time.monotonic()
+        num_blocks = self._config.data_parallel_ranks * self._config.num_blocks
+        self._memory = self._resources.enter_context(SharedPool(num_blocks, self._config.block_bytes))
+        self._ranks = SimulatedRanks(self._config, self._vocabulary, self._memory, self._parts)
+        await asyncio.sleep(self._config.load_seconds)
+        layout = kv_layout(self._config, self._vocabulary)
+        self._facts = model_facts(self._config, self._vocabulary, layout, time.monotonic() - started)
+        self._group = await TaskGroup().__aenter__()
+        self._loops = [self._group.create_task(self._ranks.run(rank)) for rank in self._ranks.all]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for loop in self._loops:
+            loop.cancel()
+        try:
+            await self._group.__aexit__(None, None, None)
+        finally:
+            self._ranks.fail(EngineFailed("the engine is closed"))
+            self._resources.close()
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def memory(self) -> SharedPool:
+        return self._memory
+
+    @property
+    def healthy(self) -> bool:
+        return self._ranks.failure is None
+
+    @property
+    def kv_events(self) -> "SimulatedEngine":
+        """Itself: it reports its prefix cache."""
+        return self
+
+    def kv_changes(self) -> AsyncGenerator[KvChange, None]:
+        """Yields the changes of the prefix cache. See TellsKv."""
+        if not self._config.kv_events:
+            raise Unsupported("engine.kv_events is false: the engine does not report its prefix cache")
+        return self._parts.kv_events.changes()
+
+    def load(self) -> EngineLoad:
+        """Returns the running and waiting requests, and their blocks."""
+        return self._ranks.load(len(self._held))
+
+    async def prefill(self, prompt: Prompt, sampling: Sampling) -> SimulatedKv:
+        """Computes the prompt and one id. See PrefillEngine."""
+        sequence = self._run_here(prompt, sampling)
+        sequence.held = True
+        try:
+            self._of(sequence).enqueue(sequence)
+            await sequence.changed.wait()
+            if sequence.error:
+                raise sequence.error
+            return self._hold(sequence)
+        finally:
+            self._of(sequence).drop(sequence)
+
+    async def reserve(self, prompt: Prompt, num_tokens: int) -> SimulatedReservation:
+        """Reserves blocks for a pull. See DecodeEngine."""
+        self._check_fits(num_tokens + 1)
+        size = self._config.block_tokens
+        claim = Claim(-(-num_tokens // size), chain(prompt, prompt.context[:num_tokens], size))
+        scheduler = self._ranks.of_prompt(prompt).scheduler
+        try:
+            scheduler.enqueue(claim)
+            await self._await(claim, scheduler)
+            if claim.error:
+                raise claim.error
+            blocks, claim.blocks = tuple(claim.blocks), []
+            return SimulatedReservation(blocks, claim.cached_blocks, num_tokens, scheduler.release)
+        finally:
+            scheduler.drop(claim)
+
+    async def _await(self, claim: Claim, scheduler: SimulatedScheduler) -> None:
+        granted = asyncio.ensure_future(claim.changed.wait())
+        try:
+            while not claim.changed.is_set():
+                await asyncio.wait([granted], timeout=self._room.held_wait_seconds)
+                if scheduler.is_held_up(claim):
+                    scheduler.give_up(claim)
+        finally:
+            granted.cancel()
+
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> "_SteppedStream":
+        """Generates to the end. See DecodeEngine."""
+        sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._run_here(source, sampling)
+        return _SteppedStream(self, sequence)
+
+    async def drop(self, sequence: Sequence) -> None:
+        """Ends a generation; once is as good as twice."""
+        self._of(sequence).drop(sequence)
+
+    async def generate(self, sequence: Sequence) -> AsyncGenerator[Tokens | Finished, None]:
+        """Generates to the end."""
+        try:
+            self.begin(sequence)
+            while True:
+                await sequence.changed.wait()
+                sequence.changed.clear()
+                if sequence.error:
+                    raise sequence.error
+                if tokens := sequence.take():
+                    yield tokens
+                if sequence.finish and not sequence.output:
+                    yield sequence.finished()
+                    return
+        finally:
+            self._of(sequence).drop(sequence)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Lets a sequence join the batch, once its KV is found to be right."""
+        rank = self._ranks.all[sequence.rank]
+        rank.contents.verify(sequence)
+        if sequence.generated < sequence.sampling.max_tokens:
+            rank.scheduler.enqueue(sequence)
+            return
+        sequence.finish = FinishReason.LENGTH
+        sequence.changed.set()
+
+    def _run_here(self, prompt: Prompt, sampling: Sampling) -> Sequence:
+        assert prompt.is_computable
+        sequence = self._sequence(prompt, sampling)
+        sequence.rank = self._ranks.of_prompt(prompt).number
+        return sequence
+
+    def _of(self, sequence: Sequence) -> SimulatedScheduler:
+        return self._ranks.all[sequence.rank].scheduler
+
+    def _sequence(self, prompt: Prompt, sampling: Sampling) -> Sequence:
+        self._check_prompt(prompt)
+        stream = TokenStream(self._vocabulary, sampling, self._config.end_probability)
+        return Sequence(prompt, sampling, stream, self._config.block_tokens)
+
+    def _adopt(self, kv: PulledKv, sampling: Sampling) -> Sequence:
+        """Returns a sequence that begins with the reservation's blocks. Takes them over, also when it raises."""
+        reservation = kv.reservation
+        assert isinstance(reservation, SimulatedReservation)
+        with ExitStack() as undo:
+            blocks = reservation.take()
+            rank = self._ranks.of_blocks(blocks)
+            undo.callback(rank.scheduler.release, blocks)
+            sequence = self._sequence(kv.prompt, sampling)
+            sequence.rank = rank.number
+            if len(sequence.ids) <= reservation.num_tokens:
+                raise InvalidRequest.of("emitted", f"nothing follows the {reservation.num_tokens} pulled tokens")
+            undo.pop_all()
+        sequence.adopt(blocks, reservation.num_tokens, reservation.cached_blocks)
+        return sequence
+
+    def _hold(self, sequence: Sequence) -> SimulatedKv:
+        if sequence.finish:
+            self._of(sequence).drop(sequence)
+        blocks, sequence.blocks = tuple(sequence.blocks), []
+        self._held.update(blocks)
+        return SimulatedKv(sequence, blocks, self._let_go)
+
+    def _let_go(self, block_ids: tuple[int, ...]) -> int:
+        self._held.subtract(block_ids)
+        for block_id in block_ids:
+            if not self._held[block_id]:
+                del self._held[block_id]
+        return self._ranks.of_blocks(block_ids).scheduler.let_go(block_ids)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if not prompt.token_ids:
+            raise InvalidRequest.of("prompt", "has no tokens")
+        for name, ids in (("prompt", prompt.token_ids), ("emitted", prompt.emitted)):
+            if ids and max(ids) >= self._vocabulary.size:
+                raise InvalidRequest.of(name, f"{max(ids)} is outside the vocabulary of {self._vocabulary.size}")
+        self._check_fits(len(prompt.context) + 1)
+        check_embeddings(prompt.media)
+
+    def _check_fits(self, num_tokens: int) -> None:
+        limit = self._config.context_tokens
+        if num_tokens > limit:
+            raise InvalidRequest.of("prompt", f"leaves no room in a context of {limit} tokens")
+
+
+class _SteppedStream(ClosingStream):
+    """A generation that is iterated over, or subscribed to."""
+
+    def __init__(self, engine: SimulatedEngine, sequence: Sequence) -> None:
+        super().__init__(engine.generate(sequence), partial(engine.drop, sequence))
+        self._engine = engine
+        self._sequence = sequence
+
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Begins. See StepStream."""
+        self._sequence.changed.listener = ready
+        self._engine.begin(self._sequence)
+
+    def take(self) -> tuple[tuple[int, ...], Finished | None]:
+        """What is new. See StepStream."""
+        sequence = self._sequence
+        if sequence.error:
+            raise sequence.error
+        ids, sequence.output = tuple(sequence.output), []
+        return ids, sequence.finished() if sequence.finish else None

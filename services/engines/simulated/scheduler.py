@@ -1,0 +1,281 @@
+"""The simulated engine's scheduler: the queue, the batch, and the steps.
+
+Everything runs on the event loop, so no state changes between two awaits.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+
+from baton.errors import EngineFailed, HandoffLost, Overloaded
+from runtime.aio import timeout
+from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, no_room, offer_room
+from services.engines.simulated.blocks import Blocks
+from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.contents import Contents
+from services.engines.simulated.kv import Claim
+from services.engines.simulated.sequence import Sequence
+from services.engines.simulated.timing import step_timing
+from services.engines.simulated.tokens import Vocabulary, finish_reason, logprob
+from services.telemetry import metrics
+from services.telemetry.request_context import current_freed_kv
+
+
+class SimulatedScheduler:
+    """Computes sequences in steps, and grants claims. `run` is the engine's loop; nothing proceeds without it."""
+
+    def __init__(
+        self,
+        config: SimulatedConfig,
+        vocabulary: Vocabulary,
+        blocks: Blocks,
+        contents: Contents,
+        rules: RoomRules = UNSHARED,
+    ) -> None:
+        self._config = config
+        self._timing = step_timing(config)
+        self._vocabulary = vocabulary
+        self._blocks = blocks
+        self._contents = contents
+        self._rules = rules
+        self._kept = KeptBlocks(blocks.total, rules)
+        self._size = config.block_tokens
+        self._wake = asyncio.Event()
+        self._ready_at = 0.0
+        self._tokens = 0
+        self.waiting: deque[Sequence | Claim] = deque()
+        self.running: dict[Sequence, None] = {}
+        self.failure: EngineFailed | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt tokens of running sequences that are not computed yet."""
+        return sum(sequence.missing for sequence in self.running if not sequence.decoding)
+
+    def enqueue(self, item: Sequence | Claim) -> None:
+        """Adds a request. Raises EngineFailed if the engine has failed, and Overloaded if too many requests wait."""
+        if self.failure:
+            raise self.failure
+        if len(self.waiting) >= self._config.max_waiting:
+            raise Overloaded(f"{len(self.waiting)} requests wait already", retry_after_seconds=1.0)
+        self.waiting.append(item)
+        self._wake.set()
+
+    def drop(self, item: Sequence | Claim) -> None:
+        """Removes a request and frees its blocks, in whatever state it is. Idempotent."""
+        if isinstance(item, Sequence):
+            self.running.pop(item, None)
+        if item in self.waiting:
+            self.waiting.remove(item)
+        current_freed_kv().give_back(item.computed if isinstance(item, Sequence) else 0, len(item.blocks))
+        self._free(item)
+
+    def let_go(self, block_ids: Items[int]) -> int:
+        """Frees blocks that were held for another worker; returns how many."""
+        self._kept.remove(block_ids)
+        return self.release(block_ids)
+
+    def release(self, block_ids: Items[int]) -> int:
+        """Frees blocks and offers them to waiting requests; returns how many."""
+        self._blocks.release(block_ids)
+        self._wake.set()
+        return len(block_ids)
+
+    def is_held_up(self, claim: Claim) -> bool:
+        """Whether a claim waits for KV held for other workers, and not only for requests that run here."""
+        return claim in self.waiting and self._in_the_way(*self._find(claim)) is Offer.HELD
+
+    def give_up(self, claim: Claim) -> None:
+        """Ends a claim that has waited too long for held KV."""
+        self.waiting.remove(claim)
+        claim.error = no_room(self._rules)
+        claim.changed.set()
+
+    def fail(self, failure: EngineFailed) -> None:
+        """Fails every request, now and later."""
+        self.failure = failure
+        for item in [*self.running, *self.waiting]:
+            item.error = failure
+            item.changed.set()
+
+    async def run(self) -> None:
+        """Runs steps until it is cancelled, or until the engine fails as configured."""
+        try:
+            while True:
+                await self._step()
+        except EngineFailed as failure:
+            self.fail(failure)
+
+    async def _step(self) -> None:
+        self._admit()
+        if not self.running:
+            self._wake.clear()
+            await self._wake.wait()
+            return
+        batch = self._plan()
+        if not batch:
+            await self._make_way()
+            return
+        await self._spend(batch)
+        for sequence, count in batch:
+            if sequence in self.running:
+                self._advance(sequence, count)
+
+    def _admit(self) -> None:
+        """Offers blocks by the rules of memory/allocation.py; a full batch stops sequences, but not claims."""
+        self._start_adopted()
+        offer_room(self.waiting, self._offer)
+
+    def _offer(self, item: Sequence | Claim) -> Offer:
+        if isinstance(item, Claim):
+            return self._grant(item)
+        if len(self.running) >= self._config.max_batch or self.prompt_tokens >= self._config.prefill_chunk_tokens:
+            # A sequence starts only when a step has room for it: earlier prompts are then in the prefix cache.
+            return Offer.LATER
+        return self._start(item)
+
+    def _start_adopted(self) -> None:
+        """Starts sequences with pulled KV before all others: an earlier one may be waiting for their blocks."""
+        for item in tuple(self.waiting):
+            if isinstance(item, Sequence) and item.blocks and len(self.running) < self._config.max_batch:
+                self.waiting.remove(item)
+                self._run(item)
+
+    def _grant(self, claim: Claim) -> Offer:
+        cached, missing = self._find(claim)
+        blocks = self._blocks.take(cached, missing)
+        if blocks is None:
+            return self._in_the_way(cached, missing)
+        claim.blocks, claim.cached_blocks = blocks, len(cached)
+        claim.changed.set()
+        return Offer.TAKEN
+
+    def _start(self, sequence: Sequence) -> Offer:
+        cached = self._blocks.match(sequence.hashes[: (len(sequence.ids) - 1) // self._size])
+        missing = -(-len(sequence.ids) // self._size) - len(cached)
+        if sequence.held and not self._kept.may_add(cached, missing):
+            return Offer.HELD
+        blocks = self._blocks.take(cached, missing)
+        if blocks is None:
+            return self._in_the_way(cached, missing)
+        if sequence.held:
+            self._kept.add(blocks)
+        sequence.blocks, sequence.computed = blocks, len(cached) * self._size
+        self._run(sequence)
+        return Offer.TAKEN
+
+    def _find(self, claim: Claim) -> tuple[list[int], int]:
+        cached = self._blocks.match(claim.hashes)
+        return cached, claim.count - len(cached)
+
+    def _in_the_way(self, cached: list[int], missing: int) -> Offer:
+        return Offer.NO_ROOM if self._kept.leave_room(cached, missing) else Offer.HELD
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.start()
+        self.running[sequence] = None
+
+    def _plan(self) -> list[tuple[Sequence, int]]:
+        """Returns how many tokens of which sequences the next step computes."""
+        budget = self._config.prefill_chunk_tokens
+        batch = []
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue
+            if (not sequence.decoding and not budget) or not self._make_room(sequence):
+                continue
+            if sequence.decoding:
+                batch.append((sequence, 1))
+            else:
+                count = min(sequence.missing, budget)
+                budget -= count
+                batch.append((sequence, count))
+        return batch
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Allocates blocks for all tokens of a sequence; preempts the youngest sequences if there are too few."""
+        while len(sequence.blocks) * self._size < len(sequence.ids):
+            blocks = self._blocks.take((), 1)
+            if blocks is not None:
+                sequence.blocks += blocks
+                continue
+            youngest = next((other for other in reversed(self.running) if other.gives_way), None)
+            if youngest is None:
+                return False
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    async def _make_way(self) -> None:
+        """Waits for blocks of other requests, and briefly for held KV; then fails the youngest waiting sequence."""
+        if not self.running:
+            return
+        stuck = {block for sequence in self.running for block in sequence.blocks}
+        kept = self._kept.beside(stuck)
+        if self._blocks.used > len(stuck) + kept:
+            await self._changed(None)
+            return
+        if kept and await self._changed(self._rules.held_wait_seconds):
+            return
+        sequence = next(reversed(self.running))
+        sequence.error = HandoffLost("its blocks were needed, and without the embeddings it cannot be run again here")
+        self.drop(sequence)
+        sequence.changed.set()
+
+    async def _changed(self, seconds: float | None) -> bool:
+        """Whether blocks become free or requests arrive in time."""
+        self._wake.clear()
+        try:
+            async with timeout(seconds):
+                await self._wake.wait()
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _free(self, item: Sequence | Claim) -> None:
+        if isinstance(item, Sequence) and item.held:
+            self._kept.remove(item.blocks)
+        self.release(item.blocks)
+        item.blocks = []
+
+    def _preempt(self, sequence: Sequence) -> None:
+        metrics.PREEMPTIONS.inc()
+        del self.running[sequence]
+        self._free(sequence)
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
+
+    async def _spend(self, batch: Items[tuple[Sequence, int]]) -> None:
+        """Waits for the duration of a step. Steps follow each other without the event loop's latency, unless it was
+        idle.
+        """
+        seconds = self._timing.seconds(batch)
+        now = time.monotonic()
+        self._ready_at = (self._ready_at if now - self._ready_at < seconds else now) + seconds
+        await asyncio.sleep(max(0.0, self._ready_at - now))
+
+    def _advance(self, sequence: Sequence, count: int) -> None:
+        before = sequence.computed
+        sequence.computed += count
+        self._contents.write(sequence, before)
+        if not sequence.missing:
+            self._generate(sequence)
+
+    def _generate(self, sequence: Sequence) -> None:
+        self._fail_if_it_is_time()
+        token_id = sequence.grow()
+        sampling = sequence.sampling
+        if sampling.logprobs is not None:
+            sequence.logprobs.append(logprob(token_id, sampling.logprobs, self._vocabulary))
+        room = self._config.context_tokens - len(sequence.ids)
+        sequence.finish = finish_reason(token_id, sequence.generated, room, self._vocabulary.eos_token_id, sampling)
+        if sequence.finish or sequence.held:
+            del self.running[sequence]
+        sequence.changed.set()
+
+    def _fail_if_it_is_time(self) -> None:
+        self._tokens += 1
+        if 0 < self._config.fail_after_tokens < self._tokens:
+            raise EngineFailed(f"failed after {self._config.fail_after_tokens} tokens, as configured")

@@ -1,0 +1,158 @@
+"""What the engine says about its model and how images stand in its prompts, from the checkpoint and the arguments."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+from services.engines.base import ImageRules, ModelFacts
+from services.engines.kv import KvLayout, embedding_layout
+from services.engines.pytorch.model.checkpoint import fingerprint, model_files
+from services.engines.trtllm.config import EngineArguments, TrtllmConfig
+from services.engines.trtllm.package import Package
+from services.engines.trtllm.requests.request_builder import unsupported
+
+# TensorRT-LLM has no standalone encoder for these.
+_WITHOUT_ENCODER = ("Llama4ForConditionalGeneration",)
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def image_rules(folder: Path, model: dict[str, Any]) -> ImageRules | None:
+    """How images stand in prompts; None for a model without images or one whose images cannot be served."""
+    if "vision_config" not in model or problem(model):
+        return None
+    token_id = int(model.get("image_token_id", model.get("image_token_index", -1)))
+    hidden_size = int({**model, **model.get("text_config", {})}["hidden_size"])
+    return ImageRules(
+        placeholder=_token(folder, token_id),
+        placeholder_token_id=token_id,
+        tokens_per_image=0,
+        hidden_size=hidden_size,
+        embedding_layout=embedding_layout(fingerprint(folder), embedding_dtype(model), hidden_size),
+    )
+
+
+def require_images(folder: Path, model: dict[str, Any]) -> ImageRules:
+    """As `image_rules`. Raises ConfigError with the reason if there are none."""
+    rules = image_rules(folder, model)
+    if rules is None:
+        raise ConfigError(f"roles: {folder} has no encode role: {problem(model) or 'it takes no images'}")
+    return rules
+
+
+def problem(model: dict[str, Any]) -> str:
+    """Why a model's images cannot be served; empty if they can."""
+    for architecture in model.get("architectures") or ():
+        if architecture in _WITHOUT_ENCODER:
+            return f"{architecture} has no encoder that runs alone"
+    text = {**model, **model.get("text_config", {})}
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if "mrope_section" in rope or "mrope" in (rope.get("type"), rope.get("rope_type")):
+        return "its positions have several dimensions (mRoPE), which embeddings do not carry"
+    if "image_token_id" not in model and "image_token_index" not in model:
+        return "its configuration names no image_token_id"
+    return ""
+
+
+def embedding_dtype(model: dict[str, Any]) -> str:
+    """The dtype of the rows of embeddings."""
+    text = {**model, **model.get("text_config", {})}
+    named = str(text.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    return named if named in _DTYPES else "bfloat16"
+
+
+def _token(folder: Path, token_id: int) -> str:
+    """The text of an added token; empty if the folder has no tokenizer."""
+    path = folder / "tokenizer.json"
+    added = json.loads(path.read_bytes()).get("added_tokens", []) if path.is_file() else []
+    return next((str(token["content"]) for token in added if token["id"] == token_id), "")
+
+
+# Bytes of one number. nvfp4 has one byte of scale for every 16 numbers.
+_WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 9 / 16}
+
+
+def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
+    """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
+    whole = _read(config.model / "config.json")
+    model = {**whole, **whole.get("text_config", {})}
+    return ModelFacts(
+        name=config.name or config.model.name,
+        engine="trtllm",
+        max_context_tokens=args.max_seq_len or int(model["max_position_embeddings"]),
+        vocab_size=int(model["vocab_size"]),
+        # Speculative decoding returns no log probabilities.
+        max_logprobs=0 if args.speculative_config else config.max_logprobs,
+        eos_token_ids=_ends(config.model, model),
+        layout=_layout(config.model, model, args, package),
+        files=model_files(config.model),
+        load_seconds=0.0,
+        # AutoDeploy encodes by itself, and reads no embeddings.
+        images=image_rules(config.model, whole) if config.backend == "pytorch" else None,
+        takes_handoffs=args.can_hand_over,
+        guided_decoding=args.guided_decoding_backend is not None and "guided_decoding" in package.sampling_arguments,
+        unsupported_sampling=unsupported(package),
+        data_parallel_ranks=args.attention_dp_size if config.backend == "pytorch" else 1,
+    )
+
+
+def encoder_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
+    """The facts of an encoder. Its layout is that of embeddings, with its version and weights in the fingerprint."""
+    facts = model_facts(config, args, package)
+    rules = require_images(config.model, _read(config.model / "config.json"))
+    text = f"trtllm {package.version} {args.dtype} {fingerprint(config.model)}"
+    images = replace(rules, encoder_fingerprint=hashlib.sha256(text.encode()).hexdigest())
+    return replace(facts, layout=images.embedding_layout, images=images, data_parallel_ranks=1, takes_handoffs=True)
+
+
+def _layout(folder: Path, model: dict[str, Any], args: EngineArguments, package: Package) -> KvLayout:
+    """Its digest covers everything that two sides of a handoff must share. The numbers are informative."""
+    kv, heads = args.kv_cache_config, int(model["num_attention_heads"])
+    dtype = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16") if kv.dtype == "auto" else kv.dtype
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
+    layers = int(model["num_hidden_layers"])
+    return KvLayout(
+        model=_fingerprint(folder, args, package),
+        dtype=dtype,
+        num_layers=layers,
+        kv_factor=2,
+        kv_heads=kv_heads,
+        block_tokens=kv.tokens_per_block,
+        head_dim=head_dim,
+        block_bytes=int(layers * 2 * kv_heads * kv.tokens_per_block * head_dim * _WIDTHS.get(dtype, 2.0)),
+    )
+
+
+def _fingerprint(folder: Path, args: EngineArguments, package: Package) -> str:
+    transceiver, speculative = args.cache_transceiver_config, args.speculative_config
+    parts = {
+        "trtllm": str(package.version),
+        "weights": fingerprint(folder),
+        "transceiver": transceiver.backend if transceiver else None,
+        "runtime": transceiver.transceiver_runtime if transceiver else None,
+        "speculative": speculative.model_dump(mode="json") if speculative else None,
+        "lora": args.enable_lora,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def _ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = (_read(path) if path.is_file() else {}).get("eos_token_id", model.get("eos_token_id"))
+    ends = tuple(found) if isinstance(found, list) else (found,)
+    if None in ends or not ends:
+        raise ConfigError(f"{folder}: names no eos_token_id, which the engine needs where it has no tokenizer")
+    return tuple(int(each) for each in ends)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys and values")
+    return content

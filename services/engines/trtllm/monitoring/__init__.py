@@ -1,0 +1,6 @@
+"""What a running TensorRT-LLM reports.
+
+monitor.py        reads statistics and KV events; tests an idle engine
+metrics.py        the adapter's metrics and TensorRT-LLM's own
+kv_events.py      the prefix cache's contents, by the hash chain that routers know
+"""

@@ -1,0 +1,16 @@
+"""The vLLM engine: one AsyncLLM in the worker's process; its core and its workers are child processes.
+
+vLLM is imported by package.py alone, and only when an engine is opened. docs/vllm.md has versions and limits.
+
+config.py         the settings, and the arguments of vLLM
+factory.py        opens the engine
+engine.py         the Engine itself
+package.py        vLLM as it is installed, inspected where versions differ
+loading.py        the environment and the arguments that it is started with; start and end
+orphans.py        ends vLLM's processes when the worker's process is killed
+facts.py          what the engine says about its model
+requests/         one request: sampling, submission, output, abort
+handoff/          KV between two engines: what is held, and the state that a reader gets
+monitoring/       statistics, metrics and KV events
+inside/           what runs inside vLLM's own processes
+"""

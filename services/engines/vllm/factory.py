@@ -1,0 +1,46 @@
+"""Opens the engine: imports vLLM and checks the arguments before anything is loaded."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from baton.errors import ConfigError
+from services.engines.argument_places import merge, read_places
+from services.engines.base import Engine
+from services.engines.context import EngineContext
+from services.engines.vllm.config import VllmArguments, VllmConfig
+from services.engines.vllm.engine import VllmEngine
+from services.engines.vllm.loading import ResolvedVllm
+from services.engines.vllm.package import open_vllm_package
+
+
+def open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    """Returns the engine for these roles; entering it loads it. Raises ConfigError without vLLM, or for a wrong
+    setting.
+    """
+    effective = resolve(config)
+    check(config, effective, context.roles, context.lease_seconds)
+    return VllmEngine(config, effective, open_vllm_package(), context.roles)
+
+
+def resolve(config: VllmConfig) -> ResolvedVllm:
+    """Merges the three places of arguments. Raises ConfigError with the place and the key of every error."""
+    return merge(VllmArguments, read_places(config.args, config.extra_engine_args, config.override_engine_args))
+
+
+def check(config: VllmConfig, effective: ResolvedVllm, roles: Sequence[str], lease_seconds: float) -> None:
+    """Raises ConfigError that lists every fault, in one line."""
+    if faults := [*_faults(config, effective.value, roles, lease_seconds)]:
+        raise ConfigError(f"vllm: {'; '.join(faults)}")
+
+
+def _faults(config: VllmConfig, args: VllmArguments, roles: Sequence[str], lease_seconds: float) -> Iterator[str]:
+    if "prefill" in roles and config.whole_requests:
+        yield "engine.whole_requests: the role prefill hands KV over"
+    if config.handoff.seconds <= lease_seconds:
+        yield f"engine.handoff.seconds: {config.handoff.seconds} must be over handoff.lease_seconds, {lease_seconds}"
+    if config.guided_decoding and not (config.model / "tokenizer.json").is_file():
+        yield f"engine.guided_decoding: {config.model} has no tokenizer.json"
+    if config.guided_decoding and args.speculative_config is not None:
+        yield "engine.guided_decoding: not with speculative_config, since the two have not been run together"
+    if args.speculative_config is not None and not config.whole_requests:
+        yield "speculative_config: only with engine.whole_requests, since it has not been run with handoffs"

@@ -1,0 +1,87 @@
+"""What the engine says about its model, from the checkpoint and the arguments in effect."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+from services.engines.base import ModelFacts
+from services.engines.kv import KvLayout
+from services.engines.pytorch.model.checkpoint import fingerprint, model_files
+from services.engines.vllm.config import VllmArguments, VllmConfig
+from services.engines.vllm.package import VllmPackage
+from services.engines.vllm.requests.sampling import unsupported_options
+
+# Bytes of one number in a KV cache.
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *, takes_handoffs: bool) -> ModelFacts:
+    """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
+    whole = _read(config.model / "config.json")
+    model = {**whole, **whole.get("text_config", {})}
+    return ModelFacts(
+        name=config.name or config.model.name,
+        engine="vllm",
+        max_context_tokens=args.max_model_len or int(model["max_position_embeddings"]),
+        vocab_size=int(model["vocab_size"]),
+        # Drafted tokens get no log probabilities that could be compared.
+        max_logprobs=0 if args.speculative_config else args.max_logprobs,
+        eos_token_ids=_ends(config.model, model),
+        layout=_layout(config.model, model, args, package),
+        files=model_files(config.model),
+        prompt_logprobs=args.speculative_config is None and "prompt_logprobs" in package.sampling_arguments,
+        guided_decoding=config.guided_decoding,
+        takes_handoffs=takes_handoffs,
+        unsupported_sampling=unsupported_options(package),
+        data_parallel_ranks=args.data_parallel_size,
+    )
+
+
+def _layout(folder: Path, model: dict[str, Any], args: VllmArguments, package: VllmPackage) -> KvLayout:
+    """Its digest covers everything that two sides of a handoff must share; a handshake compares versions, too."""
+    heads = int(model["num_attention_heads"])
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
+    layers, dtype = int(model["num_hidden_layers"]), _dtype(model, args)
+    identity = {
+        "vllm": str(package.version),
+        "connector": package.connector_version,
+        "weights": fingerprint(folder),
+        "quantization": args.quantization,
+    }
+    return KvLayout(
+        model=json.dumps(identity, sort_keys=True),
+        dtype=dtype,
+        num_layers=layers,
+        kv_factor=2,
+        kv_heads=kv_heads,
+        block_tokens=args.block_size,
+        head_dim=head_dim,
+        block_bytes=layers * 2 * kv_heads * args.block_size * head_dim * _WIDTHS.get(dtype, 2),
+    )
+
+
+def _dtype(model: dict[str, Any], args: VllmArguments) -> str:
+    if args.kv_cache_dtype != "auto":
+        return args.kv_cache_dtype
+    if args.dtype != "auto":
+        return args.dtype
+    return str(model.get("dtype") or model.get("torch_dtype") or "bfloat16")
+
+
+def _ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = (_read(path) if path.is_file() else {}).get("eos_token_id", model.get("eos_token_id"))
+    ends = found if isinstance(found, list) else [found]
+    return tuple(int(each) for each in ends if each is not None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys and values")
+    return content

@@ -1,0 +1,216 @@
+"""Starts AsyncLLM with the arguments in effect, and ends it."""
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from baton.errors import ConfigError, EngineFailed
+from runtime.daemon_call import daemon_call
+from services.engines.argument_places import MergedArguments
+from services.engines.vllm.config import VllmArguments, VllmConfig
+from services.engines.vllm.package import VllmPackage
+from services.engines.vllm.requests.guided import BACKEND
+
+log = structlog.get_logger(__name__)
+
+ResolvedVllm = MergedArguments[VllmArguments]
+
+_EXTENSION = "services.engines.vllm.inside.worker.BatonWorker"
+_SHUTDOWN_SECONDS = 20.0
+# Set even where they are defaults: routers and the other side of a handoff count on them.
+_ALWAYS = {"max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching", "max_logprobs", "seed"}
+# vLLM reads a part of its settings from the environment, which two engines of one process share.
+_STARTING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class EventEndpoints:
+    """Where a rank publishes its KV events, and where it sends old ones again."""
+
+    events: str
+    replay: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """What an engine is started with, beside the arguments in effect."""
+
+    roles: Sequence[str]
+    context_tokens: int
+    events: EventEndpoints | None
+    statistics: Callable[[int, Any], None]
+
+
+def can_hand_over(config: VllmConfig, roles: Sequence[str]) -> bool:
+    """Whether KV can leave or enter an engine of these roles."""
+    return "prefill" in roles or not config.whole_requests
+
+
+def start(config: VllmConfig, effective: ResolvedVllm, package: VllmPackage, starting: EngineStart) -> Any:
+    """Starts AsyncLLM, which blocks for a minute or more. Raises ConfigError for arguments that vLLM refuses."""
+    arguments = _arguments(config, effective, package, starting)
+    if unknown := sorted(set(arguments) - package.engine_arguments):
+        raise ConfigError(f"vllm {package.version} does not know {', '.join(unknown)}")
+    with _STARTING, ExitStack() as stack:
+        stack.enter_context(_Environment(_variables(config, effective.value, package)))
+        try:
+            made = package.engine_args(**arguments)
+            loggers = [_logger(package, starting.statistics)]
+            return package.async_llm.from_engine_args(made, stat_loggers=loggers)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"vllm {package.version} does not accept the arguments: {_line(error)}") from error
+        except (RuntimeError, OSError) as error:
+            raise EngineFailed(f"vllm {package.version} cannot load {config.model}: {_line(error)}") from error
+
+
+async def end(llm: Any) -> None:
+    """Ends AsyncLLM and its processes. One that hangs is left to the OrphanWatch."""
+    ending = daemon_call(llm.shutdown, "vllm-shutdown")
+    _, late = await asyncio.wait([ending], timeout=_SHUTDOWN_SECONDS)
+    if late:
+        log.error("vllm does not shut down", seconds=_SHUTDOWN_SECONDS)
+    else:
+        ending.result()
+
+
+def _arguments(
+    config: VllmConfig, effective: ResolvedVllm, package: VllmPackage, starting: EngineStart
+) -> dict[str, Any]:
+    given = {key.partition(".")[0] for key in effective.sources}
+    dumped = effective.value.model_dump(mode="json", exclude_none=True)
+    arguments = {name: value for name, value in dumped.items() if name in _ALWAYS | given}
+    arguments |= {"model": str(config.model), "enable_log_requests": False}
+    arguments["skip_tokenizer_init"] = not config.guided_decoding
+    if config.guided_decoding:
+        arguments["structured_outputs_config"] = package.structured_outputs_config(backend=BACKEND)
+    if package.is_cpu:
+        arguments |= _whole_prompts(effective.value, package, starting.context_tokens)
+    if package.is_cpu and not given & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
+        # By default it is a share of all memory, and vLLM does not start if less is free.
+        arguments["kv_cache_memory_bytes"] = config.cpu_kv_cache_gib << 30
+    if can_hand_over(config, starting.roles):
+        arguments["kv_transfer_config"] = _kv_transfer(config, package, starting.roles)
+        arguments["worker_extension_cls"] = _EXTENSION
+    if starting.events is not None:
+        arguments["kv_events_config"] = package.kv_events_config(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=starting.events.events,
+            replay_endpoint=starting.events.replay,
+            buffer_steps=config.kv_event_steps,
+        )
+    return arguments
+
+
+def _whole_prompts(args: VllmArguments, package: VllmPackage, context_tokens: int) -> dict[str, Any]:
+    """Arguments with which no prompt is computed in parts: a part of a prompt with a seed ends vLLM's process there. It
+    moves the offset of a random generator back, which only those of GPUs have.
+    """
+    if args.enable_chunked_prefill:
+        raise ConfigError(f"vllm {package.version}: enable_chunked_prefill: seeded requests end vLLM's process on CPUs")
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(args.max_num_batched_tokens, context_tokens),
+    }
+
+
+def _kv_transfer(config: VllmConfig, package: VllmPackage, roles: Sequence[str]) -> Any:
+    role = "kv_both" if len(roles) > 1 else {"prefill": "kv_producer"}.get(roles[0], "kv_consumer")
+    device = config.handoff.buffer_device or ("cpu" if package.is_cpu else "cuda")
+    return package.kv_transfer_config(
+        kv_connector="NixlConnector",
+        kv_role=role,
+        kv_buffer_device=device,
+        # The request then fails, and Baton computes its prompt again.
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config={
+            "kv_lease_duration": config.handoff.seconds,
+            "num_threads": config.handoff.threads,
+        },
+    )
+
+
+def _variables(config: VllmConfig, args: VllmArguments, package: VllmPackage) -> dict[str, str]:
+    handoff = config.handoff
+    port = handoff.port or free_ports(handoff.host, args.data_parallel_size)
+    variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": handoff.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    if handoff.ucx_tls:
+        variables["UCX_TLS"] = handoff.ucx_tls
+    if handoff.ucx_net_devices:
+        variables["UCX_NET_DEVICES"] = handoff.ucx_net_devices
+    if package.is_cpu:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_threads_bind
+        # Otherwise the first request with log probabilities waits half a minute for a compiler.
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    return variables
+
+
+def free_ports(host: str, count: int) -> int:
+    """Returns the first of `count` neighbouring ports that nothing listens at."""
+    for _ in range(50):
+        with socket.create_server((host, 0)) as first:
+            port: int = first.getsockname()[1]
+        if all(_is_free(host, port + offset) for offset in range(count)):
+            return port
+    raise ConfigError(f"no {count} neighbouring ports are free at {host}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except (OSError, OverflowError):
+        return False
+
+
+class _Environment:
+    """Sets variables while vLLM's processes start. They read them later too, so only our copy is put back."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+        self._before = {name: os.environ.get(name) for name in variables}
+
+    def __enter__(self) -> None:
+        os.environ.update(self._variables)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _logger(package: VllmPackage, statistics: Callable[[int, Any], None]) -> Any:
+    """Returns a class of vLLM's loggers that passes the statistics of each step on."""
+
+    class StepStatistics(package.stat_logger):  # type: ignore[misc, name-defined]
+        def __init__(self, vllm_config: Any, engine_index: int = 0, **_: Any) -> None:
+            del vllm_config
+            self._rank = engine_index
+
+        def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                statistics(self._rank, scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+        def __getattr__(self, name: str) -> Any:
+            # Versions add methods to the base class, which it need not define.
+            if name.startswith(("log", "record")):
+                return lambda *_, **__: None
+            raise AttributeError(name)
+
+    return StepStatistics
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

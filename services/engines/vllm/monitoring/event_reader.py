@@ -1,0 +1,159 @@
+"""Reads KV events from vLLM's sockets. Lost ones are asked for again; if vLLM has them no more, all is forgotten."""
+
+import asyncio
+import importlib
+import tempfile
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import structlog
+from typing_extensions import Self
+
+from runtime.aio import timeout
+from services.engines.kv_events import KvChange, KvPublisher
+from services.engines.vllm.loading import EventEndpoints, free_ports
+from services.engines.vllm.monitoring import metrics
+from services.engines.vllm.monitoring.kv_events import CachedChains
+
+log = structlog.get_logger(__name__)
+
+_HOST = "127.0.0.1"
+_REPLAY_SECONDS = 5.0
+_END = (-1).to_bytes(8, "big", signed=True)
+# Events between two turns of the loop.
+_AT_ONCE = 64
+
+
+@contextmanager
+def event_sockets(ranks: int) -> Iterator[EventEndpoints]:
+    """Yields endpoints for an engine of this host: files for one rank, neighbouring ports for several."""
+    if ranks > 1:
+        first = free_ports(_HOST, 2 * ranks)
+        yield EventEndpoints(f"tcp://{_HOST}:{first}", f"tcp://{_HOST}:{first + ranks}")
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-vllm-") as folder:
+        yield EventEndpoints(f"ipc://{Path(folder) / 'events'}", f"ipc://{Path(folder) / 'replay'}")
+
+
+class EventReader:
+    """Follows all ranks of one engine while its context is open. Without endpoints it reads nothing."""
+
+    def __init__(self, endpoints: EventEndpoints | None, ranks: int, block_tokens: int) -> None:
+        self._endpoints = endpoints
+        self._publisher = KvPublisher(ranks)
+        self._chains = [CachedChains(rank, block_tokens, self._publisher) for rank in range(ranks)]
+        self._reading: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        if self._endpoints is None:
+            return self
+        for rank, chains in enumerate(self._chains):
+            following = _Rank(_offset(self._endpoints, rank), chains)
+            task = asyncio.create_task(following.follow())
+            task.add_done_callback(_ended)
+            self._reading.append(task)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._reading:
+            task.cancel()
+        if self._reading:
+            await asyncio.wait(self._reading)
+
+    def changes(self) -> AsyncGenerator[KvChange, None]:
+        """See TellsKv."""
+        return self._publisher.changes()
+
+
+class _Rank:
+    """The socket of one rank, and the number of the event that is expected next."""
+
+    def __init__(self, endpoints: EventEndpoints, chains: CachedChains) -> None:
+        self._endpoints = endpoints
+        self._chains = chains
+        self._expected = 0
+        self._zmq: Any = importlib.import_module("zmq")
+        self._context = importlib.import_module("zmq.asyncio").Context()
+        self._decode = importlib.import_module("msgspec.msgpack").decode
+
+    async def follow(self) -> None:
+        """Reads until cancelled."""
+        socket = self._context.socket(self._zmq.SUB)
+        try:
+            socket.setsockopt(self._zmq.SUBSCRIBE, b"")
+            socket.set_hwm(0)
+            # vLLM listens at a file itself, and connects to a port.
+            is_file = self._endpoints.events.startswith("ipc")
+            (socket.connect if is_file else socket.bind)(self._endpoints.events)
+            # Those from before the subscription.
+            await self._ask_again()
+            while True:
+                for _ in range(_AT_ONCE):
+                    frames = await socket.recv_multipart()
+                    await self._received(_number(frames), frames[-1])
+                await asyncio.sleep(0)
+        finally:
+            socket.close(linger=0)
+            self._context.destroy(linger=0)
+
+    async def _received(self, number: int, payload: bytes) -> None:
+        if number > self._expected:
+            await self._ask_again()
+        if number > self._expected:
+            metrics.KV_EVENT_GAPS.inc()
+            self._chains.forget()
+            self._expected = number
+        self._take(number, payload)
+
+    def _take(self, number: int, payload: bytes) -> None:
+        # Less: it was asked for again, and came twice.
+        if number == self._expected:
+            self._expected += 1
+            for event in self._decode(payload)[1]:
+                self._chains.feed(event)
+
+    async def _ask_again(self) -> None:
+        """Takes all events that vLLM still has, from the expected one."""
+        socket = self._context.socket(self._zmq.DEALER)
+        try:
+            async with timeout(_REPLAY_SECONDS):
+                socket.connect(self._endpoints.replay)
+                await socket.send_multipart([b"", self._expected.to_bytes(8, "big")])
+                while True:
+                    frames: Sequence[bytes] = await socket.recv_multipart()
+                    if frames[-2] == _END:
+                        return
+                    self._take(_number(frames), frames[-1])
+        except TimeoutError:
+            log.warning("vllm sends no KV events again", endpoint=self._endpoints.replay)
+        finally:
+            socket.close(linger=0)
+
+
+def _number(frames: Sequence[bytes]) -> int:
+    """The sequence number precedes the payload; versions differ in what precedes both."""
+    return int.from_bytes(frames[-2], "big")
+
+
+def _offset(endpoints: EventEndpoints, rank: int) -> EventEndpoints:
+    """vLLM adds the rank to the port."""
+    if rank == 0:
+        return endpoints
+    return EventEndpoints(
+        *(f"{host}:{int(port) + rank}" for host, port in map(_split, (endpoints.events, endpoints.replay)))
+    )
+
+
+def _split(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.rpartition(":")
+    return host, port
+
+
+def _ended(reading: "asyncio.Task[None]") -> None:
+    if not reading.cancelled() and (error := reading.exception()) is not None:
+        log.error("vllm KV events are lost", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,64 @@
+"""Guided decoding by vLLM's structured outputs. Their backend is llguidance, as in our own engine."""
+
+import json
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from baton.errors import Unsupported
+from grammars.checking import check_guide
+from grammars.guide import Guide, GuideKind
+from grammars.source import SpecialId, lark_source, schema_source
+from grammars.tasks import GrammarThread
+from services.engines.prompt import Sampling
+
+BACKEND = "guidance"
+_REMEMBERED = 64
+
+
+def structured_outputs(make: Any, guide: Guide, special_id: SpecialId) -> Any:
+    """Makes vLLM's StructuredOutputsParams, of its class. `special_id` knows the model's special tokens."""
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            return make(json=schema_source(guide))
+        case GuideKind.REGEX:
+            return make(regex=guide.text)
+        case GuideKind.CHOICE:
+            return make(choice=list(guide.choices))
+        case _:
+            return make(grammar=lark_source(guide, special_id))
+
+
+def special_ids(tokenizer_json: bytes) -> dict[str, int]:
+    """Returns the special tokens of a tokenizer and their ids; none without a tokenizer."""
+    added = json.loads(tokenizer_json).get("added_tokens", []) if tokenizer_json else []
+    return {each["content"]: int(each["id"]) for each in added if each.get("special")}
+
+
+def check_guided(sampling: Sampling) -> None:
+    """Raises Unsupported for options with which vLLM would leave a complete grammar no token at all."""
+    if sampling.guide is not None and (sampling.ignore_eos or sampling.min_tokens):
+        raise Unsupported("guided: cannot be combined with ignore_eos or min_tokens on vLLM")
+
+
+class GuideChecks:
+    """Checks grammars before vLLM has them: it answers a wrong one with an empty text. The latest are remembered."""
+
+    def __init__(self) -> None:
+        self._thread = GrammarThread()
+        self._right: OrderedDict[Guide, None] = OrderedDict()
+
+    async def check(self, guide: Guide | None) -> None:
+        """Raises InvalidRequest for a wrong grammar, and Overloaded if too many wait."""
+        if guide is None:
+            return
+        if guide not in self._right:
+            await self._thread.run(partial(check_guide, guide))
+        self._right[guide] = None
+        self._right.move_to_end(guide)
+        if len(self._right) > _REMEMBERED:
+            self._right.popitem(last=False)
+
+    def close(self) -> None:
+        """Drops the checks that wait."""
+        self._thread.close()

@@ -1,0 +1,94 @@
+"""Our sampling parameters in vLLM's words, one to one; what vLLM would change silently is refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import InvalidRequest, Unsupported
+from grammars.source import SpecialId, no_special_tokens
+from services.engines.prompt import Sampling
+from services.engines.vllm.package import VllmPackage
+from services.engines.vllm.requests.guided import structured_outputs
+
+# vLLM raises lower ones to this, without a word.
+LOWEST_TEMPERATURE = 0.01
+_SEED_BITS = 63
+# Our name of a parameter, vLLM's, and the neutral value, which is left out.
+_OPTIONS: tuple[tuple[str, str, Any], ...] = (
+    ("top_p", "top_p", 1.0),
+    ("top_k", "top_k", 0),
+    ("min_p", "min_p", 0.0),
+    ("repetition_penalty", "repetition_penalty", 1.0),
+    ("presence_penalty", "presence_penalty", 0.0),
+    ("frequency_penalty", "frequency_penalty", 0.0),
+    ("logprobs", "logprobs", None),
+    ("prompt_logprobs", "prompt_logprobs", None),
+)
+# Not fields of SamplingParams: capabilities of their own.
+_OF_ANSWERS = {"logprobs", "prompt_logprobs"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """The most ids that vLLM may generate, and the fewest before an end of sequence counts."""
+
+    max_tokens: int
+    min_tokens: int
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises InvalidRequest for a value that vLLM would replace by another one."""
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise InvalidRequest.of(
+            "sampling.params.temperature",
+            f"{sampling.temperature} is between 0 and {LOWEST_TEMPERATURE}, to which vLLM would raise it; 0 is greedy",
+        )
+
+
+def unsupported_options(package: VllmPackage) -> tuple[str, ...]:
+    """Returns the fields of SamplingParams for which this version has no parameter."""
+    names = {ours: theirs for ours, theirs, _ in _OPTIONS} | {"seed": "seed", "logit_bias": "logit_bias"}
+    names = {ours: theirs for ours, theirs in names.items() if ours not in _OF_ANSWERS}
+    return tuple(sorted(ours for ours, theirs in names.items() if theirs not in package.sampling_arguments))
+
+
+def sampling_params(
+    package: VllmPackage,
+    sampling: Sampling,
+    budget: TokenBudget,
+    transfer: Mapping[str, Any] | None = None,
+    special_id: SpecialId = no_special_tokens,
+) -> Any:
+    """Makes vLLM's SamplingParams; `transfer` are the parameters of a handoff, `special_id` is for grammars.
+
+    Raises InvalidRequest for a value that vLLM would change, and Unsupported for one that this version lacks.
+    """
+    check_sampling(sampling)
+    wanted: dict[str, Any] = {
+        "max_tokens": budget.max_tokens,
+        "min_tokens": min(budget.min_tokens, budget.max_tokens),
+        "temperature": sampling.temperature,
+        "stop_token_ids": sorted(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "detokenize": False,
+        "output_kind": package.output_kind.DELTA,
+        **_options(sampling),
+    }
+    if sampling.guide is not None:
+        wanted["structured_outputs"] = structured_outputs(package.structured_outputs, sampling.guide, special_id)
+    if transfer is not None:
+        wanted["extra_args"] = {"kv_transfer_params": dict(transfer)}
+    if unknown := sorted(set(wanted) - package.sampling_arguments):
+        raise Unsupported(f"vLLM {package.version} cannot sample by {', '.join(unknown)}")
+    return package.sampling_params(**wanted)
+
+
+def _options(sampling: Sampling) -> dict[str, Any]:
+    options = {
+        theirs: getattr(sampling, ours) for ours, theirs, neutral in _OPTIONS if getattr(sampling, ours) != neutral
+    }
+    if sampling.seed is not None and sampling.temperature > 0:
+        options["seed"] = sampling.seed % 2**_SEED_BITS
+    if sampling.logit_bias:
+        options["logit_bias"] = dict(sampling.logit_bias)
+    return options

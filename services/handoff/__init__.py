@@ -1,0 +1,11 @@
+"""Handoffs of KV from worker to worker, each under a lease.
+
+service.py         the owner's side: HandoffService and the pools it offers
+leases.py          the owner's table of leases
+remote_handoff.py  handoffs as readers see them, read and checked
+pull.py            the reader's side: reserve, pull, confirm
+fetcher.py         the reader's side where engines transfer KV themselves
+engine_transfer.py the Protocols of such engines
+remote_lease.py    a lease as its reader keeps, confirms or gives it up
+peers.py           channels to owners, and their pools
+"""

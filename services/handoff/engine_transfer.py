@@ -1,0 +1,61 @@
+"""The Protocols of engines that transfer KV to one another themselves."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from services.engines.answer import Finished, Tokens
+from services.engines.kv import HeldKv
+from services.engines.prompt import Prompt, Sampling
+
+
+@runtime_checkable
+class EngineHeldKv(HeldKv, Protocol):
+    """Held KV that engines transfer themselves. It has no blocks of a pool, but a state for the reader's engine."""
+
+    @property
+    def engine_state(self) -> bytes: ...
+
+    def fetched(self) -> None:
+        """Notes that the reader has all of it, so that `release` need not cancel a transfer. Called at most once,
+        before `release`.
+        """
+
+
+@runtime_checkable
+class ConfirmsKv(EngineHeldKv, Protocol):
+    """Held KV that the engine may free by itself, and without an error for a reader that comes too late."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the engine is certain to hold it now; a lease on KV that it may have freed is not renewed."""
+
+    async def was_held(self) -> bool:
+        """Whether the engine has held it until its reader had all of it. Asked once, before `release`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKv:
+    """A prompt whose KV an engine fetches itself. `prompt.emitted` is at least the handoff's first token.
+
+    `state` comes from the wire. `num_tokens` is the number of tokens of the context that the KV is for.
+    """
+
+    prompt: Prompt
+    num_tokens: int
+    state: bytes = field(repr=False)
+
+
+class TransfersKv(Protocol):
+    """An engine that fetches KV from another engine itself, and holds KV as EngineHeldKv."""
+
+    @property
+    def fetch_seconds(self) -> float:
+        """The seconds after a prefill during which a reader may still read its KV; the memory stays until then."""
+
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+        """Fetches the KV, and returns the generator that `decode` would return.
+
+        Raises InvalidRequest for an invalid state, LayoutMismatch for a state of another version, Overloaded before
+        anything is fetched, and HandoffLost if the KV does not arrive.
+        """

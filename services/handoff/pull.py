@@ -1,0 +1,170 @@
+"""The reader's side of a handoff: reserve, pull, confirm. Unconfirmed KV is never used."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from typing_extensions import Self
+
+from baton.errors import HandoffLost, Overloaded
+from baton.inference.v1 import timing_pb2
+from rpc.timeouts import KV_TRANSFER_SECONDS
+from rpc.tracing.span import stage_span
+from runtime.aio import TaskGroup, run_to_completion, run_with_background
+from services.engines.base import Engine
+from services.engines.kv import NoRoom, PulledKv, Reservation
+from services.engines.prompt import Prompt
+from services.handoff.peers import OwnerConnection, Peers, Pool
+from services.handoff.remote_handoff import Handoff, check_blocks, check_handoff
+from services.handoff.remote_lease import ReaderLease
+from services.requests.calls import RunningCall
+from services.requests.fault_injection import corrupt
+from services.telemetry import metrics
+from services.telemetry import spans as traces
+from services.telemetry.request_context import current_freed_kv
+from services.telemetry.timings import Timing
+from services.transports.base import Transfer, TransferFailed, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """KV that was pulled and confirmed, and the timings of that."""
+
+    kv: PulledKv
+    timings: tuple[Timing, ...]
+
+
+class Puller:
+    """Pulls handoffs. An async context manager: leaving waits for pending releases."""
+
+    def __init__(self, engine: Engine, peers: Peers, transports: Sequence[Transport]) -> None:
+        self._engine = engine
+        self._peers = peers
+        self._transports = transports
+
+    async def __aenter__(self) -> Self:
+        self._giving_up = await TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._giving_up.__aexit__(None, None, None)
+
+    @asynccontextmanager
+    async def pull(self, handoff: Handoff, prompt: Prompt, call: RunningCall) -> AsyncIterator[Pulled]:
+        """Yields pulled and confirmed KV. Frees its blocks at the end, unless a decode has taken them over.
+
+        Raises InvalidRequest naming a wrong field of the handoff, LayoutMismatch, StaleEpoch, and HandoffLost if the
+        lease did not hold throughout, the bytes did not arrive, or KV that is held here left no room for them. After
+        any error, and on cancellation, it releases the handoff at once if the owner answers. Overloaded is the
+        exception: another worker may have room for the handoff.
+        """
+        async with self._peers.use(handoff) as peer:
+            lease = ReaderLease(handoff, peer.stub)
+            attempt = _Attempt(self._engine, handoff, prompt, call)
+            try:
+                with ExitStack() as undo:
+                    undo.callback(self._give_up, handoff, lease)
+                    check_handoff(handoff, prompt, self._engine.facts.layout)
+                    try:
+                        with stage_span("handoff", {"baton.handoff.confirmed": False}) as span:
+                            await run_with_background(lease.keep(), self._transfer(attempt, peer))
+                            # Confirm after the renewals have stopped: a renewal that arrives after the release would
+                            # fail the lease.
+                            pulled = await attempt.confirm(lease)
+                            metrics.observe_handoff(pulled.timings)
+                            traces.taken_over(span, handoff, pulled.timings)
+                    except NoRoom as error:
+                        # The owner may be waiting for this worker's blocks: release the handoff at once.
+                        metrics.HANDOFFS_GIVEN_BACK.inc()
+                        raise HandoffLost(f"the handoff was released: {error.message}") from error
+                    except Overloaded:
+                        undo.pop_all()
+                        raise
+                    except HandoffLost:
+                        # The owner's process may have ended, and its pool with it.
+                        self._peers.forget(handoff)
+                        raise
+                    undo.pop_all()
+                yield pulled
+            finally:
+                await attempt.release()
+
+    async def _transfer(self, attempt: "_Attempt", peer: OwnerConnection) -> None:
+        pool = await peer.pool(attempt.handoff, self._transports, self._engine.facts.layout)
+        check_blocks(attempt.handoff, pool.shape.num_blocks)
+        await attempt.transfer(pool)
+
+    def _give_up(self, handoff: Handoff, lease: ReaderLease) -> None:
+        if not lease.is_over:
+            self._giving_up.create_task(self._release(handoff, lease))
+
+    async def _release(self, handoff: Handoff, lease: ReaderLease) -> None:
+        async with self._peers.use(handoff):
+            await lease.release()
+
+
+class _Attempt:
+    """The transfer of one handoff into this worker's pool."""
+
+    def __init__(self, engine: Engine, handoff: Handoff, prompt: Prompt, call: RunningCall) -> None:
+        self.handoff = handoff
+        self._engine = engine
+        self._prompt = prompt
+        self._call = call
+        self._reservation: Reservation | None = None
+        self._started = time.monotonic()
+        self._reserved_at = self._started
+        self._num_bytes = 0
+        self._transport = ""
+
+    async def transfer(self, pool: Pool) -> None:
+        """Waits for blocks of this worker, and fills them. Their content is not valid before `confirm`."""
+        self._call.stage = timing_pb2.STAGE_HANDOFF_WAIT
+        await self._call.faults.inject("reserve")
+        self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
+        self._reserved_at = time.monotonic()
+        self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
+        await self._call.faults.inject("pull")
+        self._num_bytes = await self._copy(pool, self._reservation)
+        self._transport = pool.transport if self._num_bytes else ""
+
+    async def confirm(self, lease: ReaderLease) -> Pulled:
+        """Ends the lease, which makes the blocks' content valid. Raises HandoffLost or StaleEpoch if the lease did not
+        hold.
+        """
+        assert self._reservation is not None
+        await lease.confirm()
+        await self._call.faults.inject("confirm")
+        self._call.stage = timing_pb2.STAGE_DECODE
+        waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, self._reserved_at - self._started)
+        seconds = time.monotonic() - self._reserved_at
+        cached = self._reservation.cached_blocks * self._engine.facts.layout.block_bytes
+        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, seconds, self._num_bytes, self._transport, cached)
+        return Pulled(PulledKv(self._prompt, self._reservation), (waiting, moving))
+
+    async def release(self) -> None:
+        """Frees the blocks, unless a decode has taken them over. No transfer may still write into them."""
+        if self._reservation is not None:
+            blocks = await run_to_completion(self._reservation.release())
+            current_freed_kv().give_back(self.handoff.num_tokens, blocks)
+
+    async def _copy(self, pool: Pool, reservation: Reservation) -> int:
+        cached = reservation.cached_blocks
+        missing = self.handoff.block_ids[cached:]
+        if not missing:
+            return 0
+        memory = self._engine.memory
+        assert memory is not None  # without a pool the engine grants no reservation
+        deadline = time.monotonic() + KV_TRANSFER_SECONDS
+        transfer = Transfer(missing, memory, reservation.block_ids[cached:], deadline, self.handoff.handoff_id)
+        try:
+            await pool.reader.pull(transfer)
+        except TransferFailed as error:
+            raise HandoffLost(f"the KV of worker {self.handoff.worker_id} did not arrive: {error}") from error
+        if self._call.faults.has("corrupt", "pull"):
+            corrupt(memory, reservation.block_ids[cached:])
+        return transfer.num_bytes

@@ -1,0 +1,138 @@
+"""HandoffService, the owner's side of handoffs: its pools, and the leases on their blocks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
+from baton.errors import LayoutMismatch
+from rpc.auth.caller import certificate
+from services.engines.kv import KvLayout
+from services.handoff.leases import Lease, LeaseTable
+from services.identity import Identity
+from services.telemetry.timings import duration
+
+SERVICE_NAME = handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOwner:
+    """A worker, and the layout of its blocks."""
+
+    identity: Identity
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedPool:
+    """A worker's pool. `endpoints` are the ways to read it, in order of preference."""
+
+    owner: HandoffOwner
+    num_blocks: int
+    endpoints: Sequence[handoff_pb2.TransportEndpoint]
+
+
+class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
+    """Lets the holders of handoffs read the pools, and renew and release their leases."""
+
+    def __init__(self, identity: Identity, pools: Sequence[OfferedPool], leases: LeaseTable) -> None:
+        self._pools = pools
+        self._identity = identity
+        self._leases = leases
+
+    async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: Any) -> handoff_pb2.GetPoolResponse:
+        self._identity.require_epoch(request.epoch)
+        pool = self._pool_of(request.layout_digest)
+        self._leases.require_holder(request.handoff_id, certificate())
+        self._leases.require_held(request.handoff_id, request.layout_digest)
+        return _pool_response(pool)
+
+    async def Renew(self, request: handoff_pb2.RenewRequest, context: Any) -> handoff_pb2.RenewResponse:
+        self._identity.require_epoch(request.epoch)
+        for handoff_id in request.handoff_ids:
+            self._leases.require_holder(handoff_id, certificate())
+        return _renew_response((handoff_id, self._renewed(handoff_id, request)) for handoff_id in request.handoff_ids)
+
+    async def Release(self, request: handoff_pb2.ReleaseRequest, context: Any) -> handoff_pb2.ReleaseResponse:
+        self._identity.require_epoch(request.epoch)
+        self._leases.require_holder(request.handoff_id, certificate())
+        if request.fetched:
+            self._leases.fetched(request.handoff_id)
+        released = await self._leases.release(request.handoff_id, request.reader)
+        return handoff_pb2.ReleaseResponse(still_valid=released.still_valid, blocks_freed=released.blocks_freed)
+
+    async def List(self, request: handoff_pb2.ListRequest, context: Any) -> handoff_pb2.ListResponse:
+        return handoff_pb2.ListResponse(handoffs=[_held_handoff(lease) for lease in self._leases.held])
+
+    def _renewed(self, handoff_id: str, request: handoff_pb2.RenewRequest) -> float:
+        claim = request.claim
+        if request.HasField("claim") and not self._leases.claim(handoff_id, claim.reader, claim.engine_state_sha256):
+            return 0.0
+        return self._leases.renew(handoff_id)
+
+    def _pool_of(self, digest: str) -> OfferedPool:
+        """Returns the pool of this layout. Raises LayoutMismatch naming the layouts of the pools that exist."""
+        for pool in self._pools:
+            if pool.owner.layout.digest == digest:
+                return pool
+        worker = f"worker {self._identity.worker_id}"
+        if not self._pools:
+            raise LayoutMismatch(f"{worker} has no pool to read from")
+        owned = " and ".join(pool.owner.layout.digest for pool in self._pools)
+        raise LayoutMismatch(f"{worker} has KV layout {owned}; the reader's is {digest}")
+
+
+def release_if_undelivered(context: Any, handoff_ids: Sequence[str], leases: LeaseTable) -> None:
+    """Releases handoffs at once if the call ends before its response is sent."""
+
+    def free(ended: Any) -> None:
+        if not ended.done():
+            for handoff_id in handoff_ids:
+                leases.discard(handoff_id)
+
+    if handoff_ids:
+        context.add_done_callback(free)
+
+
+def layout_message(layout: KvLayout) -> handoff_pb2.KvLayout:
+    """Converts a layout to its message, with its digest."""
+    return handoff_pb2.KvLayout(
+        digest=layout.digest,
+        model=layout.model,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        kv_factor=layout.kv_factor,
+        kv_heads=layout.kv_heads,
+        block_tokens=layout.block_tokens,
+        head_dim=layout.head_dim,
+        block_bytes=layout.block_bytes,
+    )
+
+
+def _pool_response(pool: OfferedPool) -> handoff_pb2.GetPoolResponse:
+    return handoff_pb2.GetPoolResponse(
+        worker_id=pool.owner.identity.worker_id,
+        epoch=pool.owner.identity.epoch,
+        layout=layout_message(pool.owner.layout),
+        num_blocks=pool.num_blocks,
+        endpoints=pool.endpoints,
+    )
+
+
+def _renew_response(remaining: Iterable[tuple[str, float]]) -> handoff_pb2.RenewResponse:
+    """`remaining` are handoff ids with the seconds left of their leases."""
+    leases = [
+        handoff_pb2.HandoffLease(handoff_id=handoff_id, still_valid=seconds > 0, remaining=duration(seconds))
+        for handoff_id, seconds in remaining
+    ]
+    return handoff_pb2.RenewResponse(leases=leases)
+
+
+def _held_handoff(lease: Lease) -> handoff_pb2.HeldHandoff:
+    """Leaves out the handoff id, which is a secret."""
+    return handoff_pb2.HeldHandoff(
+        request_id=lease.request_id,
+        num_blocks=len(lease.held.block_ids),
+        age=duration(lease.age_seconds),
+        remaining=duration(lease.remaining_seconds),
+    )

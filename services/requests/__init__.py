@@ -1,0 +1,7 @@
+"""Requests on a worker, before they reach an engine.
+
+calls.py             running calls: admitted once, counted, stopped
+loras.py             adapters of requests and of operators' calls
+prompts.py           prompts and sampling parameters, read and checked
+fault_injection.py   the faults that a request's fault plan asks for
+"""

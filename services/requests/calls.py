@@ -1,0 +1,126 @@
+"""The calls that run on this worker: admitted once each, counted, and stopped by request id or by a drain."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
+from baton.inference.v1 import timing_pb2
+from rpc.status import OK, outcome_of
+from rpc.tracing.span import current_span
+from services.identity import Identity, Role
+from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
+from services.telemetry import metrics
+from services.telemetry.request_context import set_traceparent, track_freed_kv
+from services.telemetry.timings import CallClock
+
+
+class RunningCall:
+    """One running call of a role. The code that runs it keeps `stage` up to date."""
+
+    def __init__(self, stage: "timing_pb2.Stage.ValueType") -> None:
+        self.stage = stage
+        self.clock = CallClock()
+        self.freed_kv = track_freed_kv()
+        self.ended = asyncio.Event()
+        self.stopped_by: BatonError | None = None
+        self.faults = NO_FAULTS
+        self._task = asyncio.current_task()
+
+    def stop(self, error: BatonError) -> None:
+        """Cancels the call, which then raises `error`. Once `ended` is set, its blocks are back."""
+        if self.stopped_by is None and self._task is not None:
+            self.stopped_by = error
+            self._task.cancel()
+
+
+class Calls:
+    """All running calls, by role and request id."""
+
+    def __init__(self, identity: Identity, faults: FaultReader) -> None:
+        self._identity = identity
+        self._faults = faults
+        self._calls: dict[tuple[Role, str], RunningCall] = {}
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @contextmanager
+    def run(self, role: Role, request_id: str, model: str, metadata: Metadata = ()) -> Iterator[RunningCall]:
+        """Admits a request, and counts it as running while the context is open, within one task.
+
+        `metadata` is the call's, and may contain a fault plan. Raises RoleMismatch, ModelNotFound, Draining or
+        RequestExists. Errors that pass through get the worker's id and the role as their stage, unless they have them.
+        """
+        reason = BatonError.reason
+        try:
+            self._admit(role, request_id, model)
+            call = self._calls[role, request_id] = RunningCall(_FIRST_STAGES[role])
+            set_traceparent(current_span().traceparent)
+            try:
+                call.faults = self._faults.read(metadata, role, request_id)
+                yield call
+                reason = OK
+            except asyncio.CancelledError:
+                _raise_if_stopped(call)
+                raise
+            finally:
+                del self._calls[role, request_id]
+                call.ended.set()
+        except BatonError as error:
+            error.stage = error.stage or role
+            error.worker_id = error.worker_id or self._identity.worker_id
+            reason = error.reason
+            raise
+        except asyncio.CancelledError:
+            reason = Cancelled.reason
+            raise
+        finally:
+            metrics.CALLS.labels(role, outcome_of(reason), reason).inc()
+
+    def find(self, request_id: str) -> list[RunningCall]:
+        """Returns the calls of a request, in the order of the stages."""
+        return [call for role in _FIRST_STAGES if (call := self._calls.get((role, request_id)))]
+
+    async def stop_all(self, error: BatonError) -> None:
+        """Stops all calls, and waits for their end."""
+        calls = list(self._calls.values())
+        for call in calls:
+            call.stop(error)
+        for call in calls:
+            await call.ended.wait()
+
+    def _admit(self, role: Role, request_id: str, model: str) -> None:
+        self._identity.require_role(role)
+        self._identity.require_model(model)
+        if not request_id:
+            raise InvalidRequest.of("request_id", "is empty")
+        if self.draining:
+            raise Draining(f"worker {self._identity.worker_id} is draining")
+        if (role, request_id) in self._calls:
+            raise RequestExists(f"request {request_id} is already in {role} on worker {self._identity.worker_id}")
+
+
+_FIRST_STAGES: dict[Role, "timing_pb2.Stage.ValueType"] = {
+    "encode": timing_pb2.STAGE_ENCODE,
+    "prefill": timing_pb2.STAGE_PREFILL_COMPUTE,
+    "decode": timing_pb2.STAGE_DECODE,
+    "embed": timing_pb2.STAGE_EMBED,
+}
+
+
+def aborted(request_id: str) -> Cancelled:
+    """Returns the error of a call that was aborted by its request id."""
+    return Cancelled(f"request {request_id} was aborted")
+
+
+def _raise_if_stopped(call: RunningCall) -> None:
+    if call.stopped_by is None:
+        return
+    # The cancellation is our own and becomes an error here, so that the task itself continues.
+    task = asyncio.current_task()
+    uncancel = getattr(task, "uncancel", None)
+    if uncancel is not None:
+        uncancel()
+    raise call.stopped_by from None

@@ -1,0 +1,111 @@
+"""Prompts, sampling parameters and tokens, between messages and values; checked against the model's limits."""
+
+from typing import Literal
+
+from baton.engine.v1 import decode_pb2, prefill_pb2, prompt_pb2
+from baton.errors import InvalidRequest, Unsupported
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from grammars.guide import read_guide
+from rpc.sampling_rules import RANGES, Parameter, check_params
+from rpc.violations import Violations
+from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.base import ModelFacts
+from services.engines.prompt import Prompt, Sampling
+from services.requests.loras import read_lora
+
+FINISH_REASONS = {
+    FinishReason.END_OF_SEQUENCE: sampling_pb2.FINISH_REASON_END_OF_SEQUENCE,
+    FinishReason.STOP_TOKEN: sampling_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+}
+
+_PASSED_ON: tuple[Parameter | Literal["top_k", "seed"], ...] = (*RANGES, "top_k", "seed")
+
+
+def read_prompt(request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> Prompt:
+    """Returns the prompt without its media. Raises InvalidRequest if it has no tokens."""
+    message = request.prompt
+    if not message.token_ids:
+        raise InvalidRequest.of("prompt.token_ids", "is empty")
+    return Prompt(
+        token_ids=tuple(message.token_ids[:]),
+        emitted=tuple(request.emitted) if isinstance(request, decode_pb2.DecodeRequest) else (),
+        cache_salt=message.cache_salt,
+        data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
+        lora=read_lora(message),
+    )
+
+
+def read_sampling(message: prompt_pb2.Sampling) -> Sampling:
+    """Returns the sampling parameters; unset fields get Sampling's defaults.
+
+    Raises InvalidRequest naming every wrong field, and Unsupported for n other than 1.
+    """
+    params, stop = message.params, message.stop
+    violations = Violations()
+    check_params("sampling.params", params, violations)
+    _check_stop(stop, violations)
+    violations.raise_any()
+    if params.HasField("n") and params.n != 1:
+        raise Unsupported("sampling.params.n: a worker supports n = 1 only")
+    return Sampling(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=frozenset(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        logit_bias=dict(params.logit_bias),
+        guide=read_guide(message.guided) if message.HasField("guided") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        **{name: getattr(params, name) for name in _PASSED_ON if params.HasField(name)},
+    )
+
+
+def check_limits(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
+    """Raises InvalidRequest naming every field that exceeds the model's limits, and Unsupported for a grammar that the
+    model cannot follow.
+    """
+    violations = Violations()
+    violations.token_ids("prompt.token_ids", prompt.token_ids, facts.vocab_size)
+    violations.token_ids("emitted", prompt.emitted, facts.vocab_size)
+    violations.token_ids("sampling.stop.stop_token_ids", sorted(sampling.stop_token_ids), facts.vocab_size)
+    for token_id in sampling.logit_bias:
+        known = token_id < facts.vocab_size
+        path = f"sampling.params.logit_bias[{token_id}]"
+        violations.require(known, path, f"the vocabulary ends at {facts.vocab_size - 1}")
+    if len(prompt.context) >= facts.max_context_tokens:
+        text = f"{len(prompt.context)} tokens leave no room in a context of {facts.max_context_tokens}"
+        violations.add("prompt.token_ids", text)
+    rank = prompt.data_parallel_rank
+    if rank is not None and rank >= facts.data_parallel_ranks:
+        violations.add("data_parallel_rank", f"{rank} is not below {facts.data_parallel_ranks}")
+    if sampling.logprobs is not None and sampling.logprobs > facts.max_logprobs:
+        violations.add("sampling.logprobs", f"{sampling.logprobs} is over {facts.max_logprobs}")
+    if (sampling.prompt_logprobs or 0) > facts.max_logprobs:
+        violations.add("sampling.prompt_logprobs", f"{sampling.prompt_logprobs} is over {facts.max_logprobs}")
+    violations.raise_any()
+    if sampling.guide is not None and not facts.guided_decoding:
+        raise Unsupported(f"{facts.name} has no guided decoding")
+    if sampling.prompt_logprobs is not None and not facts.prompt_logprobs:
+        raise Unsupported(f"sampling.prompt_logprobs: the {facts.engine} engine has no log probabilities of prompts")
+
+
+def prompt_logprobs_message(value: PromptLogprobs | None) -> generate_pb2.PromptLogprobs | None:
+    """Converts the log probabilities of a prompt to their message, if there are any."""
+    if value is None:
+        return None
+    return generate_pb2.PromptLogprobs(
+        logprobs=value.logprobs, top=value.top, top_token_ids=value.top_ids, top_logprobs=value.top_logprobs
+    )
+
+
+def logprob_message(value: TokenLogprob) -> sampling_pb2.TokenLogprob:
+    """Converts the log probabilities of one token to their message."""
+    top = [sampling_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in value.top]
+    return sampling_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+
+
+def _check_stop(stop: prompt_pb2.StopConditions, violations: Violations) -> None:
+    violations.require(bool(stop.max_tokens), "sampling.stop.max_tokens", "is 0 or unset; at least 1 is needed")
+    fits = stop.min_tokens <= stop.max_tokens
+    violations.require(fits, "sampling.stop.min_tokens", f"is over max_tokens, {stop.max_tokens}")

@@ -1,0 +1,193 @@
+"""The metrics of a worker. docs/metrics.md explains each one."""
+
+from collections.abc import Iterable
+
+from prometheus_client import Counter, Gauge, Histogram, Info
+
+from baton.inference.v1 import timing_pb2
+from runtime.metrics import REGISTRY
+from services.engines.answer import Finished
+from services.engines.base import EngineLoad, ModelFacts
+from services.engines.kv import HeldKv
+from services.telemetry.timings import Timing
+
+_SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
+_HANDOFF_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+# The transport of a handoff without a transfer: the reader's own prefix cache had all blocks.
+_NO_TRANSPORT = "none"
+
+WORKER = Info("baton_worker", "The worker's id, roles, model and engine.", registry=REGISTRY)
+CALLS = Counter(
+    "baton_worker_calls_total",
+    "Calls of each stage that have ended.",
+    ["stage", "outcome", "reason"],
+    registry=REGISTRY,
+)
+RUNNING = Gauge("baton_worker_running_requests", "Requests that the engine computes now.", registry=REGISTRY)
+WAITING = Gauge(
+    "baton_worker_waiting_requests", "Requests that wait for blocks or for a place in the batch.", registry=REGISTRY
+)
+WAITING_PREFILL_TOKENS = Gauge(
+    "baton_worker_waiting_prefill_tokens", "Prompt tokens that wait to be computed.", registry=REGISTRY
+)
+QUEUE_SECONDS = Histogram(
+    "baton_worker_queue_seconds",
+    "From a call's arrival until the engine's first step for it, other stages left out.",
+    ["stage"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+COMPUTE_SECONDS = Histogram(
+    "baton_worker_compute_seconds",
+    "How long a stage computed for one request, with others beside it in the batch.",
+    ["stage"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+PROMPT_TOKENS = Counter("baton_worker_prompt_tokens_total", "Tokens of prompts that were run here.", registry=REGISTRY)
+PREFIX_CACHE_HIT_TOKENS = Counter(
+    "baton_prefix_cache_hit_tokens_total", "Prompt tokens whose KV was in the prefix cache.", registry=REGISTRY
+)
+GENERATED_TOKENS = Counter(
+    "baton_worker_generated_tokens_total", "Tokens that the engine generated.", registry=REGISTRY
+)
+PREEMPTIONS = Counter(
+    "baton_preemptions_total",
+    "Requests that gave their blocks to older ones and are computed again.",
+    registry=REGISTRY,
+)
+DRAFTED_TOKENS = Counter("baton_drafted_tokens_total", "Tokens that speculation guessed.", registry=REGISTRY)
+ACCEPTED_TOKENS = Counter(
+    "baton_accepted_draft_tokens_total", "Guessed tokens that became part of an answer.", registry=REGISTRY
+)
+KV_BLOCKS = Gauge(
+    "baton_kv_blocks",
+    "Blocks of the KV pool: total, used, free, and those of the used ones that are held for handoffs.",
+    ["state"],
+    registry=REGISTRY,
+)
+KV_BLOCK_BYTES = Gauge("baton_kv_block_bytes", "The size of one block of the KV pool.", registry=REGISTRY)
+HANDOFFS_HELD = Gauge("baton_handoffs_held", "Handoffs whose blocks are held now.", registry=REGISTRY)
+HANDOFF_WAIT_SECONDS = Histogram(
+    "baton_handoff_wait_seconds",
+    "How long handoffs waited for blocks of the worker that takes them over.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+HANDOFF_SECONDS = Histogram(
+    "baton_handoff_seconds",
+    "From the reservation of blocks until the KV was pulled and confirmed.",
+    ["transport"],
+    buckets=_HANDOFF_SECONDS,
+    registry=REGISTRY,
+)
+HANDOFF_BYTES = Counter(
+    "baton_handoff_bytes_total", "KV that was pulled and confirmed.", ["transport"], registry=REGISTRY
+)
+HANDOFF_CACHED_BYTES = Counter(
+    "baton_handoff_cached_bytes_total",
+    "KV of handoffs that did not have to move, since this worker had it in its prefix cache.",
+    registry=REGISTRY,
+)
+LEASE_EXPIRIES = Counter(
+    "baton_handoff_lease_expiries_total",
+    "Handoffs that were not released before their lease expired.",
+    registry=REGISTRY,
+)
+HANDOFFS_GIVEN_BACK = Counter(
+    "baton_handoffs_given_back_total",
+    "Handoffs that were released because KV held for other workers left no room for them.",
+    registry=REGISTRY,
+)
+CONFIRMATIONS_REFUSED = Counter(
+    "baton_handoff_confirmations_refused_total",
+    "Releases of handoffs whose lease had expired.",
+    registry=REGISTRY,
+)
+EMBEDDING_PULL_SECONDS = Histogram(
+    "baton_embedding_pull_seconds",
+    "From the request for a leased embedding until it was pulled and confirmed.",
+    ["transport"],
+    buckets=_HANDOFF_SECONDS,
+    registry=REGISTRY,
+)
+EMBEDDING_PULL_BYTES = Counter(
+    "baton_embedding_pull_bytes_total",
+    "Leased embeddings that were pulled and confirmed.",
+    ["transport"],
+    registry=REGISTRY,
+)
+EMBEDDING_BLOCKS = Gauge(
+    "baton_embedding_blocks", "Blocks of the pool of leased embeddings: all, and in use.", ["state"], registry=REGISTRY
+)
+MEDIA_ENCODED = Counter(
+    "baton_media_encoded_total", "Embeddings made: sent inline, or leased.", ["sent"], registry=REGISTRY
+)
+MODEL_LOAD_SECONDS = Gauge(
+    "baton_model_load_seconds", "The time that loading and warming up the model took.", registry=REGISTRY
+)
+
+
+def introduce(worker_id: str, roles: Iterable[str], facts: ModelFacts) -> None:
+    """Sets the info metric of the worker: id, roles, model and engine."""
+    WORKER.info({"worker_id": worker_id, "roles": ",".join(roles), "model": facts.name, "engine": facts.engine})
+
+
+def observe_load(load: EngineLoad) -> None:
+    """Updates the gauges of the engine's load."""
+    RUNNING.set(load.running)
+    WAITING.set(load.waiting)
+    WAITING_PREFILL_TOKENS.set(load.waiting_prefill_tokens)
+
+
+def observe_blocks(load: EngineLoad) -> None:
+    """Updates the gauges of the KV pool."""
+    KV_BLOCKS.labels("total").set(load.blocks_total)
+    KV_BLOCKS.labels("used").set(load.blocks_used)
+    # An engine that does not report its pool's size has no gauges.
+    KV_BLOCKS.labels("free").set(max(0, load.blocks_total - load.blocks_used))
+    KV_BLOCKS.labels("held").set(load.blocks_held)
+
+
+def observe_embeddings(total: int, used: int) -> None:
+    """Updates the gauges of the embedding pool."""
+    EMBEDDING_BLOCKS.labels("total").set(total)
+    EMBEDDING_BLOCKS.labels("used").set(used)
+
+
+def observe_prefill(timings: Iterable[Timing], kv: HeldKv, prompt_tokens: int) -> None:
+    """Observes a prefill: its stages on this worker, and the first token."""
+    seconds = {timing.stage: timing.seconds for timing in timings}
+    QUEUE_SECONDS.labels("prefill").observe(seconds[timing_pb2.STAGE_PREFILL_QUEUE])
+    COMPUTE_SECONDS.labels("prefill").observe(seconds[timing_pb2.STAGE_PREFILL_COMPUTE])
+    PROMPT_TOKENS.inc(prompt_tokens)
+    PREFIX_CACHE_HIT_TOKENS.inc(kv.cached_tokens)
+    GENERATED_TOKENS.inc()
+
+
+def observe_decode(finished: Finished, *, is_pulled: bool) -> None:
+    """Observes the end of a decode. Its prompt counts on the worker that computed it."""
+    QUEUE_SECONDS.labels("decode").observe(finished.queue_seconds)
+    COMPUTE_SECONDS.labels("decode").observe(finished.decode_seconds)
+    if not is_pulled:
+        COMPUTE_SECONDS.labels("prefill").observe(finished.prefill_seconds)
+        PROMPT_TOKENS.inc(finished.prompt_tokens)
+        PREFIX_CACHE_HIT_TOKENS.inc(finished.cached_tokens)
+
+
+def observe_handoff(timings: Iterable[Timing]) -> None:
+    """Observes a handoff that was pulled and confirmed."""
+    for timing in timings:
+        if timing.stage == timing_pb2.STAGE_HANDOFF_WAIT:
+            HANDOFF_WAIT_SECONDS.observe(timing.seconds)
+        else:
+            transport = timing.transport or _NO_TRANSPORT
+            HANDOFF_SECONDS.labels(transport).observe(timing.seconds)
+            HANDOFF_BYTES.labels(transport).inc(timing.num_bytes)
+            HANDOFF_CACHED_BYTES.inc(timing.cached_bytes)
+
+
+def observe_embedding(timing: Timing) -> None:
+    """Observes a leased embedding that was pulled and confirmed."""
+    EMBEDDING_PULL_SECONDS.labels(timing.transport).observe(timing.seconds)
+    EMBEDDING_PULL_BYTES.labels(timing.transport).inc(timing.num_bytes)

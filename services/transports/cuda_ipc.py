@@ -1,0 +1,163 @@
+"""The transport between GPUs of one host: the reader maps the owner's pool, and a kernel gathers the blocks.
+
+The owner takes no part. Mapped memory stays while a reader has it open, even after its owner has ended.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import structlog
+
+from baton.engine.v1 import handoff_pb2
+from runtime.aio import wait_until_done
+from services.engines.kv import BlockMemory
+from services.engines.memory.device_memory import (
+    DeviceBlockMemory,
+    DeviceCopy,
+    DeviceExport,
+    DeviceReader,
+    DeviceUnavailable,
+)
+from services.transports.base import (
+    Endpoint,
+    Exposure,
+    PoolShape,
+    Transfer,
+    TransferFailed,
+    Transport,
+    TransportContext,
+    TransportUnavailable,
+)
+from services.transports.shm import host_id
+
+log = structlog.get_logger(__name__)
+
+_THREADS = 4
+_MOST_BLOCKS_AT_ONCE = 32_768
+# A copy of 1 GiB within a GPU, or of 500 MiB between two; waking a thread from sleep takes a good part of that.
+_ASKING_SECONDS = 2e-3
+
+
+async def _endpoint(memory: BlockMemory) -> Endpoint | None:
+    """Returns the endpoint of a pool; None if it is not in GPU memory, and, with a warning, if CUDA refuses."""
+    if not isinstance(memory, DeviceBlockMemory) or not host_id():
+        return None
+    try:
+        export = await asyncio.to_thread(memory.export)
+    except DeviceUnavailable as error:
+        log.warning("cuda_ipc does not offer this pool", reason=str(error))
+        return None
+    cuda_ipc = handoff_pb2.CudaIpcEndpoint(
+        host_id=host_id(),
+        device=export.device,
+        handle=export.handle,
+        offset=export.offset,
+        size=export.size,
+        process=export.process,
+        address=export.address,
+    )
+    return Endpoint(cuda_ipc=cuda_ipc)
+
+
+class CudaIpcTransport(Transport):
+    """Maps pools in GPU memory; reads go into the context's `memory`, which must be in GPU memory too."""
+
+    name = "cuda_ipc"
+    supports_tls = True
+
+    def __init__(self, context: TransportContext) -> None:
+        self._memory = context.memory
+        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="cuda-ipc")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown()
+
+    async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:
+        """Exports the pool's allocation. CUDA lets processes of the same user map it. See Transport."""
+        del exposure
+        return await _endpoint(memory)
+
+    async def open(self, endpoint: Endpoint, shape: PoolShape) -> "CudaIpcPool":
+        """Maps the pool. See Transport."""
+        offered = endpoint.cuda_ipc
+        if not isinstance(self._memory, DeviceBlockMemory):
+            raise TransportUnavailable("this worker's pool is not in a GPU's memory")
+        if not offered.host_id or offered.host_id != host_id():
+            raise TransportUnavailable("the pool is on a GPU of another host, container or user")
+        if self._memory.block_bytes != shape.block_bytes or offered.size < shape.num_bytes:
+            raise TransportUnavailable(f"{offered.size} bytes are not {shape.num_blocks} blocks of {shape.block_bytes}")
+        export = DeviceExport(
+            device=offered.device,
+            process=offered.process,
+            address=offered.address,
+            handle=offered.handle,
+            offset=offered.offset,
+            size=offered.size,
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            reader = await loop.run_in_executor(self._threads, self._memory.attach, export)
+        except DeviceUnavailable as error:
+            raise TransportUnavailable(str(error)) from error
+        return CudaIpcPool(reader, self._memory, self._threads)
+
+
+class CudaIpcPool:
+    """A mapped pool of an owner."""
+
+    def __init__(self, reader: DeviceReader, memory: BlockMemory, threads: ThreadPoolExecutor) -> None:
+        self._reader = reader
+        self._memory = memory
+        self._threads = threads
+
+    async def pull(self, transfer: Transfer) -> None:
+        """Copies with kernels. What was launched is waited for, even if the pull is cancelled. See PoolReader."""
+        if transfer.memory is not self._memory:
+            raise TransferFailed("the destination is not the pool that this one was opened for")
+        if time.monotonic() > transfer.deadline:
+            raise TransferFailed("deadline exceeded")
+        try:
+            await self._copy(transfer)
+        except DeviceUnavailable as error:
+            raise TransferFailed(str(error)) from error
+
+    async def _copy(self, transfer: Transfer) -> None:
+        """Begins on the event loop: a change of threads takes as long as a copy of 100 MiB. Elsewhere only where there
+        are so many ids that converting them takes milliseconds.
+        """
+        if len(transfer.source) > _MOST_BLOCKS_AT_ONCE:
+            await self._in_thread(lambda: self._reader.begin(transfer.source, transfer.destination).wait())
+            return
+        copy, is_done = self._reader.begin(transfer.source, transfer.destination), False
+        try:
+            is_done = await _done_soon(copy)
+        finally:
+            if not is_done:
+                await self._in_thread(copy.wait)
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        working = self._submit(work)
+        await wait_until_done(working)
+        working.result()
+
+    def close(self) -> None:
+        """Unmaps it."""
+        self._submit(self._reader.close)
+
+    def _submit(self, work: Callable[[], None]) -> "asyncio.Future[None]":
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _done_soon(copy: DeviceCopy) -> bool:
+    """Asks between the event loop's other tasks, for a short time."""
+    give_up = time.perf_counter() + _ASKING_SECONDS
+    while not copy.is_done():
+        if time.perf_counter() > give_up:
+            return False
+        await asyncio.sleep(0)
+    return True

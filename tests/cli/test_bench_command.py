@@ -1,0 +1,153 @@
+"""`baton bench` against a small cluster of the simulated engine."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.clients.baton_command import Baton
+from support.cluster.in_process import PATIENT, bench, simulated
+
+from baton.errors import ConfigError
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
+from router.config import RoutingConfig
+from runtime.timing_profile import read_timing_profile
+from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.engine import SimulatedEngine
+
+STEP_SECONDS = 0.01
+
+
+def workers(**engine: object) -> list[object]:
+    costs: dict[str, object] = {"block_bytes": 64, "prefill_tokens_per_second": 20_000.0, "max_context_tokens": 20_000}
+    return [
+        simulated("p1", "prefill", **{**costs, **engine}),
+        simulated("d1", "decode", **{**costs, "decode_step_seconds": STEP_SECONDS, **engine}),
+    ]
+
+
+async def test_a_sweep_measures_each_rate_and_concurrency(baton: Baton, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("markdown", "json")}
+    async with bench(*workers(decode_step_seconds=3 * STEP_SECONDS), router=PATIENT) as running:
+        outcome = await baton(
+            *("bench", "sweep", "--address", running.address, "--rate", "20", "--concurrency", "1", "4"),
+            *("--requests", "12", "--input", "400", "--output", "5:9", "--itl-target", "1000"),
+            *(word for name, path in files.items() for word in (f"--{name}", str(path))),
+        )
+    assert outcome.code == 0
+    assert files["markdown"].read_text() == outcome.out
+    assert "Good answers: 1000 ms a token on average." in outcome.out
+    written = json.loads(files["json"].read_text())
+    assert [step["step"] for step in written["steps"]] == ["20/s", "1 at once", "4 at once"]
+    for step in written["steps"]:
+        assert (step["requests"], step["failed"], step["good_share"]) == (12, 0, 1.0)
+        # No step finds the prompts of another one cached.
+        assert step["hit_rate"] == 0.0
+        # 400 tokens take 20 ms to compute, a decode step 30 ms.
+        assert step["first_token"]["p50"] >= 0.02
+        assert step["token"]["p50"] >= 0.9 * 3 * STEP_SECONDS
+    alone, together = written["steps"][1:]
+    assert together["requests_per_second"] > alone["requests_per_second"]
+
+
+async def test_answers_that_miss_a_target_are_no_goodput(baton: Baton) -> None:
+    async with bench(*workers(), router=PATIENT) as running:
+        words = ("--concurrency", "1", "--requests", "3", "--input", "400", "--output", "2", "--ttft-target", "1")
+        outcome = await baton("bench", "sweep", "--address", running.address, *words)
+    assert outcome.code == 0
+    assert outcome.lines[-1].split(" | ")[-4:-2] == ["0.00", "0%"]
+
+
+async def test_a_replayed_trace_finds_its_prefixes_again(baton: Baton, tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 50 * number, "input_length": 512 * 4, "output_length": 64, "hash_ids": [1, 2, 3, 10 + number]}
+        for number in range(10)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    async with bench(*workers(), router=PATIENT) as running:
+        outcome = await baton(
+            *("bench", "replay", str(trace), "--address", running.address, "--block-tokens", "64"),
+            *("--json", str(tmp_path / "json")),
+        )
+    assert outcome.code == 0
+    (step,) = json.loads((tmp_path / "json").read_text())["steps"]
+    assert (step["step"], step["requests"], step["failed"]) == ("trace.jsonl", 10, 0)
+    assert 0.5 < step["hit_rate"] <= 0.75 * 0.9 + 0.01
+    assert step["seconds"] >= 0.45
+
+
+async def test_a_generated_trace_is_replayed_and_failures_are_counted(baton: Baton, tmp_path: Path) -> None:
+    async with bench(*workers(max_context_tokens=300), router=PATIENT) as running:
+        outcome = await baton(
+            *("bench", "replay", "--generate", "agents", "--requests", "20", "--seconds", "1", "--speedup", "50"),
+            *("--block-tokens", "16", "--address", running.address, "--json", str(tmp_path / "json")),
+        )
+    (step,) = json.loads((tmp_path / "json").read_text())["steps"]
+    assert step["requests"] == 20
+    assert 0 < step["failed"] < 20
+    assert step["errors"] == {"InvalidRequest": step["failed"]}
+    assert f"failed: {step['errors']}" in outcome.out
+    assert outcome.code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sweep"], "give --rate, --concurrency or both"),
+        (["replay"], "give either a TRACE or --generate"),
+        (["replay", "missing.jsonl"], "missing.jsonl: cannot be read"),
+    ],
+    ids=["no-steps", "no-trace", "missing-trace"],
+)
+async def test_options_that_say_too_little_are_refused(baton: Baton, words: list[str], said: str) -> None:
+    outcome = await baton("bench", *words, "--address", "127.0.0.1:1")
+    assert outcome.code == 2
+    assert said in outcome.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
+async def test_a_plot_without_matplotlib_says_what_to_install(baton: Baton) -> None:
+    outcome = await baton("bench", "sweep", "--rate", "1", "--plot", "x.png", "--address", "127.0.0.1:1")
+    assert outcome.code == 2
+    assert "pip install 'baton[bench]'" in outcome.err
+
+
+async def test_a_profile_gives_a_simulated_engine_and_a_router_the_speed_of_the_measured_one(
+    baton: Baton, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    words = ("--prompts", "200", "2000", "--batches", "1", "3", "--contexts", "100", "--answer", "10", "--repeats", "3")
+    costs: dict[str, object] = {"prefill_tokens_per_second": 5_000.0, "decode_step_seconds": 0.05}
+    async with bench(*workers(**costs), router=PATIENT) as running:
+        outcome = await baton("bench", "profile", str(path), "--address", running.address, *words)
+    assert outcome.code == 0
+    profile = read_timing_profile(path)
+    # 2,000 tokens take 0.4 s, and one more takes 0.05 s whatever the batch; the machine adds to it.
+    assert [point.tokens for point in profile.prefill] == [200, 2000]
+    assert profile.prefill_seconds(0, 2000) >= 0.9 * 0.4
+    assert [(point.batch, point.context) for point in profile.decode] == [(1, 100), (3, 100)]
+    assert all(point.seconds >= 0.9 * 0.05 for point in profile.decode)
+    # A cluster that is simulated by it is as slow, and its router knows that before the first request.
+    timing = {"prefill_tokens_per_second": 0.0, "decode_step_seconds": 0.0, "timing": {"profile": str(path)}}
+    router = PATIENT.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds", profile=str(path))})
+    async with bench(*workers(**timing), router=router) as running:
+        ids = generate_pb2.TokenIds(ids=[40 + index % 80 for index in range(2000)])
+        request = cluster_service_pb2.ExplainRouteRequest(request=generate_pb2.GenerateRequest(token_ids=ids))
+        explained = await running.operators.ExplainRoute(request)
+        line = profile.prefill_base_seconds + 2000 * profile.prefill_token_seconds
+        assert explained.candidates[0].prefill_seconds == pytest.approx(line)
+        started = time.monotonic()
+        await running.generate(token_ids=ids, stopping=sampling_pb2.StoppingOptions(max_tokens=5, ignore_eos=True))
+        assert time.monotonic() - started >= 0.9 * (0.9 * 0.4 + 4 * 0.9 * 0.05)
+
+
+@pytest.mark.parametrize("extra", [{}, {"prefill_tokens_per_second": 0.0, "decode_step_seconds": 0.0}])
+async def test_a_simulated_engine_refuses_a_profile_that_is_missing_or_beside_other_costs(
+    extra: dict[str, object], tmp_path: Path
+) -> None:
+    costs = {"prefill_tokens_per_second": 100.0, **extra, "timing": {"profile": str(tmp_path / "none.json")}}
+    with pytest.raises((ValueError, ConfigError), match=r"timing takes the place|none\.json"):
+        async with SimulatedEngine(SimulatedConfig.model_validate(costs)):
+            pass

@@ -1,0 +1,75 @@
+"""`baton chat` against a real router."""
+
+import asyncio
+import signal
+import sys
+
+from support.clients.baton_command import Baton, SmallCluster
+from support.clients.generation import generate
+from support.eventually import eventually
+
+from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from rpc.channels import open_channel
+from runtime.aio import timeout
+
+OPTIONS = ["--seed", "7", "--temperature", "1", "--max-tokens", "9"]
+
+
+def turn(role: str, text: str) -> pb.ChatMessage:
+    return pb.ChatMessage(role=role, parts=[pb.ContentPart(text=text)])
+
+
+async def expected(cluster: SmallCluster, *turns: pb.ChatMessage) -> str:
+    request = pb.GenerateRequest(chat=pb.ChatInput(messages=turns))
+    request.sampling.seed, request.sampling.temperature, request.stopping.max_tokens = 7, 1.0, 9
+    async with open_channel(cluster.address) as channel:
+        return (await generate(InferenceServiceStub(channel), request)).text
+
+
+async def test_each_message_is_sent_with_the_conversation_so_far(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=b"hello\n\nagain\n")
+    first = await expected(cluster, turn("user", "hello"))
+    second = await expected(cluster, turn("user", "hello"), turn("assistant", first), turn("user", "again"))
+    assert (outcome.code, outcome.out) == (0, f"{first}\n{second}\n")
+
+
+async def test_clear_begins_anew_and_exit_ends(baton: Baton, cluster: SmallCluster) -> None:
+    lines = b"hello\n/clear\nhello\n/exit\nhello\n"
+    outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=lines)
+    first = await expected(cluster, turn("user", "hello"))
+    assert outcome.out == f"{first}\n" * 2
+
+
+async def test_timings_are_shown_on_request(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=b"hello\n/timing\nhello\n")
+    assert outcome.err.count("to first token") == 1
+
+
+async def test_a_failed_message_is_told_and_left_out(baton: Baton, cluster: SmallCluster) -> None:
+    lines = b"/image /no/such/file\nhello\n/unheard\nhello\n"
+    outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=lines)
+    assert "image /no/such/file: cannot be read" in outcome.err
+    assert "unknown command /unheard" in outcome.err
+    first = await expected(cluster, turn("user", "hello"))
+    assert (outcome.code, outcome.out) == (0, f"{first}\n")
+
+
+async def test_ctrl_c_stops_the_answer_and_not_the_conversation(cluster: SmallCluster) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli", "chat", "--address", cluster.address),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    async with timeout(60):
+        process.stdin.write(b"hello\n")
+        await process.stdout.read(1)
+        assert cluster.blocks_used
+        process.send_signal(signal.SIGINT)
+        await eventually(lambda: not cluster.blocks_used)
+        _, err = await process.communicate(b"/help\n")
+    assert process.returncode == 0
+    assert err.startswith(b"(stopped)\n/image")

@@ -1,0 +1,47 @@
+"""`baton models` and `baton workers` against a real router."""
+
+from support.clients.baton_command import Baton, SmallCluster
+from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, bench, simulated
+
+from router.config import RoutingConfig
+
+
+async def test_models_shows_limits_and_workers_of_each_role(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("models", "--address", cluster.address)
+    assert outcome.code == 0
+    assert outcome.lines[-1].split()[:3] == ["small", "4096", "257"]
+    assert outcome.lines[-1].split()[-3:] == ["1", "1", "0"]
+
+
+async def test_workers_shows_role_state_and_load(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("workers", "--address", cluster.address)
+    rows = [line.split() for line in outcome.lines[2:]]
+    assert outcome.code == 0
+    assert rows == [
+        ["decode-0", "decode", "ready", cluster.decode.address, "small", "0/0", "0/0/256", "none"],
+        ["prefill-0", "prefill", "ready", cluster.prefill.address, "small", "0/0", "0/0/256", "none"],
+    ]
+
+
+async def test_workers_of_a_router_that_is_not_there_is_exit_code_one(baton: Baton) -> None:
+    assert (await baton("workers", "--address", "127.0.0.1:1")).code == 1
+
+
+async def test_workers_says_under_the_table_what_is_wrong_with_a_worker(baton: Baton) -> None:
+    async with bench(PREFILL, simulated("d1", "decode", block_tokens=32)) as running:
+        outcome = await baton("workers", "--address", running.address)
+    assert outcome.code == 0
+    said = [line for line in outcome.lines if line.startswith("d1: ")]
+    assert len(said) == 1
+    assert "32 tokens a block" in said[0]
+    assert "fits no prefill worker: p1 has" in said[0]
+
+
+async def test_explain_shows_what_each_place_would_cost(baton: Baton) -> None:
+    router = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
+    async with bench(PREFILL, DECODE, router=router) as running:
+        outcome = await baton("explain", "some words", "--address", running.address)
+    assert outcome.code == 0
+    assert outcome.lines[0] == "policy predicted_seconds, 10 prompt tokens"
+    rows = [line.split() for line in outcome.lines[3:5]]
+    assert {(row[0], row[1], row[-1]) for row in rows} == {("p1", "d1", "reported"), ("none", "d1", "reported")}

@@ -1,0 +1,139 @@
+"""What `deploy/kubernetes` and its overlays would apply: valid in every supported Kubernetes, and by our policy."""
+
+import json
+import os
+import shutil
+import subprocess
+from functools import cache
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.manifests import DEPLOY, command_of
+
+OVERLAYS = ["kubernetes", "overlays/small", "overlays/gpu", "overlays/multi-node"]
+VERSIONS = ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34"]
+# What no schema of Kubernetes' own describes.
+FOREIGN = {"ServiceMonitor"}
+VARIABLES = {"POD_NAME": "decode-7d4f", "POD_IP": "10.0.0.7"}
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("kubectl") is None and "CI" not in os.environ, reason="renders with `kubectl kustomize`"
+)
+
+
+@cache
+def rendered(name: str) -> list[Any]:
+    """Every manifest, as `kubectl apply --kustomize` would send it."""
+    command = ["kubectl", "kustomize", str(DEPLOY / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(name: str, *kinds: str) -> list[Any]:
+    return [each for each in rendered(name) if each["kind"] in kinds]
+
+
+def workloads(name: str) -> list[Any]:
+    return of_kind(name, "Deployment", "StatefulSet")
+
+
+def pod(workload: Any) -> Any:
+    return workload["spec"]["template"]["spec"]
+
+
+def labels(workload: Any) -> dict[str, str]:
+    found: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_rendered_is_valid_strictly(version: str) -> None:
+    # Most manifests are the same in several overlays.
+    different = {json.dumps(each): each for name in OVERLAYS for each in rendered(name) if each["kind"] not in FOREIGN}
+    for manifest in different.values():
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_every_overlay_is_tested() -> None:
+    assert {f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir()} == set(OVERLAYS[1:])
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+class TestPolicy:
+    def test_nothing_is_root_or_writes_to_its_image(self, name: str) -> None:
+        for workload in workloads(name):
+            assert pod(workload)["securityContext"]["runAsNonRoot"] is True
+            for container in pod(workload)["containers"]:
+                own = container["securityContext"]
+                assert own["readOnlyRootFilesystem"] is True
+                assert own["allowPrivilegeEscalation"] is False
+                assert own["capabilities"] == {"drop": ["ALL"]}
+
+    def test_everything_says_what_it_needs_and_has_a_limit_of_memory(self, name: str) -> None:
+        for workload in workloads(name):
+            for container in pod(workload)["containers"]:
+                assert set(container["resources"]["requests"]) >= {"cpu", "memory"}
+                assert "memory" in container["resources"]["limits"]
+
+    def test_everything_has_all_three_probes(self, name: str) -> None:
+        for workload in workloads(name):
+            for container in pod(workload)["containers"]:
+                assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+
+    def test_everything_has_one_disruption_budget(self, name: str) -> None:
+        budgets = of_kind(name, "PodDisruptionBudget")
+        for workload in workloads(name):
+            own = labels(workload)
+            assert sum(each["spec"]["selector"]["matchLabels"].items() <= own.items() for each in budgets) == 1
+
+    def test_everything_spreads_over_nodes(self, name: str) -> None:
+        for workload in workloads(name):
+            spread = pod(workload).get("topologySpreadConstraints", [])
+            spread += pod(workload).get("affinity", {}).get("podAntiAffinity", {}).values()
+            assert spread, workload["metadata"]["name"]
+
+    def test_every_process_drains_before_it_is_killed(self, name: str) -> None:
+        for workload in workloads(name):
+            (container,) = pod(workload)["containers"]
+            if container["command"][0] != "python":
+                continue
+            words = [*container["command"], *container["args"]]
+            config = command_of(workload["metadata"]["name"], words, VARIABLES).load()
+            before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            before += getattr(config, "announce_seconds", 0)
+            assert pod(workload)["terminationGracePeriodSeconds"] > before + config.drain_seconds
+
+    def test_no_image_is_latest(self, name: str) -> None:
+        images = [each["image"] for workload in workloads(name) for each in pod(workload)["containers"]]
+        assert images
+        assert [image for image in images if image.rpartition(":")[2] in ("", "latest", image)] == []
+
+    def test_everything_that_is_mounted_is_there(self, name: str) -> None:
+        # Envoy's configuration is made from files by a command of its own.
+        claims = {each["metadata"]["name"] for each in of_kind(name, "PersistentVolumeClaim")}
+        for workload in workloads(name):
+            volumes = pod(workload).get("volumes", [])
+            wanted = {each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each}
+            assert wanted <= claims
+
+
+def test_small_needs_no_gpu_and_no_operator() -> None:
+    assert "nvidia.com/gpu" not in yaml.safe_dump_all(rendered("overlays/small"))
+    assert of_kind("overlays/small", "ServiceMonitor", "HorizontalPodAutoscaler", "PersistentVolumeClaim") == []
+    assert {each["spec"]["replicas"] for each in workloads("overlays/small")} == {1}
+
+
+def test_the_single_etcd_of_small_waits_for_no_other_member() -> None:
+    (etcd,) = of_kind("overlays/small", "StatefulSet")
+    (members,) = [each for each in pod(etcd)["containers"][0]["args"] if each.startswith("--initial-cluster=")]
+    assert members == "--initial-cluster=etcd-0=http://etcd-0.etcd-peers.baton.svc:2380"
+
+
+def test_several_nodes_may_not_share_a_role() -> None:
+    for workload in of_kind("overlays/multi-node", "Deployment"):
+        if workload["metadata"]["name"].startswith("baton-") and workload["metadata"]["name"] != "baton-envoy":
+            (spread,) = pod(workload)["topologySpreadConstraints"]
+            assert spread["whenUnsatisfiable"] == "DoNotSchedule"

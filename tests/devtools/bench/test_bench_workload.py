@@ -1,0 +1,91 @@
+"""The requests of `baton bench`: traces, lengths and times."""
+
+import gzip
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from cli.arguments.benchmarks import TRACES
+from devtools.bench.traces import BLOCK_TOKENS, KINDS, generate_trace, ideal_hit_rate, read_trace
+from devtools.bench.workload import Lengths, at_rate, of_trace, read_lengths
+
+LINE = {"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", {**LINE, "timestamp": 28482}, LINE)
+    assert [request.at_seconds for request in read_trace(path)] == [0.0, 1.0]
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_trace(packed) == read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hash_ids": None}, "is not a request in Mooncake's format"),
+        ({"timestamp": "soon"}, "is not a request in Mooncake's format"),
+        ({"input_length": 5000}, "input_length 5000 does not fit 2 hash_ids"),
+    ],
+    ids=["no-blocks", "no-time", "too-long"],
+)
+def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = write(tmp_path / "trace.jsonl", LINE, {**LINE, **change})
+    with pytest.raises(ConfigError, match=rf"trace.jsonl:2: {said}"):
+        read_trace(path)
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.gz").write_bytes(b"no gzip")
+    for name in ("missing.jsonl", "broken.gz"):
+        with pytest.raises(ConfigError, match=f"{name}: cannot be read"):
+            read_trace(tmp_path / name)
+
+
+def test_the_command_line_offers_all_kinds_of_traces() -> None:
+    assert TRACES == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_traces_share_prefixes_and_are_the_same_for_one_seed(kind: str) -> None:
+    trace = generate_trace(1, 300, 60.0, kind)
+    assert len(trace) == 300
+    assert trace == generate_trace(1, 300, 60.0, kind)
+    assert trace != generate_trace(2, 300, 60.0, kind)
+    assert 0.2 < ideal_hit_rate(trace) < 1.0
+    assert all((len(each.hash_ids) - 1) * BLOCK_TOKENS < each.input_tokens for each in trace)
+
+
+def test_prompts_of_a_trace_are_equal_where_its_blocks_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", LINE, {**LINE, "hash_ids": [46, 48], "timestamp": 28482})
+    first, second = of_trace(read_trace(path), speedup=4.0, block_tokens=16, most_output=100)
+    assert second.at_seconds == 0.25
+    assert len(first.token_ids) == 16 + 88 * 16 // 512
+    assert first.token_ids[:16] == second.token_ids[:16]
+    assert first.token_ids != second.token_ids
+
+
+def test_requests_arrive_at_random_with_the_rate_that_was_asked_for() -> None:
+    planned = at_rate(50.0, 2000, Lengths(prompt=(10, 20), answer=(3, 3)), seed=1)
+    gaps = [later.at_seconds - each.at_seconds for each, later in itertools.pairwise(planned)]
+    assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.15)
+    assert {len(each.token_ids) for each in planned} == set(range(10, 21))
+
+
+def test_lengths_come_from_a_file_and_a_wrong_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text("100 20\n\n300, 5\n")
+    assert read_lengths(path) == ((100, 20), (300, 5))
+    path.write_text("100 20\n300\n")
+    with pytest.raises(ConfigError, match="lengths:2: expected the lengths"):
+        read_lengths(path)

@@ -1,0 +1,175 @@
+"""Quotas of tenants, with a clock that the test sets."""
+
+import statistics
+import time
+from contextlib import ExitStack
+
+import pytest
+from support.clock import ManualClock
+
+from baton.errors import QuotaExceeded
+from router.admission import quotas as module
+from router.admission.quotas import Quotas, TokenBucket
+from router.config import QuotaConfig, QuotasConfig
+from router.telemetry.stats import RequestStats
+
+
+def account(tokens: int = 0) -> RequestStats:
+    """A request that has generated so many tokens."""
+    return RequestStats("r", completion_tokens=tokens)
+
+
+def quotas(clock: ManualClock | None = None, **default: float) -> Quotas:
+    return Quotas(QuotasConfig(default=QuotaConfig(**default)), clock or ManualClock())  # type: ignore[arg-type]
+
+
+def serve(which: Quotas, name: str = "acme", prompt: int = 0, generated: int = 0) -> None:
+    """One request from its begin to its end."""
+    with which.track(name, account(generated)), which.charge(name, prompt):
+        pass
+
+
+def retry_seconds(which: Quotas, **request: int) -> float:
+    with pytest.raises(QuotaExceeded) as caught:
+        serve(which, **request)  # type: ignore[arg-type]
+    assert caught.value.retry_after_seconds is not None
+    return caught.value.retry_after_seconds
+
+
+def test_a_bucket_fills_at_its_rate_and_holds_its_burst() -> None:
+    clock = ManualClock()
+    bucket = TokenBucket(10.0, 2.0, clock)
+    bucket.take(20)
+    assert bucket.lacks_seconds(5) == pytest.approx(0.5)
+    clock.advance(0.5)
+    assert bucket.lacks_seconds(5) == 0.0
+    clock.advance(100)
+    assert bucket.is_full
+    assert bucket.lacks_seconds(20) == 0.0
+    bucket.take(20)
+    assert bucket.lacks_seconds(1) == pytest.approx(0.1)
+
+
+def test_more_than_a_bucket_holds_can_be_taken_when_it_is_full_and_is_owed() -> None:
+    clock = ManualClock()
+    bucket = TokenBucket(10.0, 1.0, clock)
+    assert bucket.lacks_seconds(60) == 0.0
+    bucket.take(60)
+    assert bucket.lacks_seconds(1) == pytest.approx(5.1)
+
+
+def test_what_is_given_back_is_there_again_and_never_more_than_the_bucket_holds() -> None:
+    clock = ManualClock()
+    bucket = TokenBucket(10.0, 1.0, clock)
+    bucket.take(10)
+    bucket.give_back(10)
+    assert bucket.lacks_seconds(10) == 0.0
+    bucket.give_back(10)
+    bucket.take(10)
+    assert bucket.lacks_seconds(10) == pytest.approx(1.0)
+
+
+def test_a_rate_of_zero_is_no_limit() -> None:
+    bucket = TokenBucket(0.0, 1.0, ManualClock())
+    bucket.take(1e9)
+    assert bucket.lacks_seconds(1e9) == 0.0
+    assert bucket.is_full
+
+
+def test_a_tenant_over_its_requests_is_told_when_to_come_back_and_may_then() -> None:
+    clock = ManualClock()
+    which = quotas(clock, requests_per_second=0.5, burst_seconds=4)
+    serve(which)
+    serve(which)
+    seconds = retry_seconds(which)
+    assert seconds == pytest.approx(2.0)
+    clock.advance(seconds)
+    serve(which)
+
+
+def test_tokens_of_prompts_and_of_answers_count() -> None:
+    which = quotas(tokens_per_second=10, burst_seconds=10)
+    serve(which, prompt=60, generated=39)
+    assert retry_seconds(which, prompt=30) == pytest.approx(2.9)
+
+
+def test_a_prompt_that_is_refused_after_it_was_charged_gets_its_tokens_back() -> None:
+    which = quotas(tokens_per_second=10, burst_seconds=10)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="no room"), which.charge("acme", 100):
+            raise ValueError("no room")
+    serve(which, prompt=100)
+
+
+def test_one_tenant_does_not_use_up_what_is_another_s() -> None:
+    which = quotas(requests_per_second=0.1, burst_seconds=10)
+    serve(which, "acme")
+    serve(which, "other")
+    assert retry_seconds(which, name="acme") == pytest.approx(10.0)  # type: ignore[arg-type]
+
+
+def test_a_tenant_runs_no_more_at_once_than_it_may() -> None:
+    which = quotas(concurrent=1)
+    with which.track("acme", account()):
+        assert retry_seconds(which) > 0
+        serve(which, "other")
+    serve(which)
+
+
+def test_a_named_tenant_has_a_quota_of_its_own() -> None:
+    config = QuotasConfig(default=QuotaConfig(requests_per_second=0.01), tenants={"big": QuotaConfig()})
+    which = Quotas(config, ManualClock())
+    for _ in range(3):
+        serve(which, "big")
+    serve(which, "small")
+    with pytest.raises(QuotaExceeded, match="small"):
+        serve(which, "small")
+
+
+def test_tenants_that_owe_nothing_are_forgotten_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_TENANTS", 10)
+    clock = ManualClock()
+    which = quotas(clock, requests_per_second=1, burst_seconds=1, concurrent=1)
+    with which.track("runs", account()):
+        for number in range(10):
+            serve(which, f"early {number}")
+        clock.advance(10)
+        serve(which, "owes")
+        for number in range(100):
+            clock.advance(0.005)
+            serve(which, f"late {number}")
+        clock.advance(0.4)
+        assert retry_seconds(which, name="owes") == pytest.approx(0.1)  # type: ignore[arg-type]
+        clock.advance(10)
+        for number in range(100):
+            serve(which, f"last {number}")
+            clock.advance(10)
+        assert which.remembered <= 10
+        with pytest.raises(QuotaExceeded, match="1 requests are running"):
+            serve(which, "runs")
+
+
+def test_names_that_are_made_up_cost_a_request_the_same_however_many_there_are() -> None:
+    def seconds_for(count: int) -> float:
+        """What a new tenant costs, after so many that all owe something."""
+        which = quotas(requests_per_second=0.001, burst_seconds=1000)
+        for number in range(count):
+            serve(which, f"early {number}")
+        costs = []
+        for number in range(1000):
+            started = time.perf_counter()
+            serve(which, f"late {number}")
+            costs.append(time.perf_counter() - started)
+        return statistics.median(costs)
+
+    few, many = seconds_for(100), seconds_for(12_000)
+    assert many < 10 * few
+
+
+def test_without_quotas_nothing_is_remembered() -> None:
+    which = quotas()
+    with ExitStack() as stack:
+        for number in range(100):
+            stack.enter_context(which.track(str(number), account(1000)))
+            stack.enter_context(which.charge(str(number), 1000))
+    assert which.remembered == 0

@@ -1,0 +1,166 @@
+"""What HTTP adds: paths and methods, bodies, and that none of them holds the event loop."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+from openai import AsyncOpenAI, AsyncStream
+from openai.types import Completion
+from support.clients.openai_api import ALONE, OPENAI_ROUTER, post, url_of
+from support.cluster.in_process import Bench, simulated
+from support.eventually import eventually
+from support.loop_turns import turns
+
+from baton.errors import ConfigError, InvalidRequest
+from discovery.memory import MemoryRegistry
+from router.config import OpenAIConfig, RouterConfig
+from router.openai.json_body import MAX_VALUES, parse
+from router.server import host_router
+from runtime.aio import leaf_errors
+from services.server import host_worker
+
+MANY = json.dumps({"a": [0] * MAX_VALUES}).encode()
+
+
+async def test_unknown_paths_and_methods_are_refused_in_openais_shape(served: Bench) -> None:
+    assert (await post(served, "/audio/speech", {})).status_code == 404
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        answer = await http.get(f"{url_of(served)}/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "/v1/completions expects POST"
+
+
+BODIES = [
+    ("empty", b""),
+    ("no json", b"{"),
+    ("list", b"[]"),
+    ("nan", b'{"model": NaN}'),
+    ("utf-8", b'{"model": "\xff"}'),
+    ("surrogate", b'{"model": "\\ud800"}'),
+    ("deep", b"[" * 60_000),
+    ("digits", b'{"seed": ' + b"9" * 5000 + b"}"),
+    ("values", MANY),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), BODIES, ids=[name for name, _ in BODIES])
+async def test_a_body_that_is_no_request_is_refused(served: Bench, name: str, body: bytes) -> None:
+    answer = await post(served, "/completions", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+
+
+def test_what_is_within_strings_is_no_value() -> None:
+    text = ',:[{"\\' * MAX_VALUES
+    assert parse(json.dumps({"prompt": text}).encode())["prompt"] == text
+    with pytest.raises(InvalidRequest, match="values"):
+        parse(json.dumps({"prompt": text, "more": [0] * MAX_VALUES}).encode())
+
+
+def chat(**fields: object) -> bytes:
+    return json.dumps({"messages": [TURN], **fields}).encode()
+
+
+SIZE = 15 * 2**20
+TURN = {"role": "user", "content": "hi"}
+# CPU time of the loop's thread in one piece: up to 5 ms here, of 30 to 130 ms for the work as a whole. A busy machine
+# makes a piece dearer now and then, but not the same work each time.
+HELD_SECONDS = 0.02
+ATTEMPTS = 5
+# Each is close to a limit: of bytes, or of values.
+LARGE: list[tuple[str, str, bytes, int]] = [
+    ("text", "completions", json.dumps({"prompt": "x" * SIZE}).encode(), 400),
+    ("escapes", "completions", b'{"prompt": "' + b"\\u00e9" * (SIZE // 6) + b'"}', 400),
+    ("ids", "completions", b'{"prompt": [' + b"1," * (SIZE // 2) + b"1]}", 400),
+    ("brackets", "completions", b"[" * SIZE, 400),
+    ("chat", "chat/completions", chat(messages=[{"role": "user", "content": "x " * (SIZE // 2)}]), 400),
+    ("turns", "chat/completions", chat(messages=[TURN] * 9000), 400),
+    ("variables", "chat/completions", chat(max_tokens=3, chat_template_kwargs={"a": [0] * 60_000}), 200),
+    ("inputs", "embeddings", json.dumps({"input": ["x"] * 30_000}).encode(), 400),
+]
+POST = """
+import http.client, sys
+host, path, body = sys.argv[1:]
+connection = http.client.HTTPConnection(host, timeout=120)
+connection.request("POST", path, open(body, "rb").read())
+print(connection.getresponse().status)
+"""
+
+
+@pytest.mark.parametrize(("path", "body", "status"), [one[1:] for one in LARGE], ids=[one[0] for one in LARGE])
+async def test_no_body_holds_the_event_loop(served: Bench, tmp_path: Path, path: str, body: bytes, status: int) -> None:
+    file = tmp_path / "body"
+    file.write_bytes(body)
+    arguments = ("-c", POST, served.openai_address, f"/v1/{path}", str(file))
+    for _ in range(ATTEMPTS):
+        client = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+        with turns() as measured:
+            output, _ = await client.communicate()
+        assert int(output) == status
+        if measured.longest_seconds < HELD_SECONDS:
+            return
+    pytest.fail(f"held for {measured.longest_seconds} s of CPU time by {measured.longest}")
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+ENDLESS = [
+    ("header", HEAD + b"x: ", b"a" * 4096),
+    ("headers", HEAD, b"x: a\r\n" * 512),
+    ("path", b"GET /", b"a" * 4096),
+    ("trailers", HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x: a\r\n" * 512),
+]
+
+
+@pytest.mark.parametrize(("begin", "more"), [one[1:] for one in ENDLESS], ids=[one[0] for one in ENDLESS])
+async def test_endless_headers_are_refused(served: Bench, begin: bytes, more: bytes) -> None:
+    host, _, port = served.openai_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(begin)
+    answer = asyncio.create_task(reader.read())
+    try:
+        for _ in range(1024):
+            if answer.done():
+                break
+            writer.write(more)
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert (await asyncio.wait_for(answer, 60)).startswith(b"HTTP/1.1 400 ")
+    except ConnectionError:
+        pass  # the answer was overtaken by the reset of a connection that was still being written to
+    finally:
+        answer.cancel()
+        writer.close()
+
+
+async def test_a_port_that_is_taken_is_a_wrong_configuration(served: Bench) -> None:
+    for listen in (served.openai_address, "nowhere", "127.0.0.1:99999"):
+        config = OPENAI_ROUTER.model_copy(update={"openai": OpenAIConfig(listen=listen)})
+        assert (await _wrong_configuration(config)).startswith("openai.listen: ")
+
+
+async def _wrong_configuration(config: RouterConfig) -> str:
+    try:
+        async with host_router(config, MemoryRegistry("test")):
+            return ""
+    except Exception as error:
+        return "".join(one.message for one in leaf_errors(error) if isinstance(one, ConfigError))
+
+
+async def test_a_router_that_stops_lets_streams_end() -> None:
+    registry = MemoryRegistry("test")
+    slow = simulated("w1", "prefill", "decode", decode_step_seconds=0.02)
+    config = OPENAI_ROUTER.model_copy(update={"drain_seconds": 20.0})
+    async with host_worker(slow, registry):
+        async with host_router(config, registry) as router:
+            await eventually(lambda: sum(not worker.problem for worker in router.cluster.workers) == 1)
+            client = AsyncOpenAI(base_url=f"http://{router.openai_address}/v1", api_key="any", default_headers=ALONE)
+            stream = await client.completions.create(model="demo", prompt="x", max_tokens=50, stream=True)
+            first = await anext(aiter(stream))
+            reading = asyncio.create_task(_text(stream))
+        assert len(first.choices[0].text + await reading) == 50
+
+
+async def _text(stream: AsyncStream[Completion]) -> str:
+    return "".join([chunk.choices[0].text async for chunk in stream])

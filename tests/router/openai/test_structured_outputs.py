@@ -1,0 +1,186 @@
+"""Structured outputs with the official `openai` package and a real model: valid JSON, strict tools, tool choice."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel, ConfigDict, Field
+from support.clients.openai_api import client_of, openai_bench
+from support.cluster.in_process import Bench
+from support.engines.checkpoints import DEMO
+from support.engines.guided import check_json
+from support.engines.schemas import FLAG, NUMBER, closed
+from support.engines.written_engine import HERMES_TEMPLATE
+from support.lifetimes import in_one_task
+
+from services.config import WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
+
+in_shared_loop = pytest.mark.asyncio(loop_scope="module")
+
+MESSAGES: Any = [{"role": "user", "content": "Tell me about Mia."}]
+WAYS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}]
+TURN_ON = closed(room={"enum": ["kitchen", "hall"]}, on=FLAG)
+TURN_OFF = closed(all=FLAG)
+
+
+def tool(name: str, parameters: dict[str, Any], strict: bool | None = None) -> Any:
+    function = {"name": name, "description": "", "parameters": parameters}
+    return {"type": "function", "function": function if strict is None else {**function, "strict": strict}}
+
+
+class Pet(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=8)
+    kind: Literal["cat", "dog"]
+
+
+class Person(BaseModel):
+    """What a user of the package writes."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=8)
+    age: int = Field(ge=0, le=120)
+    pets: list[Pet] = Field(max_length=2)
+    nickname: Literal["Mi"] | None
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    """The demo model, with a chat template that takes tools."""
+    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
+    template.write_text(HERMES_TEMPLATE)
+    config = WorkerConfig(
+        worker_id="w1",
+        roles=("prefill", "decode"),
+        engine=PyTorchConfig(model=DEMO, name="demo", threads=1, kv_cache_bytes=16 << 20),
+        chat_template=template,
+        drain_seconds=0,
+    )
+    async with in_one_task(openai_bench(config)) as running:
+        yield running
+
+
+@pytest.mark.feature("guided decoding", engine="pytorch", facade="openai")
+@in_shared_loop
+@pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
+async def test_parse_returns_the_class_that_was_asked_for(model: Bench, way: dict[str, Any]) -> None:
+    answer = await client_of(model).chat.completions.parse(
+        model="demo", messages=MESSAGES, response_format=Person, max_tokens=200, **way
+    )
+    person = answer.choices[0].message.parsed
+    assert isinstance(person, Person)
+    assert 0 <= person.age <= 120
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@in_shared_loop
+async def test_a_stream_parses_to_the_same(model: Bench) -> None:
+    async with client_of(model).chat.completions.stream(
+        model="demo", messages=MESSAGES, response_format=Person, max_tokens=200, **WAYS[1]
+    ) as stream:
+        streamed = (await stream.get_final_completion()).choices[0].message.parsed
+    whole = await client_of(model).chat.completions.parse(
+        model="demo", messages=MESSAGES, response_format=Person, max_tokens=200, **WAYS[1]
+    )
+    assert streamed == whole.choices[0].message.parsed
+
+
+@in_shared_loop
+async def test_responses_follow_text_format(model: Bench) -> None:
+    answer = await client_of(model).responses.parse(
+        model="demo", input="hello", text_format=Pet, temperature=1.0, max_output_tokens=100
+    )
+    assert isinstance(answer.output_parsed, Pet)
+
+
+@in_shared_loop
+async def test_json_object_is_any_object(model: Bench) -> None:
+    answer = await client_of(model).chat.completions.create(
+        model="demo", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=40, temperature=0
+    )
+    (choice,) = answer.choices
+    assert (choice.message.content or "").startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+@in_shared_loop
+@pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
+async def test_a_required_call_is_made_by_its_schema(model: Bench, way: dict[str, Any]) -> None:
+    tools = [tool("turn_on", TURN_ON), tool("turn_off", TURN_OFF)]
+    answer = await client_of(model).chat.completions.create(
+        model="demo", messages=MESSAGES, tools=tools, tool_choice="required", max_tokens=200, **way
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    schemas = {"turn_on": TURN_ON, "turn_off": TURN_OFF}
+    check_json(call.function.arguments, schemas[call.function.name])
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.content or "") == ("tool_calls", "")
+
+
+@in_shared_loop
+async def test_a_named_tool_is_called(model: Bench) -> None:
+    tools = [tool("turn_on", TURN_ON), tool("turn_off", TURN_OFF)]
+    for name, schema in (("turn_on", TURN_ON), ("turn_off", TURN_OFF)):
+        answer = await client_of(model).chat.completions.create(
+            model="demo",
+            messages=MESSAGES,
+            tools=tools,
+            tool_choice={"type": "function", "function": {"name": name}},
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=200,
+        )
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == name
+        check_json(call.function.arguments, schema)
+
+
+@in_shared_loop
+async def test_a_strict_tool_may_be_called_or_not(model: Bench) -> None:
+    answer = await client_of(model).chat.completions.create(
+        model="demo", messages=MESSAGES, tools=[tool("turn_on", TURN_ON, strict=True)], max_tokens=30, temperature=0
+    )
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
+        "response_format",
+    ),
+    ("tool", {"tools": [tool("a", TURN_OFF), tool("b", {"not": {}}, strict=True)]}, "tools[1].parameters.not"),
+    (
+        "name",
+        {"tools": [tool("a", TURN_OFF)], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+        "tool_choice.name",
+    ),
+    ("no tools", {"tool_choice": "required"}, "tool_choice"),
+    (
+        "both",
+        {"tools": [tool("a", TURN_OFF, strict=True)], "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+]
+
+
+@in_shared_loop
+@pytest.mark.parametrize(("fields", "param"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED])
+async def test_what_cannot_be_followed_is_named(model: Bench, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client_of(model).chat.completions.create(model="demo", messages=MESSAGES, **fields)
+    assert refused.value.param == param
+
+
+def test_the_check_of_answers_finds_wrong_ones() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        Pet.model_validate_json('{"name": "Rex", "kind": "fish"}')
+    with pytest.raises(Exception, match="is not of type"):
+        check_json('{"all": 3}', closed(all=NUMBER | FLAG))

@@ -1,0 +1,109 @@
+"""What work is predicted to cost, and how that is learnt."""
+
+import random
+
+import pytest
+from support.clock import ManualClock
+
+from discovery.record import WorkerRecord
+from router.routing.prefix.cost import Costs, LinearCost, RelativeCost
+from router.routing.prefix.prefix_caches import Cache
+from router.routing.prefix.work import PromptQueue, WorkShares
+
+
+def record(worker_id: str) -> WorkerRecord:
+    return WorkerRecord(worker_id, 1, "x:1", ("prefill",), "m", "simulated", "a" * 64, 1000)
+
+
+def way(costs: Costs, owner: str, reader: str) -> RelativeCost:
+    return costs.of(record(owner)).way_to(costs.of(record(reader)))
+
+
+def test_a_line_is_learnt_from_noisy_measurements_whatever_was_assumed_before() -> None:
+    source = random.Random(1)
+    for base, rate in ((0.001, 1e-5), (0.05, 1e-3), (0.0, 2e-4)):
+        cost = LinearCost(0.01, 5e-5, 4096.0)
+        for _ in range(300):
+            tokens = source.randrange(1, 8000)
+            cost.add(tokens, (base + rate * tokens) * source.uniform(0.9, 1.1))
+        for tokens in (500, 2000, 8000):
+            assert cost.seconds(tokens) == pytest.approx(base + rate * tokens, rel=0.15)
+
+
+def test_measurements_of_one_size_leave_a_line_that_is_right_there_and_rises() -> None:
+    cost = LinearCost(0.01, 5e-5, 4096.0)
+    for _ in range(100):
+        cost.add(1000, 0.5)
+    assert cost.seconds(1000) == pytest.approx(0.5, rel=0.15)
+    assert cost.base >= 0
+    assert cost.rate >= 0
+
+
+def test_a_prompt_waits_for_those_before_it_and_less_as_time_goes_by() -> None:
+    clock = ManualClock()
+    queue = PromptQueue(clock)
+    first, second = queue.add(2.0), queue.add(3.0)
+    clock.advance(1.0)
+    assert queue.wait_seconds == 4.0
+    clock.advance(4.0)
+    # The first one is late; the second is still to be computed.
+    assert queue.wait_seconds == 3.0
+    assert queue.done(first) == 5.0
+    clock.advance(1.5)
+    assert queue.wait_seconds == 1.5
+    assert queue.done(second) == 1.5
+    assert queue.done(second) is None
+    assert queue.wait_seconds == 0.0
+
+
+def test_a_slow_worker_is_known_and_a_new_one_is_taken_for_the_usual() -> None:
+    costs = Costs()
+    for _ in range(200):
+        for process, seconds in (("a", 0.1), ("b", 0.1), ("c", 0.1), ("slow", 0.3)):
+            costs.of(record(process)).prefill.add(1000, seconds)
+    usual, slow = (costs.of(record(process)).prefill.seconds(1000) for process in ("a", "slow"))
+    assert slow > 2 * usual
+    assert usual < costs.of(record("new")).prefill.seconds(1000) < slow
+
+
+def test_what_is_known_of_the_way_between_two_workers_is_forgotten_with_either_of_them() -> None:
+    costs = Costs()
+    for _ in range(50):
+        way(costs, "a", "c").add(1_000_000, 0.1)
+        way(costs, "a", "b").add(1_000_000, 0.3)
+    slow = way(costs, "a", "b").seconds(1_000_000)
+    assert slow > 2 * way(costs, "a", "c").seconds(1_000_000)
+    costs.forget(record("b").process)
+    assert way(costs, "a", "b").seconds(1_000_000) < slow
+
+
+def test_one_measurement_far_above_all_others_moves_the_prediction_little() -> None:
+    costs = Costs()
+    worker = costs.of(record("a"))
+    for _ in range(50):
+        worker.prefill.add(1000, 0.1)
+    worker.prefill.add(1000, 60.0)
+    assert worker.prefill.seconds(1000) < 0.15
+
+
+def test_a_rank_that_was_given_more_has_the_larger_share_and_a_new_one_the_mean() -> None:
+    shares = WorkShares()
+    first, second = shares.rank(Cache("w")), shares.rank(Cache("w"))
+    for _ in range(10):
+        shares.give(first, 3.0)
+        shares.give(second, 1.0)
+    assert first.given_seconds > second.given_seconds
+    assert first.given_seconds > shares.rank(Cache("w")).given_seconds > second.given_seconds
+
+
+def test_shares_of_work_follow_a_change_and_never_overflow() -> None:
+    shares = WorkShares()
+    first, second = shares.rank(Cache("w")), shares.rank(Cache("w"))
+    for _ in range(1000):
+        shares.give(first, 1.0)
+    for _ in range(1_000_000):
+        shares.give(second, 1.0)
+    assert first.given_seconds < second.given_seconds / 1e6
+    for _ in range(3000):
+        shares.give(first, 1.0)
+    assert first.given_seconds > second.given_seconds

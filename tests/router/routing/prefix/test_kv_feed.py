@@ -1,0 +1,146 @@
+"""The router's picture of a worker's cache, over a stream that loses, repeats and reorders messages."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+from support.clock import ManualClock
+
+from baton.engine.v1 import worker_pb2
+from router.routing.prefix.kv_events import KvFeed
+from router.routing.prefix.kv_index import block_keys
+from router.routing.prefix.prefix_caches import Cache, PrefixCaches
+from services.control import kv_event
+from services.engines.kv_events import KvPublisher, in_pieces
+
+CACHE = Cache("worker@1")
+
+
+def name(number: int) -> bytes:
+    return random.Random(number).randbytes(16)
+
+
+async def messages(
+    publisher: KvPublisher, source: random.Random, faults: float
+) -> AsyncGenerator[worker_pb2.SubscribeKvEventsResponse, None]:
+    """A subscription, some of whose messages are lost, come twice, or come after the next one."""
+    sequence, late = 0, []
+    async with aclosing(publisher.changes()) as changes:
+        async for change in changes:
+            for piece in in_pieces(change, most=100):
+                message = kv_event(1, sequence, piece)
+                sequence += 1
+                fault = source.choice(("drop", "twice", "late")) if source.random() < faults else ""
+                if fault == "late":
+                    late.append(message)
+                    continue
+                for _ in range({"drop": 0, "twice": 2}.get(fault, 1)):
+                    yield message
+                while late:
+                    yield late.pop()
+
+
+async def follow(publisher: KvPublisher, caches: PrefixCaches, source: random.Random, faults: list[float]) -> None:
+    while True:
+        feed = KvFeed(CACHE.process, 1, caches)
+        async with aclosing(messages(publisher, source, faults[0])) as stream:
+            async for message in stream:
+                if not feed.take(message):
+                    break
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_index_converges_although_one_message_in_twenty_is_lost_repeated_or_late(seed: int) -> None:
+    source = random.Random(seed)
+    publisher, caches, held = KvPublisher(heartbeat_seconds=0.005), PrefixCaches(), {name(0)}
+    publisher.stored(name(0))
+    faults = [0.05]
+    following = asyncio.create_task(follow(publisher, caches, source, faults))
+    for _ in range(1500):
+        for number in (source.randrange(600) for _ in range(source.randrange(1, 6))):
+            if name(number) in held:
+                held.discard(name(number))
+                publisher.removed(name(number))
+            else:
+                held.add(name(number))
+                publisher.stored(name(number))
+        await asyncio.sleep(0)
+    for _ in range(400):
+        await asyncio.sleep(0.01)
+        found = {number for number in range(600) if caches.match(block_keys([name(number)]))}
+        if found == {number for number in range(600) if name(number) in held}:
+            break
+    else:
+        raise AssertionError(f"{len(found)} blocks are known, and {len(held)} are held")
+    assert caches.num_blocks(CACHE) == len(held)
+    following.cancel()
+
+
+def test_a_message_of_another_epoch_is_refused() -> None:
+    caches = PrefixCaches()
+    feed = KvFeed("worker@2", 2, caches)
+    assert not feed.take(worker_pb2.SubscribeKvEventsResponse(epoch=1))
+    assert not caches.reports("worker@2")
+
+
+def prompt(seed: int, blocks: int) -> list[bytes]:
+    return [name(seed * 1000 + index) for index in range(blocks)]
+
+
+def test_a_prompt_counts_as_cached_at_once_and_no_more_if_the_worker_never_tells_of_it() -> None:
+    clock = ManualClock()
+    caches = PrefixCaches(clock)
+    keys = block_keys(prompt(1, 10))
+    caches.replace(CACHE, keys[:2])
+    caches.expect(CACHE, keys[2:], seconds=1.0)
+    assert caches.match(keys) == {CACHE: 10}
+    caches.store(CACHE, keys[2:4])
+    clock.advance(60.0)
+    assert caches.match(keys) == {CACHE: 4}
+
+
+def test_a_snapshot_does_not_take_back_what_is_still_expected() -> None:
+    caches = PrefixCaches(ManualClock())
+    keys = block_keys(prompt(1, 10))
+    caches.expect(CACHE, keys, seconds=1.0)
+    caches.replace(CACHE, keys[:2])
+    assert caches.match(keys) == {CACHE: 10}
+
+
+def test_a_cache_that_does_not_tell_is_believed_to_hold_no_more_than_it_can() -> None:
+    caches = PrefixCaches(ManualClock())
+    first, second = block_keys(prompt(1, 10)), block_keys(prompt(2, 10))
+    caches.expect(CACHE, first, seconds=1.0, most_blocks=15)
+    caches.expect(CACHE, second, seconds=1.0, most_blocks=15)
+    assert caches.num_blocks(CACHE) == 15
+    assert caches.match(second) == {CACHE: 10}
+
+
+def test_a_cache_that_had_less_than_was_believed_is_corrected() -> None:
+    caches = PrefixCaches(ManualClock())
+    keys = block_keys(prompt(1, 10))
+    caches.expect(CACHE, keys, seconds=1.0)
+    caches.correct(CACHE, keys[3:])
+    assert caches.match(keys) == {CACHE: 3}
+
+
+def test_expected_blocks_count_after_reported_ones_and_before_them() -> None:
+    caches = PrefixCaches(ManualClock())
+    keys = block_keys(prompt(1, 10))
+    caches.replace(CACHE, [*keys[:3], *keys[6:8]])
+    caches.expect(CACHE, keys[3:6], seconds=1.0)
+    assert caches.match(keys) == {CACHE: 8}
+    caches.remove(CACHE, keys[2:3])
+    assert caches.match(keys) == {CACHE: 2}
+
+
+def test_a_worker_that_has_gone_is_forgotten() -> None:
+    caches = PrefixCaches(ManualClock())
+    keys = block_keys(prompt(1, 10))
+    caches.replace(CACHE, keys)
+    caches.expect(Cache(CACHE.process, 1), keys, seconds=1.0)
+    caches.drop(CACHE.process)
+    assert caches.match(keys) == {}
+    assert not caches.reports(CACHE.process)

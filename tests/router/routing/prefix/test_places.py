@@ -1,0 +1,114 @@
+"""What a prompt costs at each place that could run it."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from support.clock import ManualClock
+
+from baton.engine.v1 import prompt_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from discovery.record import WorkerRecord
+from router.routing.policy import PromptBlocks, RoutingRequest
+from router.routing.prefix.cost import Costs, Priors
+from router.routing.prefix.places import Place, add_decoding, places_of
+from router.routing.prefix.prefix_caches import Cache
+from router.workers.loras import KnownLoras
+
+SIZE = 16
+COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A worker as the policy sees it."""
+
+    record: WorkerRecord
+    requests: int = 0
+    others_tokens: int = 0
+    load: cluster_service_pb2.WorkerLoad = field(default_factory=cluster_service_pb2.WorkerLoad)
+    problem: str = ""
+    waiting_tokens: int = 0
+    embedding_layout: str = ""
+    encoder: str = ""
+    token_seconds: float | None = None
+    loras: KnownLoras = field(default_factory=KnownLoras)
+
+
+def worker(worker_id: str, ranks: int = 1, requests: int = 0, others_tokens: int = 0, **load: int) -> Seen:
+    record = WorkerRecord(worker_id, 1, "x:1", ("decode",), "m", "e", "a" * 64, 10_000, data_parallel_ranks=ranks)
+    return Seen(record, requests, others_tokens, cluster_service_pb2.WorkerLoad(**load))
+
+
+def request(tokens: int, answer_tokens: int = 100) -> RoutingRequest:
+    blocks = PromptBlocks(list(range(tokens // SIZE)), SIZE, 4096)
+    prompt = prompt_pb2.Prompt(token_ids=range(tokens))
+    return RoutingRequest("m", prompt, generate_pb2.RoutingOptions(), answer_tokens=answer_tokens, blocks=blocks)
+
+
+def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> Place[Seen]:
+    """The place that a worker of one rank is for decoding."""
+    asked = request(tokens)
+    matched = {Cache(one.record.process): cached_blocks}
+    places = places_of([one], asked, matched, costs or Costs(COSTS), now=0.0)
+    add_decoding(places, asked, stream_seconds=0.001, arrivals=0.0)
+    return places[0]
+
+
+def test_the_tokens_that_are_not_cached_are_computed_and_always_the_last_one() -> None:
+    matched = {Cache("half@1"): 50, Cache("whole@1"): 100}
+    workers = [worker("none"), worker("half"), worker("whole")]
+    places = places_of(workers, request(1600), matched, Costs(COSTS), now=0.0)
+    assert [place.cached_tokens for place in places] == [0, 800, 1584]
+    assert [place.prefill for place in places] == pytest.approx([16.5, 8.5, 0.66])
+    assert [place.first_token for place in places] == [place.prefill for place in places]
+
+
+def test_every_rank_is_a_place_with_a_cache_and_a_queue_of_its_own() -> None:
+    clock, one = ManualClock(), worker("w", ranks=3)
+    costs = Costs(COSTS, clock)
+    costs.shares.give(costs.of(one.record).ranks[1], 7.0)
+    places = places_of([one], request(1600), {Cache("w@1", 2): 10}, costs, clock())
+    assert [place.rank for place in places] == [0, 1, 2]
+    assert [place.cached_tokens for place in places] == [0, 0, 160]
+    assert [place.wait for place in places] == [0.0, 7.0, 0.0]
+
+
+def test_prompts_of_other_routers_count_as_wait_and_are_spread_over_the_ranks() -> None:
+    places = places_of([worker("w", ranks=2, others_tokens=400)], request(1600), {}, Costs(COSTS), now=0.0)
+    assert [place.wait for place in places] == pytest.approx([2.0, 2.0])
+
+
+def test_streams_that_run_or_will_come_slow_each_other_down() -> None:
+    costs, one = Costs(COSTS), worker("w", requests=3)
+    costs.of(one.record).coming = 2
+    assert decoding(one, costs=costs).decode == pytest.approx(0.25 + 5 * 0.1)
+
+
+def test_a_prompt_on_a_decode_worker_costs_its_streams_twice_the_time_that_it_takes() -> None:
+    place = decoding(worker("w", requests=3))
+    assert place.stall == pytest.approx(2 * 3 * 16.5)
+    assert decoding(worker("w")).stall == 0.0
+
+
+@pytest.mark.parametrize(
+    ("used", "cached_blocks", "waiting", "has_room", "seconds"),
+    [
+        (100, 0, 0, True, 0.0),
+        (101, 0, 0, False, 1.0),
+        (101, 1, 0, True, 0.0),
+        (0, 0, 1, True, 0.0),
+        (1, 0, 1, False, 2.0),
+    ],
+)
+def test_a_decode_worker_without_memory_for_the_prompt_and_those_before_it_has_no_room(
+    used: int, cached_blocks: int, waiting: int, has_room: bool, seconds: float
+) -> None:
+    one = worker("w", requests=waiting, blocks_total=200, blocks_used=used)
+    place = decoding(one, cached_blocks=cached_blocks)
+    assert place.has_room == has_room
+    assert place.decode == pytest.approx(0.25 + waiting * 0.1 + seconds)
+
+
+def test_a_stream_is_held_up_by_prompts_that_still_run_when_it_arrives() -> None:
+    place = decoding(worker("w", others_tokens=400))
+    assert [place.late(arrival) for arrival in (1.0, 4.0, 9.0)] == [3.0, 0.0, 0.0]

@@ -1,0 +1,65 @@
+"""Workers whose KV layout fits no other worker: the router reports them."""
+
+import re
+from dataclasses import replace
+
+from support.clients.scraping import sample
+from support.cluster.in_process import PREFILL, Bench, bench, eventually, simulated
+from support.router.worker_views import worker
+
+from discovery.pairing import unpaired
+
+OTHER = simulated("d1", "decode", block_tokens=32)
+
+
+def problems(running: Bench) -> dict[str, str]:
+    return {one.record.worker_id: one.unpaired for one in running.cluster.workers}
+
+
+async def test_both_sides_of_a_pair_that_cannot_be_are_named_with_both_layouts() -> None:
+    async with bench(PREFILL, OTHER) as running:
+        found = {one.worker_id: one.problem for one in await running.list_workers()}
+        assert re.search(r"fits no prefill worker: p1 has \w{12} \(.*16 tokens a block", found["d1"])
+        assert "32 tokens a block" in found["d1"]
+        assert re.search(r"fits no decode worker: d1 has \w{12} \(.*32 tokens a block", found["p1"])
+        assert sample("baton_router_unpaired_workers", worker_role="decode") == 1
+        assert sample("baton_router_unpaired_workers", worker_role="prefill") == 1
+        # It is a warning: what they can do without one another they do.
+        assert len((await running.generate(prompt="hello", stopping={"max_tokens": 3})).token_ids) == 3
+
+
+async def test_a_worker_that_finds_a_partner_has_no_problem_any_more() -> None:
+    async with bench(PREFILL, OTHER) as running:
+        await running.start(simulated("p2", "prefill", block_tokens=32))
+        await eventually(lambda: problems(running).get("p2") == problems(running)["d1"] == "")
+        assert problems(running)["p1"]
+        await running.start(simulated("d2", "decode"))
+        await eventually(lambda: not any(problems(running).values()))
+        assert sample("baton_router_unpaired_workers", worker_role="prefill") == 0
+
+
+async def test_equal_layouts_are_no_problem(pair: Bench) -> None:
+    assert {one.worker_id: one.problem for one in await pair.list_workers()} == {"p1": "", "d1": ""}
+
+
+def test_only_workers_that_should_hand_over_are_compared() -> None:
+    alone = replace(worker("a"), roles=("decode",), layout_digest="x")
+    assert not unpaired([alone])
+    assert not unpaired([alone, replace(worker("b"), roles=("decode",), layout_digest="y")])
+    assert not unpaired([alone, replace(worker("b"), roles=("encode",), layout_digest="y")])
+    assert not unpaired([alone, replace(worker("b"), roles=("prefill",), layout_digest="y", model="another")])
+    assert not unpaired([alone, replace(worker("b"), roles=("prefill",), layout_digest="y", draining=True)])
+    whole = replace(alone, capabilities=("whole_requests",))
+    assert not unpaired([whole, replace(worker("b"), roles=("prefill",), layout_digest="y")])
+    assert unpaired([alone, replace(worker("b"), roles=("prefill",), layout_digest="y")]).keys() == {"a@1", "b@1"}
+
+
+def test_workers_of_both_roles_that_differ_are_both_named() -> None:
+    records = [replace(worker(name), layout_digest=name) for name in "ab"]
+    assert unpaired(records).keys() == {"a@1", "b@1"}
+
+
+def test_a_message_does_not_grow_with_the_fleet() -> None:
+    many = [replace(worker(f"p{number}"), roles=("prefill",), layout_digest="y") for number in range(500)]
+    problem = unpaired([replace(worker("a"), roles=("decode",), layout_digest="x"), *many])["a@1"]
+    assert problem.endswith("and 497 more")

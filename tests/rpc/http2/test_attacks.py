@@ -1,0 +1,190 @@
+"""What is known to have brought HTTP/2 servers down: each attack is ended soon, for little, and others go on."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from grpc import aio
+from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, PriorityFrame, RstStreamFrame, SettingsFrame
+from support.http2.peer import Peer, head, message, opened, peer_of
+from support.http2.process import ServerProcess, server_process
+from support.http2.server import path
+
+ENHANCE_YOUR_CALM, COMPRESSION_ERROR = 11, 9
+CPU_SECONDS = 0.05
+MEMORY_BYTES = 32 * 2**20
+# So many frames go out in one write.
+BATCH = 100
+
+Chunks = Iterator[bytes]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with server_process() as process:
+        yield process
+
+
+def block(method: str = "hang") -> bytes:
+    """A header block that changes no table."""
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in head(method)
+    )
+
+
+def headers(stream_id: int, more: bytes = b"", *, end: bool = True) -> bytes:
+    flags = ["END_HEADERS", "END_STREAM"] if end else ["END_HEADERS"]
+    return HeadersFrame(stream_id, block() + more, flags=flags).serialize()
+
+
+def on_streams(*wrong: "type[RstStreamFrame] | bytes") -> Chunks:
+    """Streams that are opened, and at once given a frame of four zeros and this type."""
+    for first in range(1, 10**6, 2 * BATCH):
+        yield b"".join(
+            headers(each) + bytes([0, 0, 4, wrong[0][0], 0]) + each.to_bytes(4, "big") + bytes(4)
+            for each in range(first, first + 2 * BATCH, 2)
+        )
+
+
+def repeated(frame: bytes, first: bytes = b"") -> Chunks:
+    yield first + frame
+    for _ in range(20_000):
+        yield frame * BATCH
+
+
+def hpack_bomb() -> Chunks:
+    entry = b"\x40\x01x\x7f" + bytes([0xBD, 0x1E - 1]) + b"v" * (0x7F + 0x3D + (0x1D << 7))
+    for stream_id in range(1, 1000, 2):
+        yield headers(stream_id, (entry if stream_id == 1 else b"") + b"\xbe" * 12_000)
+
+
+def dripped_windows() -> Chunks:
+    """A long answer, read byte by byte."""
+    call = HeadersFrame(1, block("large"), flags=["END_HEADERS"]).serialize()
+    body = DataFrame(1, message(b"4000000"), flags=["END_STREAM"]).serialize()
+    yield SettingsFrame(settings={4: 0}).serialize() + call + body
+    yield from repeated(opened(1, 1).serialize())
+
+
+def windows_beside_waiting_writers() -> Chunks:
+    """Answers that wait for one another, and a window that is opened for one byte of them at a time."""
+    yield SettingsFrame(settings={4: 0}).serialize()
+    body = message(b"x" * 16_000)
+    for stream_id in range(1, 401, 2):
+        call = HeadersFrame(stream_id, block("endless"), flags=["END_HEADERS"]).serialize()
+        yield call + DataFrame(stream_id, body, flags=["END_STREAM"]).serialize()
+    yield from repeated(opened(1, 1).serialize())
+
+
+def many_streams() -> Chunks:
+    for first in range(1, 200_000, 2 * BATCH):
+        yield b"".join(headers(each, end=False) for each in range(first, first + 2 * BATCH, 2))
+
+
+ATTACKS = {
+    "rapid reset": lambda: on_streams(b"\x03"),
+    "MadeYouReset by windows": lambda: on_streams(b"\x08"),
+    "MadeYouReset by priorities": lambda: on_streams(b"\x02"),
+    "CONTINUATION flood": lambda: repeated(
+        ContinuationFrame(1, block() * 20).serialize(), HeadersFrame(1, block()).serialize()
+    ),
+    "CONTINUATION flood of empty frames": lambda: repeated(
+        ContinuationFrame(1).serialize(), HeadersFrame(1, block()).serialize()
+    ),
+    "HPACK bomb": hpack_bomb,
+    "header lists over the limit": lambda: (
+        headers(each, b"\0\x01a\x7f\x81\x7d" + b"v" * 16_128) for each in range(1, 10**6, 2)
+    ),
+    "header lists in Huffman's code": lambda: (
+        headers(each, b"\0\x01a\xff\x83\x7d" + b"\x18\xc6\x31\x8c\x63" * 3226) for each in range(1, 10**6, 2)
+    ),
+    "PING flood": lambda: repeated(b"\0\0\x08\x06\0\0\0\0\x0012345678"),
+    "SETTINGS flood": lambda: repeated(SettingsFrame(settings={4: 65_535}).serialize()),
+    "SETTINGS flood of acknowledgements": lambda: repeated(SettingsFrame(flags=["ACK"]).serialize()),
+    "PRIORITY flood": lambda: repeated(PriorityFrame(1, depends_on=0).serialize()),
+    "empty DATA flood": lambda: repeated(DataFrame(1).serialize(), headers(1, end=False)),
+    "padded DATA flood": lambda: repeated(
+        DataFrame(1, flags=["PADDED"], pad_length=0).serialize(), headers(1, end=False)
+    ),
+    "DATA flood of a closed stream": lambda: repeated(DataFrame(1, b"x").serialize(), headers(1)),
+    "unknown frames flood": lambda: repeated(b"\0\0\0\x77\0\0\0\0\0"),
+    "WINDOW_UPDATE flood": lambda: repeated(opened(0, 1).serialize()),
+    "WINDOW_UPDATE flood of a stream": lambda: repeated(opened(1, 1).serialize(), headers(1)),
+    "WINDOW_UPDATE byte by byte": dripped_windows,
+    "WINDOW_UPDATE beside waiting writers": windows_beside_waiting_writers,
+    "GOAWAY flood": lambda: repeated(b"\0\0\x08\x07\0\0\0\0\0" + bytes(8)),
+    "100,000 streams": many_streams,
+}
+OTHER_CODES = {"HPACK bomb": COMPRESSION_ERROR}
+
+
+async def attack(peer: Peer, chunks: Chunks) -> int:
+    """Sends until the server closes the connection; how many chunks it took."""
+    sent = 0
+    reading = asyncio.ensure_future(peer.until(lambda: peer.is_closed, 30))
+    for chunk in chunks:
+        if peer.is_closed:
+            break
+        await peer.send(chunk)
+        sent += 1
+        await asyncio.sleep(0)
+    await reading
+    return sent
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_an_attack_is_ended_for_little(server: ServerProcess, name: str) -> None:
+    # Other work on this machine only ever adds to the CPU time: one try within the bound shows that it is kept.
+    for _ in range(10):
+        if (spent := await cost(server, name)) < CPU_SECONDS:
+            return
+    pytest.fail(f"{spent:.3f} s of CPU, and no try of ten below {CPU_SECONDS}")
+
+
+async def cost(server: ServerProcess, name: str) -> float:
+    """The server's CPU time until it had ended the attack."""
+    async with peer_of(server.port) as peer:
+        await peer.ping()
+        cpu, memory = server.cpu_seconds(), server.memory_bytes()
+        await attack(peer, ATTACKS[name]())
+        assert server.memory_bytes() - memory < MEMORY_BYTES
+        assert peer.goaway is None or peer.goaway.error_code == OTHER_CODES.get(name, ENHANCE_YOUR_CALM)
+        return server.cpu_seconds() - cpu
+
+
+async def gaps(server: ServerProcess, seconds: float) -> list[float]:
+    """From message to message of a stream, by the server's clock: the attacker keeps this process busy too."""
+    written = []
+    async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = channel.unary_stream(path("ticks"))(b"")
+        while not written or written[-1] - written[0] < seconds:
+            written.append(float(await call.read()))
+    return [after - before for before, after in pairwise(written)]
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(len(values) * 0.99)]
+
+
+@pytest.mark.slow
+async def test_others_do_not_feel_the_attacks(server: ServerProcess) -> None:
+    usual = p99(await gaps(server, 4))
+    watching = asyncio.create_task(gaps(server, 15))
+    for chunks in ATTACKS.values():
+        async with peer_of(server.port) as peer:
+            await attack(peer, chunks())
+    assert not watching.done()
+    assert p99(await watching) < 2 * usual + 0.005
+
+
+async def test_answers_that_are_not_read_are_bounded(server: ServerProcess) -> None:
+    async with peer_of(server.port, INITIAL_WINDOW_SIZE=0) as peer:
+        await peer.ping()
+        before = server.memory_bytes()
+        for stream_id in range(1, 401, 2):
+            await peer.call(stream_id, "endless", bytes(60_000))
+        await peer.until(lambda: sum(bool(answer.headers) for answer in peer.answers.values()) > 30)
+        await peer.ping()
+        assert server.memory_bytes() - before < MEMORY_BYTES

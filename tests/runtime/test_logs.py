@@ -1,0 +1,92 @@
+"""Log lines and metrics, as an operator's tools read them."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import structlog
+
+from runtime.logs import LogFormat, configure_logging
+
+
+def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in captured.readouterr().err.splitlines()]
+
+
+def test_a_line_has_time_level_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info", worker_id="w-1", role="prefill")
+    structlog.get_logger().info("model loaded", seconds=1.5)
+    (line,) = lines(capsys)
+    assert line.pop("ts").endswith("Z")
+    assert line == {"level": "info", "event": "model loaded", "worker_id": "w-1", "role": "prefill", "seconds": 1.5}
+
+
+def test_a_line_begins_with_time_level_and_event(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info", worker_id="w-1")
+    structlog.get_logger().info("model loaded")
+    assert list(lines(capsys)[0]) == ["ts", "level", "event", "worker_id"]
+
+
+def test_what_is_bound_to_the_context_is_on_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    with structlog.contextvars.bound_contextvars(request_id="r-1"):
+        structlog.get_logger().info("one")
+        logging.getLogger("grpc").warning("two")
+    assert [line["request_id"] for line in lines(capsys)] == ["r-1", "r-1"]
+
+
+def test_lines_of_the_standard_library_look_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info", worker_id="w-1")
+    logging.getLogger("asyncio").error("slow callback: %d ms", 120)
+    (line,) = lines(capsys)
+    assert line["event"] == "slow callback: 120 ms"
+    assert (line["level"], line["logger"], line["worker_id"]) == ("error", "asyncio", "w-1")
+
+
+def test_lines_below_the_level_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "warning")
+    structlog.get_logger().info("no")
+    logging.getLogger("grpc").info("no")
+    structlog.get_logger().warning("yes")
+    assert [line["event"] for line in lines(capsys)] == ["yes"]
+
+
+def test_an_exception_is_one_line_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        structlog.get_logger().error("failed", exc_info=error)
+    (line,) = lines(capsys)
+    assert "ValueError: broken" in line["exception"]
+    assert "Traceback" in line["exception"]
+
+
+def test_configuring_again_replaces_the_earlier(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info", worker_id="w-1")
+    configure_logging("json", "info", worker_id="w-2")
+    structlog.get_logger().info("once")
+    assert [line["worker_id"] for line in lines(capsys)] == ["w-2"]
+
+
+def test_the_console_format_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("console", "info", worker_id="w-1")
+    structlog.get_logger().info("model loaded", seconds=1.5)
+    text = capsys.readouterr().err
+    assert "model loaded" in text
+    assert "worker_id=w-1" in text
+    assert "{" not in text
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_a_traceback_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str], format: LogFormat) -> None:
+    configure_logging(format, "info")
+    try:
+        prompt = "-".join(["own", "words"])
+        int(prompt)
+    except ValueError:
+        structlog.get_logger().exception("failed")
+    logged = capsys.readouterr().err
+    assert "Traceback" in logged
+    assert logged.count("own-words") == 1  # in int's message alone

@@ -1,0 +1,79 @@
+"""The metrics that every process has."""
+
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.openmetrics.exposition import generate_latest
+from support.clients.scraping import since
+from support.eventually import eventually
+
+from baton.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, NoWorker, Overloaded, QuotaExceeded
+from rpc.status import OK, outcome_of
+from runtime.frequent_histogram import FrequentHistogram
+from runtime.metrics import watched_event_loop
+
+BUCKETS = (0.01, 0.1, 1.0)
+
+
+async def test_an_event_loop_that_is_held_up_has_lagged() -> None:
+    count = since("baton_event_loop_lag_seconds_count")
+    slow = since("baton_event_loop_lag_seconds_sum")
+    async with watched_event_loop():
+        await eventually(lambda: count.grown >= 1)
+        before = slow.grown
+        time.sleep(0.6)  # noqa: ASYNC251 - as whatever blocks a loop does
+        await eventually(lambda: slow.grown - before > 0.3)
+
+
+def test_a_frequent_histogram_is_shown_as_the_librarys_own_is() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    frequent = FrequentHistogram("seconds", "Some.", ["kind"], BUCKETS, ours).labels("a")
+    plain = Histogram("seconds", "Some.", ["kind"], buckets=BUCKETS, registry=theirs).labels("a")
+    for value in (0.0, 0.01, 0.05, 0.1, 0.2, 1.0, 7.0):
+        frequent.observe(value)
+        plain.observe(value)
+    assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_a_value_may_count_several_times() -> None:
+    registry = CollectorRegistry()
+    FrequentHistogram("seconds", "Some.", [], BUCKETS, registry).labels().observe(0.05, 4)
+    assert registry.get_sample_value("seconds_count") == 4
+    assert registry.get_sample_value("seconds_bucket", {"le": "0.1"}) == 4
+    assert registry.get_sample_value("seconds_bucket", {"le": "0.01"}) == 0
+    assert registry.get_sample_value("seconds_sum") == pytest.approx(0.2)
+
+
+def test_the_same_labels_are_the_same_series() -> None:
+    registry = CollectorRegistry()
+    histogram = FrequentHistogram("seconds", "Some.", ["kind"], BUCKETS, registry)
+    for _ in range(2):
+        histogram.labels("a").observe(0.05)
+    histogram.labels("b").observe(0.05)
+    assert registry.get_sample_value("seconds_count", {"kind": "a"}) == 2
+
+
+def test_a_frequent_histogram_has_its_name_for_itself() -> None:
+    registry = CollectorRegistry(auto_describe=True)
+    FrequentHistogram("seconds", "Some.", [], BUCKETS, registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        Histogram("seconds", "Others.", registry=registry)
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [
+        (OK, "ok"),
+        (Cancelled.reason, "cancelled"),
+        (InvalidRequest.reason, "refused"),
+        (Overloaded.reason, "refused"),
+        (QuotaExceeded.reason, "refused"),
+        (DeadlineExceeded.reason, "failed"),
+        (EngineFailed.reason, "failed"),
+        (NoWorker.reason, "failed"),
+        ("NO_SUCH_REASON", "failed"),
+    ],
+)
+def test_an_outcome_says_whose_fault_it_was(reason: str, outcome: str) -> None:
+    assert outcome_of(reason) == outcome

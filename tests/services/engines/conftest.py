@@ -1,0 +1,13 @@
+"""What the tests of several engines share."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from support.engines import vllm
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def end_of_vllm() -> AsyncIterator[None]:
+    """Ends the engines of vLLM that the tests of this run have shared."""
+    yield
+    await vllm.SHARED.close()

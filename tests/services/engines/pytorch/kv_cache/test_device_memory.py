@@ -1,0 +1,139 @@
+"""Pools in a GPU's memory: contexts of threads, what stays behind, staging, and how the end of a copy is seen."""
+
+import asyncio
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from support.engines.device import DEVICE
+from support.transports.device_pools import BLOCKS, gpu_owner, gpu_pool, words
+from support.transports.grants import EveryBlock
+
+from services.engines.memory.device_memory import DeviceExport, DeviceUnavailable
+from services.engines.pytorch.kv_cache.cuda_ipc import parts
+from services.engines.pytorch.kv_cache.memory import DeviceMemory, staging_memory
+from services.transports.base import Exposure, PoolShape, Transfer
+from services.transports.registry import offer_pool, open_transports
+
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: make gpu")
+ALL = tuple(range(BLOCKS))
+
+
+def numbered(start: int) -> DeviceMemory:
+    """A pool whose words count from `start`."""
+    pool = gpu_pool()
+    flat = words(pool).view(-1)
+    flat.copy_(torch.arange(start, start + len(flat), device="cuda"))
+    torch.cuda.synchronize()
+    return pool
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
+def test_memory_that_cannot_be_pinned_is_pageable_and_one_warning_says_so() -> None:
+    with capture_logs() as logs:
+        staging = [staging_memory(3, 4096) for _ in range(4)]
+    assert [tuple(each.shape) for each in staging] == [(3, 4096)] * 4
+    assert [line["log_level"] for line in logs if "pinned" in line["event"]] in ([], ["warning"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 1024, 1025, 4000, 20_000])
+def test_ids_are_divided_without_gaps_and_the_first_part_is_small(count: int) -> None:
+    found = parts(count)
+    assert [index for part in found for index in range(part.start, part.stop)] == list(range(count))
+    assert found[0].stop <= 1024
+    assert len(found) <= 3 + count // 4096 + 1
+
+
+@needs_gpu
+def test_staging_is_pinned_and_brings_the_same_bytes_there_and_back() -> None:
+    theirs, ours = numbered(5), gpu_pool()
+    assert staging_memory(1, 4096).is_pinned()
+    read = theirs.read(ALL)
+    writer = ours.write(ALL)
+    for source, into in zip(read, writer.views, strict=True):
+        into[:] = source
+    writer.commit()
+    assert torch.equal(words(ours), words(theirs))
+
+
+@needs_gpu
+def test_threads_without_a_context_export_open_and_copy_on_the_pools_device() -> None:
+    """Every thread is new, and the pool's device is made current in it."""
+
+    def copy(start: int) -> bool:
+        theirs, ours = numbered(start), gpu_pool()
+        with ThreadPoolExecutor(1) as other:
+            export = other.submit(theirs.export).result()
+        with ThreadPoolExecutor(1) as other:
+            reader = other.submit(ours.attach, export).result()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lambda: reader.begin(ALL, ALL).wait()).result()
+        reader.close()
+        return torch.equal(words(ours), words(theirs))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(copy, range(0, 8_000, 1_000)))
+
+
+@needs_gpu
+def test_a_device_and_a_handle_that_do_not_exist_are_refused_by_name() -> None:
+    with pytest.raises(DeviceUnavailable, match="not a CUDA handle"):
+        gpu_pool().attach(DeviceExport("GPU-none", 1, 0, b"short", 0, 1))
+    with pytest.raises(DeviceUnavailable, match="of process 1 on GPU GPU-none cannot be mapped"):
+        gpu_pool().attach(DeviceExport("GPU-none", 1, 0, b"\x01" * 64, 0, 1))
+    assert torch.ones(10, device="cuda").sum().item() == 10
+
+
+@needs_gpu
+def test_pools_that_are_opened_and_closed_leave_no_memory_behind() -> None:
+    def turns(count: int) -> None:
+        for _ in range(count):
+            theirs, ours = gpu_pool(), gpu_pool()
+            reader = ours.attach(theirs.export())
+            reader.begin(ALL, ALL).wait()
+            reader.close()
+        del theirs, ours, reader
+        gc.collect()
+        torch.cuda.synchronize()
+
+    turns(10)
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    turns(500)
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@needs_gpu
+async def test_a_long_copy_is_waited_for_without_the_processor_and_a_pull_ends_only_after_it() -> None:
+    ours = gpu_pool()
+    async with gpu_owner() as owner, open_transports(("cuda_ipc",), memory=ours) as [transport]:
+        pool = await transport.open(owner.endpoint, PoolShape(BLOCKS, ours.block_bytes))
+        stream = pool._reader._stream  # type: ignore[attr-defined]
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(4_000_000_000)  # about two seconds of the GPU's clock, before the copy
+            earlier = torch.cuda.Event()
+            earlier.record(stream)
+        used, began = time.process_time(), time.monotonic()
+        await pool.pull(Transfer(ALL, ours, ALL, time.monotonic() + 60))
+        waited, used = time.monotonic() - began, time.process_time() - used
+        assert earlier.query()
+        assert waited > 0.5
+        assert used / waited < 0.05
+        assert torch.equal(words(ours).view(-1), torch.arange(words(ours).numel(), device="cuda"))
+        pool.close()
+
+
+@needs_gpu
+async def test_pulls_at_the_same_time_do_not_mix_their_blocks() -> None:
+    theirs, ours = numbered(7), gpu_pool()
+    async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
+        [endpoint] = await offer_pool([transport], theirs, Exposure("127.0.0.1", "127.0.0.1", EveryBlock()))
+        pool = await transport.open(endpoint, PoolShape(BLOCKS, ours.block_bytes))
+        pulls = [
+            pool.pull(Transfer([block], ours, [BLOCKS - 1 - block], time.monotonic() + 60)) for block in range(BLOCKS)
+        ]
+        await asyncio.gather(*pulls)
+        pool.close()
+    assert torch.equal(words(ours), words(theirs).flip(0))

@@ -1,0 +1,137 @@
+"""Guarantees of the simulated engine only: ids that follow from the context, and steps at the configured cost."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.engines.engine_calls import collect
+from tokenizers import Tokenizer
+
+from baton.errors import ConfigError, EngineFailed
+from services.engines.answer import FinishReason
+from services.engines.kv import PulledKv
+from services.engines.prompt import Prompt, Sampling
+from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.engine import SimulatedEngine
+
+PROMPT = Prompt(tuple(b"a prompt of some length"))
+
+
+def sampled(max_tokens: int, seed: int = 1) -> Sampling:
+    return Sampling(max_tokens=max_tokens, seed=seed)
+
+
+async def ids(engine: SimulatedEngine, prompt: Prompt, sampling: Sampling) -> tuple[int, ...]:
+    return (await collect(engine.decode(prompt, sampling))).ids
+
+
+async def test_ids_depend_on_the_seed() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        assert await ids(engine, PROMPT, sampled(20, 1)) != await ids(engine, PROMPT, sampled(20, 2))
+
+
+async def test_greedy_ids_do_not_depend_on_the_seed() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        greedy = [Sampling(max_tokens=20, temperature=0, seed=seed) for seed in (1, 2)]
+        assert await ids(engine, PROMPT, greedy[0]) == await ids(engine, PROMPT, greedy[1])
+
+
+async def test_where_the_prompt_ends_and_the_emitted_ids_begin_makes_no_difference() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        whole = await ids(engine, PROMPT, sampled(30))
+        as_prompt = await ids(engine, Prompt(PROMPT.token_ids + whole[:9]), sampled(21))
+        assert as_prompt == whole[9:]
+
+
+async def test_its_own_tokenizer_turns_ids_into_text_and_text_into_bytes() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        tokenizer = Tokenizer.from_buffer(engine.facts.files.tokenizer_json)
+        assert tokenizer.encode("héllo wörld\n", add_special_tokens=False).ids == list("héllo wörld\n".encode())
+        text = tokenizer.decode(list(await ids(engine, PROMPT, sampled(50))))
+        assert len(text) == 50
+        assert text.replace(" ", "a").isalpha()
+
+
+async def test_the_tokenizer_of_a_checkpoint_is_used_as_it_is(tmp_path: Path) -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        (tmp_path / "tokenizer.json").write_bytes(engine.facts.files.tokenizer_json)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    async with SimulatedEngine(SimulatedConfig(model=str(tmp_path))) as engine:
+        assert engine.facts.eos_token_ids == (256,)
+        assert engine.facts.files.chat_template == "{{ messages }}"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        SimulatedEngine(SimulatedConfig(model=str(tmp_path)))
+
+
+def test_a_broken_tokenizer_is_refused_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("not JSON")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+        SimulatedEngine(SimulatedConfig(model=str(tmp_path)))
+
+
+async def test_an_answer_may_end_by_itself() -> None:
+    async with SimulatedEngine(SimulatedConfig(end_probability=0.2)) as engine:
+        ended = await collect(engine.decode(PROMPT, sampled(500)))
+        assert ended.finished.reason is FinishReason.END_OF_SEQUENCE
+        assert ended.ids[-1] == 256
+
+
+async def test_a_prefill_costs_its_tokens() -> None:
+    config = SimulatedConfig(prefill_base_seconds=0.05, prefill_tokens_per_second=1000)
+    async with SimulatedEngine(config) as engine:
+        held = await engine.prefill(Prompt((1,) * 100), sampled(5))
+        await held.release()
+        assert 0.15 <= held.compute_seconds < 2.0
+
+
+async def test_what_is_cached_costs_nothing() -> None:
+    async with SimulatedEngine(SimulatedConfig(prefill_tokens_per_second=100)) as engine:
+        await (await engine.prefill(Prompt((1,) * 101), sampled(5))).release()
+        held = await engine.prefill(Prompt((1,) * 101), sampled(5))
+        await held.release()
+        assert held.cached_tokens == 96
+        assert held.compute_seconds < 0.8
+
+
+async def test_running_sequences_step_together() -> None:
+    async with SimulatedEngine(SimulatedConfig(decode_step_seconds=0.01)) as engine:
+        started = time.monotonic()
+        await asyncio.gather(*(ids(engine, Prompt((index,) * 5), sampled(20)) for index in range(1, 33)))
+        assert 0.19 <= time.monotonic() - started < 4.0
+
+
+async def test_a_full_batch_makes_the_next_one_wait() -> None:
+    async with SimulatedEngine(SimulatedConfig(decode_step_seconds=0.01, max_batch=1)) as engine:
+        first, second = await asyncio.gather(*(collect(engine.decode(PROMPT, sampled(10, seed))) for seed in (1, 2)))
+        assert first.finished.queue_seconds < second.finished.queue_seconds
+        assert second.finished.queue_seconds >= 0.05
+
+
+async def test_256_streams_cost_little() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        started = time.process_time()
+        await asyncio.gather(*(ids(engine, Prompt((index,) * 20), sampled(128)) for index in range(256)))
+        assert (time.process_time() - started) / (256 * 128) < 100e-6
+
+
+async def test_wrong_bytes_in_pulled_blocks_fail_the_request_and_not_the_engine() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        reservation = await engine.reserve(Prompt(PROMPT.token_ids, (5,)), len(PROMPT.token_ids))
+        with pytest.raises(EngineFailed, match="does not belong"):
+            await collect(engine.decode(PulledKv(Prompt(PROMPT.token_ids, (5,)), reservation), sampled(9)))
+        assert engine.healthy
+        assert engine.load().blocks_used == 0
+
+
+async def test_an_engine_that_fails_fails_every_request_from_then_on() -> None:
+    async with SimulatedEngine(SimulatedConfig(fail_after_tokens=5)) as engine:
+        for _ in range(2):
+            with pytest.raises(EngineFailed):
+                await ids(engine, PROMPT, sampled(9))
+        assert not engine.healthy

@@ -1,0 +1,171 @@
+"""Settings that TensorRT-LLM accepts and that would harm it are refused at start."""
+
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from baton.errors import ConfigError
+from services.engines.trtllm.config import EngineArguments, TrtllmConfig
+from services.engines.trtllm.resolved_args import CheckedArgs, Environment, check
+
+CONFIGS = sorted((Path(__file__).parents[4] / "deploy" / "engine_configs").glob("*/*.yaml"))
+ROLES = {"agg": ["decode"], "prefill": ["prefill"], "decode": ["decode"], "encode": ["encode"]}
+TRANSCEIVER = {"backend": "NIXL", "max_tokens_in_buffer": 4096, "kv_transfer_timeout_ms": 60_000}
+
+
+def checked(
+    roles: tuple[str, ...] = ("prefill",),
+    version: str = "1.3.0rc30",
+    backend: str = "pytorch",
+    whole_requests: bool = False,
+    **flags: object,
+) -> CheckedArgs:
+    base = {"max_seq_len": 4096, "cache_transceiver_config": TRANSCEIVER}
+    args = EngineArguments.model_validate({**base, **flags})
+    config = TrtllmConfig.model_validate(
+        {"model": "/model", "backend": backend, "args": args, "whole_requests": whole_requests}
+    )
+    return check(config, Environment(roles, Version(version), gpus=2, lease_seconds=10.0))
+
+
+def transceiver(**changes: object) -> dict[str, object]:
+    return {**TRANSCEIVER, **changes}
+
+
+def test_a_whole_configuration_is_accepted_without_a_warning() -> None:
+    assert checked().warnings == ()
+
+
+@pytest.mark.parametrize("backend", [None, "DEFAULT", "MPI", "MOONCAKE"])
+def test_a_transceiver_backend_that_is_not_explicit_is_refused(backend: str | None) -> None:
+    with pytest.raises(ConfigError, match="must be NIXL or UCX"):
+        checked(cache_transceiver_config=transceiver(backend=backend))
+
+
+def test_prefill_without_a_transceiver_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the role prefill needs it"):
+        checked(cache_transceiver_config=None)
+
+
+def test_decode_without_a_transceiver_runs_whole_requests() -> None:
+    found = checked(("decode",), whole_requests=True, cache_transceiver_config=None)
+    assert not found.effective.value.can_hand_over
+
+
+def test_a_decode_worker_that_can_never_take_kv_over_is_refused_unless_that_is_meant() -> None:
+    with pytest.raises(ConfigError, match=r"could never take KV over; .* engine\.whole_requests: true"):
+        checked(("decode",), cache_transceiver_config=None)
+
+
+def test_a_transfer_without_a_timeout_is_refused() -> None:
+    with pytest.raises(ConfigError, match="held for ever"):
+        checked(cache_transceiver_config=transceiver(kv_transfer_timeout_ms=None))
+
+
+@pytest.mark.parametrize(
+    ("timeout", "named"), [(30_000, "handoff_deadline_seconds"), (9_000, "lease_seconds"), (900_000, "stall_seconds")]
+)
+def test_a_transfer_timeout_out_of_order_is_refused(timeout: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        checked(cache_transceiver_config=transceiver(kv_transfer_timeout_ms=timeout))
+
+
+def test_a_senders_timeout_over_the_transfers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sender_future_timeout_ms"):
+        checked(cache_transceiver_config=transceiver(kv_transfer_sender_future_timeout_ms=60_001))
+
+
+@pytest.mark.parametrize(("tokens", "why"), [(None, "is unset"), (4064, "under max_seq_len"), (4100, "not a multiple")])
+def test_a_buffer_that_does_not_hold_the_longest_context_is_refused(tokens: int | None, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"max_tokens_in_buffer: .*{why}"):
+        checked(cache_transceiver_config=transceiver(max_tokens_in_buffer=tokens))
+
+
+def test_a_context_of_unknown_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_seq_len: is unset"):
+        checked(max_seq_len=None)
+
+
+def test_beam_search_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_beam_width: is 2"):
+        checked(max_beam_width=2)
+
+
+def test_more_gpus_than_are_visible_are_refused() -> None:
+    with pytest.raises(ConfigError, match="parallel size is 4, and 2 GPUs are visible"):
+        checked(tensor_parallel_size=2, pipeline_parallel_size=2)
+
+
+def test_events_of_a_cache_without_reuse_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no events without"):
+        checked(kv_cache_config={"event_buffer_max_size": 1024, "enable_block_reuse": False})
+
+
+def test_reuse_that_is_left_to_the_models_defaults_is_warned_of_where_events_are_wanted() -> None:
+    [warning] = checked(kv_cache_config={"event_buffer_max_size": 1024}).warnings
+    assert "enable_block_reuse is unset: the model's own defaults may switch it off" in warning
+    assert checked(kv_cache_config={"event_buffer_max_size": 1024, "enable_block_reuse": True}).warnings == ()
+
+
+def test_overlap_is_off_for_prefill_before_1_3_and_says_that_a_guard_did_it() -> None:
+    effective = checked(version="1.2.0").effective
+    assert effective.value.disable_overlap_scheduler
+    assert effective.source("disable_overlap_scheduler") == "guard"
+
+
+def test_overlap_that_was_asked_for_is_refused_for_prefill_before_1_3() -> None:
+    with pytest.raises(ConfigError, match="disable_overlap_scheduler: must be true"):
+        checked(version="1.2.0", disable_overlap_scheduler=False)
+
+
+def test_overlap_stays_on_for_decode_and_for_later_versions() -> None:
+    assert not checked(("decode",), version="1.2.0").effective.value.disable_overlap_scheduler
+    assert not checked(version="1.3.0rc5").effective.value.disable_overlap_scheduler
+
+
+def test_block_reuse_on_prefill_before_1_3_is_warned_of() -> None:
+    assert any("evicted while it is sent" in warning for warning in checked(version="1.2.0").warnings)
+
+
+@pytest.mark.parametrize("role", ["prefill", "encode"])
+def test_autodeploy_serves_no_other_worker(role: str) -> None:
+    with pytest.raises(ConfigError, match=f"AutoDeploy cannot {role}"):
+        checked((role,), backend="autodeploy", cache_transceiver_config=None)
+
+
+def test_autodeploy_cannot_take_kv_over() -> None:
+    with pytest.raises(ConfigError, match="AutoDeploy runs whole requests only"):
+        checked(("decode",), backend="autodeploy")
+
+
+def test_every_argument_that_autodeploy_does_not_take_is_warned_of() -> None:
+    scheduler = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    flags = {"tensor_parallel_size": 2, "scheduler_config": scheduler, "cache_transceiver_config": None}
+    warnings = checked(("decode",), backend="autodeploy", **flags).warnings
+    assert warnings == (
+        "AutoDeploy does not take scheduler_config; it is left out",
+        "AutoDeploy does not take tensor_parallel_size; it is left out",
+    )
+
+
+def test_autodeploy_tells_no_kv_events_and_is_not_asked_to() -> None:
+    cache = {"event_buffer_max_size": 1000}
+    found = checked(("decode",), backend="autodeploy", cache_transceiver_config=None, kv_cache_config=cache)
+    assert found.effective.value.kv_cache_config.event_buffer_max_size == 0
+    assert found.effective.source("kv_cache_config.event_buffer_max_size") == "guard"
+    assert "AutoDeploy tells no KV events; kv_cache_config.event_buffer_max_size is 0" in found.warnings
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="max_beam_width") as refused:
+        checked(max_beam_width=2, cache_transceiver_config=transceiver(backend="DEFAULT"))
+    assert "NIXL or UCX" in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("version", ["1.2.0", "1.3.0rc5", "1.3.0rc29", "1.3.0rc30"])
+def test_the_shipped_files_pass(path: Path, version: str) -> None:
+    config = TrtllmConfig(model=Path("/model"), extra_engine_args=path, whole_requests=path.stem == "agg")
+    check(config, Environment(ROLES[path.stem], Version(version), gpus=8, lease_seconds=10.0))

@@ -1,0 +1,103 @@
+"""The configuration of the vLLM engine, and the arguments of three places; without vLLM."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from baton.errors import ConfigError
+from services.engines.registry import describe, read_engine_config
+from services.engines.vllm.config import VllmConfig
+from services.engines.vllm.factory import check, resolve
+
+FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"
+
+
+def _config(**keys: object) -> VllmConfig:
+    return VllmConfig.model_validate({"model": "some/folder", **keys})
+
+
+def test_unknown_keys_are_refused_with_their_path() -> None:
+    with pytest.raises(ValidationError, match=r"args\.tensor_paralel_size"):
+        _config(args={"tensor_paralel_size": 2})
+
+
+@pytest.mark.parametrize("size", [0, 16, 48])
+def test_block_sizes_that_vllm_does_not_start_with_are_refused(size: int) -> None:
+    with pytest.raises(ValidationError, match="block_size"):
+        _config(args={"block_size": size})
+
+
+def test_the_later_place_wins_and_every_value_has_its_source(tmp_path: Path) -> None:
+    extra = tmp_path / "more.yaml"
+    extra.write_text(
+        "max_num_seqs: 8\nmax_model_len: 2048\nspeculative_config: {method: ngram, num_speculative_tokens: 3}\n"
+    )
+    override = json.dumps(
+        {
+            "max_model_len": 4096,
+            "speculative_config": {"prompt_lookup_max": 4, "method": "ngram", "num_speculative_tokens": 2},
+        }
+    )
+    found = resolve(_config(args={"max_num_seqs": 4}, extra_engine_args=extra, override_engine_args=override))
+    assert found.value.max_num_seqs == 8
+    assert found.value.max_model_len == 4096
+    assert found.value.speculative_config is not None
+    assert found.value.speculative_config.num_speculative_tokens == 2
+    assert found.source("max_num_seqs") == str(extra)
+    assert found.source("max_model_len") == "engine.override_engine_args"
+    assert found.source("dtype") == "default"
+
+
+def test_an_unknown_key_of_a_file_is_refused_with_the_file(tmp_path: Path) -> None:
+    extra = tmp_path / "more.yaml"
+    extra.write_text("gpu_memory: 0.5\n")
+    with pytest.raises(ConfigError, match=f"{extra}: gpu_memory: unknown key"):
+        resolve(_config(extra_engine_args=extra))
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles", "fault"),
+    [
+        ({"whole_requests": True}, ("prefill",), "whole_requests"),
+        ({"handoff": {"seconds": 5, "fetch_seconds": 5}}, ("prefill",), "handoff.seconds"),
+        (
+            {"args": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}},
+            ("decode",),
+            "speculative",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    keys: dict[str, object], roles: tuple[str, ...], fault: str
+) -> None:
+    config = _config(**keys)
+    with pytest.raises(ConfigError, match=fault):
+        check(config, resolve(config), roles, lease_seconds=10.0)
+
+
+def test_a_read_may_not_last_longer_than_the_blocks() -> None:
+    with pytest.raises(ValidationError, match="fetch_seconds"):
+        _config(handoff={"seconds": 5, "fetch_seconds": 6})
+
+
+def test_the_configuration_is_read_by_its_kind_and_described() -> None:
+    config = read_engine_config({"kind": "vllm", "model": "some/folder", "args": {"max_num_seqs": 4}})
+    assert isinstance(config, VllmConfig)
+    assert "vllm max_num_seqs = 4  # engine.args" in describe(config)
+
+
+SHIPPED = sorted(FAMILIES.glob("*/vllm/*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parents[1].name}-{path.stem}")
+def test_the_shipped_arguments_are_valid(path: Path) -> None:
+    found = resolve(_config(extra_engine_args=path, whole_requests=path.stem == "agg"))
+    assert found.value.max_model_len is not None
+
+
+def test_there_are_shipped_arguments_for_each_family_and_role() -> None:
+    names = {(path.parents[1].name, path.stem) for path in SHIPPED}
+    families, roles = ("llama", "qwen3", "deepseek"), ("agg", "prefill", "decode")
+    assert names == {(family, role) for family in families for role in roles}

@@ -1,0 +1,109 @@
+"""vLLM's KV events in our hash chain; without vLLM."""
+
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from runtime.prefix_hash import block_hash, root_hash
+from services.engines.kv_events import KvPublisher, KvSnapshot
+from services.engines.vllm.monitoring.kv_events import CachedChains
+from services.engines.vllm.requests.builder import HANDOFF_SALT
+
+SIZE = 4
+
+
+class Cache:
+    """One rank's chains, and what a reader that comes now is told."""
+
+    def __init__(self) -> None:
+        self._publisher = KvPublisher()
+        self.chains = CachedChains(0, SIZE, self._publisher)
+
+    async def held(self) -> set[bytes]:
+        async with aclosing(self._publisher.changes()) as changes:
+            snapshot = await anext(changes)
+        assert isinstance(snapshot, KvSnapshot)
+        return set(snapshot.block_hashes)
+
+
+def _stored(hashes: list[int], tokens: list[int], parent: int | None = None, **changed: Any) -> dict[str, Any]:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": SIZE,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * len(hashes),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    return {**event, **changed}
+
+
+def _chain(salt: str, *blocks: list[int]) -> list[bytes]:
+    chain, previous = [], root_hash(salt)
+    for tokens in blocks:
+        previous = block_hash(previous, tokens)
+        chain.append(previous)
+    return chain
+
+
+FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
+
+
+async def test_blocks_are_chained_over_several_events() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND))
+    cache.chains.feed(_stored([73], THIRD, parent=72))
+    assert await cache.held() == set(_chain("", FIRST, SECOND, THIRD))
+
+
+async def test_a_salt_is_the_root_of_its_chain() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND, extra_keys=[("tenant",), None]))
+    assert await cache.held() == set(_chain("tenant", FIRST, SECOND))
+
+
+async def test_removed_blocks_are_gone() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND))
+    cache.chains.feed({"type": "BlockRemoved", "block_hashes": [72, 99], "medium": "GPU"})
+    assert await cache.held() == set(_chain("", FIRST))
+
+
+async def test_a_cleared_cache_is_empty() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71], FIRST))
+    cache.chains.feed({"type": "AllBlocksCleared"})
+    assert await cache.held() == set()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lora_name": "adapter"},
+        {"extra_keys": [("adapter", "tenant")]},
+        {"extra_keys": [(["image", 3],)]},
+        {"extra_keys": [(f"{HANDOFF_SALT}12",)]},
+        {"medium": "CPU"},
+        {"kv_cache_spec_kind": "sliding_window"},
+        {"group_idx": 1},
+        {"block_size": 8},
+        {"token_ids": [1, 2, 3]},
+        {"parent_block_hash": 55},
+    ],
+    ids=str,
+)
+async def test_blocks_that_a_prompt_of_text_cannot_use_are_left_out(changed: dict[str, Any]) -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71], FIRST, **changed))
+    assert await cache.held() == set()
+
+
+async def test_blocks_behind_an_image_are_left_out() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71, 72, 73], FIRST + SECOND + THIRD, extra_keys=[None, (["image", 1],), None]))
+    assert await cache.held() == set(_chain("", FIRST))

@@ -1,0 +1,60 @@
+"""How an answer is continued on vLLM, and which sampling options are refused; without vLLM."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import InvalidRequest
+from services.engines.external.logprobs import token_logprob
+from services.engines.prompt import Prompt, Sampling
+from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
+from services.engines.vllm.requests.sampling import TokenBudget, check_sampling
+
+PROMPT = Prompt((5, 6, 7), emitted=(8, 9))
+GREEDY = Sampling(max_tokens=10, temperature=0.0)
+
+
+def test_a_greedy_answer_continues_behind_its_emitted_tokens() -> None:
+    assert plan(PROMPT, GREEDY) == Plan((5, 6, 7, 8, 9))
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.7}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}])
+def test_an_answer_that_depends_on_its_start_runs_again_from_it(changed: dict[str, float]) -> None:
+    assert plan(PROMPT, replace(GREEDY, **changed)) == Plan((5, 6, 7), (8, 9))
+
+
+def test_an_answer_without_emitted_tokens_just_runs() -> None:
+    assert plan(Prompt((5, 6)), replace(GREEDY, temperature=1.0)) == Plan((5, 6))
+
+
+def test_the_budget_counts_the_emitted_tokens_once() -> None:
+    sampling = replace(GREEDY, min_tokens=4)
+    assert behind_emitted(PROMPT).budget(PROMPT, sampling, 100) == TokenBudget(8, 2)
+    assert Plan(PROMPT.token_ids, PROMPT.emitted).budget(PROMPT, sampling, 100) == TokenBudget(10, 4)
+
+
+def test_the_budget_ends_where_the_context_does() -> None:
+    assert behind_emitted(PROMPT).budget(PROMPT, GREEDY, 8).max_tokens == 3
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.0099])
+def test_a_temperature_that_vllm_would_raise_is_refused_by_name(temperature: float) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_sampling(replace(GREEDY, temperature=temperature))
+    assert refused.value.violations[0].field == "sampling.params.temperature"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+def test_other_temperatures_are_taken(temperature: float) -> None:
+    check_sampling(replace(GREEDY, temperature=temperature))
+
+
+class _Logprob:
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+
+
+def test_the_sampled_token_has_its_logprob_wherever_it_ranks() -> None:
+    report = token_logprob(9, {9: _Logprob(-5.0), 4: _Logprob(-1.0), 3: _Logprob(-0.5)}, 2)
+    assert report.logprob == -5.0
+    assert report.top == ((3, -0.5), (4, -1.0))

@@ -1,0 +1,114 @@
+"""The client programs of examples/, built by their own Makefiles and run as a user would run them."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.manifests import ROOT
+
+from runtime.aio import timeout
+
+EXAMPLES = ROOT / "examples"
+_BUILD_SECONDS = 300
+_RUN_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def status(self) -> int:
+        """The number of the gRPC status that it ended with. Raises StopIteration if it names none."""
+        return int(next(line for line in self.err.splitlines() if line.startswith("status ")).split()[1].rstrip(":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A client in one language. `needs` are programs, by name, and files of libraries, by path."""
+
+    language: str
+    command: Sequence[str]
+    needs: Sequence[str] = ()
+
+    @property
+    def folder(self) -> Path:
+        return EXAMPLES / self.language
+
+    @property
+    def missing(self) -> list[str]:
+        """The programs and files that are needed to build it and missing."""
+        return [each for each in self.needs if not (Path(each).exists() or shutil.which(each))]
+
+    def build(self) -> None:
+        """Runs its Makefile. Without its toolchain the test is skipped; under CI, where it is installed, it fails."""
+        if self.missing:
+            text = f"{', '.join(self.missing)} not found: `tools/install_system_packages.sh` installs what is missing"
+            if os.environ.get("CI"):
+                pytest.fail(text)
+            pytest.skip(text)
+        command = ["make", "--silent", "-C", str(self.folder), f"PYTHON={sys.executable}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @asynccontextmanager
+    async def started(self, address: str, *words: str) -> AsyncIterator[Process]:
+        """The running program; it is killed at the end of the context."""
+        environment = {**os.environ, "BATON_ADDRESS": address}
+        process = await asyncio.create_subprocess_exec(
+            *self.command, *words, cwd=self.folder, env=environment, stdout=PIPE, stderr=PIPE
+        )
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def run(self, address: str, *words: str) -> Ended:
+        """Runs the program to its end."""
+        async with self.started(address, *words) as process:
+            return await ended(process)
+
+
+async def ended(process: Process) -> Ended:
+    """Waits for the end of a program, and reads the rest of its output."""
+    async with timeout(_RUN_SECONDS):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+_GO = ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc", "/usr/share/gocode/src/google.golang.org/grpc")
+_JAVA = (
+    "java",
+    "javac",
+    "protoc",
+    "grpc_java_plugin",
+    "/usr/share/java/grpc-netty.jar",
+    "/usr/share/java/protobuf-util.jar",
+)
+_CPP = ("g++", "cmake", "protoc", "grpc_cpp_plugin", "/usr/include/grpcpp/grpcpp.h")
+
+PROGRAMS = {
+    program.language: program
+    for program in (
+        Program("python", (sys.executable, "main.py")),
+        Program("node", ("node", "main.js"), ("node", "npm")),
+        Program("go", ("build/baton",), _GO),
+        Program("java", ("build/baton",), _JAVA),
+        Program("cpp", ("build/baton",), _CPP),
+    )
+}

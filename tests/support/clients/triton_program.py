@@ -1,0 +1,96 @@
+"""A program that speaks to a router by NVIDIA's own client: `python triton_program.py ADDRESS`. It prints JSON.
+
+It is a process of its own because both bring protos of one package, which one process cannot load.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy
+from tritonclient.grpc.aio import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException
+
+
+def text(name: str, value: str) -> InferInput:
+    made = InferInput(name, [1], "BYTES")
+    made.set_data_from_numpy(numpy.array([value.encode()], dtype=numpy.object_))
+    return made
+
+
+def texts(result: Any, name: str) -> list[str]:
+    found = result.as_numpy(name)
+    return [] if found is None else [one.decode() for one in found]
+
+
+async def status_of(call: Any) -> tuple[str, str]:
+    try:
+        await call
+    except InferenceServerException as error:
+        return error.status(), error.message()
+    return "OK", ""
+
+
+async def streamed(client: InferenceServerClient, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def sent() -> AsyncIterator[dict[str, Any]]:
+        for request in requests:
+            yield request
+
+    found: list[dict[str, Any]] = []
+    async for result, error in client.stream_infer(sent()):
+        if error is not None:
+            found.append({"error": error.message()})
+            continue
+        response = result.get_response()
+        found.append(
+            {
+                "id": response.id,
+                "text": texts(result, "text_output"),
+                "reason": texts(result, "finish_reason"),
+                "index": response.parameters["index"].int64_param,
+                "final": response.parameters["triton_final_response"].bool_param,
+            }
+        )
+    return found
+
+
+async def main(address: str) -> None:
+    prompt, seeded = [text("text_input", "hello")], {"max_tokens": 12, "temperature": 1.0, "seed": 7}
+    async with InferenceServerClient(address) as client:
+        metadata = await client.get_model_metadata("demo", as_json=True)
+        config = await client.get_model_config("demo", as_json=True)
+        whole = await client.infer("demo", prompt, parameters=seeded, request_id="mine")
+        several = await client.infer("demo", prompt, parameters={**seeded, "n": 3})
+        wanted = [InferRequestedOutput("text_output")]
+        sampling = text("sampling_parameters", json.dumps(seeded))
+        by_json = await client.infer("demo", [*prompt, sampling], outputs=wanted)
+        plain = {"model_name": "demo", "inputs": prompt, "parameters": seeded, "enable_empty_final_response": True}
+        answers = {
+            "ready": [
+                await client.is_server_live(),
+                await client.is_server_ready(),
+                await client.is_model_ready("demo"),
+            ],
+            "unknown ready": await client.is_model_ready("other"),
+            "inputs": [tensor["name"] for tensor in metadata["inputs"]],
+            "decoupled": config["config"]["model_transaction_policy"]["decoupled"],
+            "whole": [*texts(whole, "text_output"), *texts(whole, "finish_reason"), whole.get_response().id],
+            "several": texts(several, "text_output"),
+            "by_json": [texts(by_json, "text_output"), len(by_json.get_response().outputs)],
+            "stream": await streamed(client, [{**plain, "request_id": "one"}]),
+            "streams": await streamed(client, [{**plain, "request_id": f"r{index}"} for index in range(3)]),
+            "wrong": await streamed(client, [{**plain, "inputs": []}, {**plain, "request_id": "after"}]),
+            "statuses": [
+                await status_of(client.infer("demo", prompt, parameters={"max_tokenz": 1})),
+                await status_of(client.infer("demo", prompt, parameters={"temperature": -1.0})),
+                await status_of(client.infer("demo", prompt, parameters={"temperature": "hot"})),
+                await status_of(client.infer("other", prompt)),
+                await status_of(client.infer("demo", [text("prompt", "hello")])),
+            ],
+        }
+    print(json.dumps(answers))
+
+
+asyncio.run(main(sys.argv[1]))

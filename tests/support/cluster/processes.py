@@ -1,0 +1,81 @@
+"""Starts Baton's processes, on free loopback ports, and ends them by pid."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.cluster.progress import Progress
+from support.cluster.server_kind import OVERRIDES
+from support.servers.etcd import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A running process of Baton: where it listens, and its log."""
+
+    address: str
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.popen.kill()
+        self.popen.wait(10)
+
+    def terminate(self, seconds: float = 20) -> int:
+        """SIGTERM; the exit code."""
+        self.popen.terminate()
+        return self.popen.wait(seconds)
+
+    def pause(self) -> None:
+        os.kill(self.popen.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.popen.pid, signal.SIGCONT)
+
+    def wait_until_serving(self) -> None:
+        """Waits until the process reports SERVING; fails with its log if it ends or makes no progress."""
+        progress = Progress(self.popen.pid)
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while not progress.has_stalled() and self.popen.poll() is None:
+                with contextlib.suppress(grpc.RpcError):
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                time.sleep(0.05)
+        raise AssertionError(f"{self.address} is not serving; its log:\n{self.log.read_text()[-4000:]}")
+
+
+@contextlib.contextmanager
+def process(module: str, config: str, overrides: Sequence[str], log: Path) -> Iterator[Process]:
+    """`python -m MODULE deploy/config/CONFIG listen=... OVERRIDES`, until the context is left."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        str(ROOT / "deploy/config" / config),
+        f"listen={address}",
+        *OVERRIDES,
+        *overrides,
+    ]
+    with log.open("wb") as output:
+        popen = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield Process(address, popen, log)
+    finally:
+        if popen.poll() is None:
+            popen.send_signal(signal.SIGCONT)
+            popen.kill()
+            popen.wait(10)

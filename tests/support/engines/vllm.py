@@ -1,0 +1,130 @@
+"""vLLM's engine for tests, in the environment of `make vllm`. All tests of a run share two, and their event loop:
+starting one takes minutes on a busy machine.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Literal
+
+import pytest
+from support.engines.checkpoints import save_qwen3
+from support.engines.engine_calls import CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
+
+from services.config import WorkerConfig
+from services.engines.base import Engine
+from services.engines.context import EngineConfig, EngineContext
+from services.engines.registry import ENGINES, EngineKind
+from services.engines.vllm.config import VllmConfig
+from services.engines.vllm.factory import open_vllm
+
+BLOCK_TOKENS = 32
+# The pool of the contract, 640 tokens, and vLLM's empty block.
+BLOCKS = 640 // BLOCK_TOKENS + 1
+# vLLM's attention on CPUs has no smaller heads.
+HEAD_DIM = 32
+# vLLM's own lease on the blocks of a prefill, and Baton's, which is shorter.
+HELD_SECONDS = 15.0
+LEASE_SECONDS = 12.0
+LOCAL = {"ucx_tls": "cma,sm,tcp,self", "ucx_net_devices": "lo"}
+
+
+def settings(
+    checkpoint: Path, args: Mapping[str, object] | None = None, handoff: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """The key `engine` of a worker, for a machine without GPUs."""
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": CONTEXT_TOKENS,
+        "max_num_seqs": MAX_SEQUENCES,
+        "max_num_batched_tokens": 256,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": BLOCKS,
+    }
+    return {
+        "kind": "vllm",
+        "model": str(checkpoint),
+        "args": {**defaults, **(args or {})},
+        "handoff": {"seconds": HELD_SECONDS, "fetch_seconds": LEASE_SECONDS, **LOCAL, **(handoff or {})},
+        "max_waiting": MAX_WAITING,
+        "guided_decoding": True,
+        # Its requests would be counted among those of a test.
+        "canary_seconds": None,
+        "cpu_kv_cache_gib": 1,
+    }
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Skips the test unless vLLM is installed: `make vllm` has it."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; `make vllm` runs this test")
+    yield
+
+
+class SharedVllm:
+    """At most two engines, started when first needed, and lent to one test at a time."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._free: list[Engine] = []
+        self._started = 0
+        self._folder: Path | None = None
+
+    @asynccontextmanager
+    async def lend(self, _checkpoint: Path | None = None) -> AsyncIterator[Engine]:
+        """An idle engine, of a checkpoint of its own."""
+        if not self._free:
+            assert self._started < 2, "tests may use two engines of vLLM"
+            self._started += 1
+            self._folder = self._folder or save_qwen3(Path(mkdtemp(prefix="baton-vllm-")), HEAD_DIM)
+            config = VllmConfig.model_validate(settings(self._folder))
+            self._free.append(await self._stack.enter_async_context(open_vllm(config, EngineContext())))
+        engine = self._free.pop(0)
+        try:
+            yield engine
+        finally:
+            self._free.insert(0, engine)
+
+    async def close(self) -> None:
+        """Ends the engines."""
+        await self._stack.aclose()
+
+
+SHARED = SharedVllm()
+
+
+class LentConfig(EngineConfig):
+    """The engine of a worker under test, which borrows one of SHARED."""
+
+    kind: Literal["vllm-lent"] = "vllm-lent"
+
+    @property
+    def allows_fault_injection(self) -> bool:
+        return True
+
+
+def lent_worker(worker_id: str, role: str) -> WorkerConfig:
+    """A worker of this role on a shared engine. Use it within `lent_kind`."""
+    return WorkerConfig.model_validate(
+        {
+            "worker_id": worker_id,
+            "roles": [role],
+            "engine": LentConfig(),
+            "handoff": {"lease_seconds": LEASE_SECONDS},
+            "drain_seconds": 0,
+        }
+    )
+
+
+@contextmanager
+def lent_kind() -> Iterator[None]:
+    """Makes the kind of LentConfig known to the registry of engines."""
+    ENGINES["vllm-lent"] = EngineKind(LentConfig, lambda config, context: SHARED.lend())
+    try:
+        yield
+    finally:
+        del ENGINES["vllm-lent"]

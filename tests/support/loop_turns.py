@@ -1,0 +1,35 @@
+"""How long the event loop was held in one piece."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Turns:
+    """`longest_seconds` is CPU time of the loop's own thread: other processes and threads add nothing to it."""
+
+    longest_seconds: float = 0.0
+    longest: str = ""
+
+
+@contextmanager
+def turns() -> Iterator[Turns]:
+    """Measures each callback of the event loop, a step of a task or a reader, while the block runs."""
+    measured = Turns()
+    plain = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        started = time.thread_time()
+        plain(handle)
+        seconds = time.thread_time() - started
+        if seconds > measured.longest_seconds:
+            measured.longest_seconds, measured.longest = seconds, repr(handle)
+
+    asyncio.Handle._run = timed  # type: ignore[method-assign,assignment]
+    try:
+        yield measured
+    finally:
+        asyncio.Handle._run = plain  # type: ignore[method-assign]

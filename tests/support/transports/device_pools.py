@@ -1,0 +1,149 @@
+"""For tests of cuda_ipc: a pool that stands for GPU memory, and a pool in a real GPU's memory in another process."""
+
+import asyncio
+import multiprocessing
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+from support.transports.grants import EveryBlock
+
+from baton.engine.v1 import handoff_pb2
+from services.engines.kv import KvLayout
+from services.engines.memory.device_memory import DeviceExport, DeviceUnavailable
+from services.engines.memory.shared_pool import SharedPool
+from services.engines.pytorch.kv_cache.memory import DeviceMemory
+from services.transports.base import Exposure
+from services.transports.registry import offer_pool, open_transports
+
+BLOCKS = 64
+BLOCK_BYTES = 256 * 1024
+
+
+class HostAsDevice(SharedPool):
+    """A pool in host memory that can be exported and attached like a GPU's, within this process.
+
+    A gather waits for `may_copy`. It fails if `lost` gives a reason.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        super().__init__(num_blocks, block_bytes)
+        self.may_copy = threading.Event()
+        self.may_copy.set()
+        self.copying = threading.Event()
+        self.lost = ""
+
+    def export(self) -> DeviceExport:
+        if self.lost:
+            raise DeviceUnavailable(self.lost)
+        return DeviceExport("GPU-0", os.getpid(), id(self), b"h" * 64, 0, self.num_blocks * self.block_bytes)
+
+    def attach(self, export: DeviceExport) -> "HostReader":
+        if self.lost:
+            raise DeviceUnavailable(self.lost)
+        return HostReader(_POOLS[export.address], self)
+
+
+class HostReader:
+    """A DeviceReader between two of them."""
+
+    def __init__(self, theirs: HostAsDevice, ours: HostAsDevice) -> None:
+        self._theirs, self._ours = theirs, ours
+
+    def begin(self, source: Sequence[int], destination: Sequence[int]) -> "HostCopy":
+        self._theirs.copying.set()
+        return HostCopy(self._theirs, self._ours, list(zip(source, destination, strict=True)))
+
+    def close(self) -> None:
+        pass
+
+
+class HostCopy:
+    """A DeviceCopy that takes place as soon as it may."""
+
+    def __init__(self, theirs: HostAsDevice, ours: HostAsDevice, blocks: Sequence[tuple[int, int]]) -> None:
+        self._theirs, self._ours, self._blocks = theirs, ours, blocks
+
+    def is_done(self) -> bool:
+        if not self._theirs.may_copy.is_set():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        assert self._theirs.may_copy.wait(20)
+        if self._theirs.lost:
+            raise DeviceUnavailable(self._theirs.lost)
+        for block, into in self._blocks:
+            self._ours.block(into)[:] = self._theirs.block(block)
+
+
+_POOLS: dict[int, HostAsDevice] = {}
+
+
+@contextmanager
+def host_pools() -> Iterator[tuple[HostAsDevice, HostAsDevice]]:
+    """Yields two such pools, the first with content."""
+    with HostAsDevice(BLOCKS, BLOCK_BYTES) as theirs, HostAsDevice(BLOCKS, BLOCK_BYTES) as ours:
+        theirs.block(0).obj[:] = os.urandom(BLOCKS * BLOCK_BYTES)
+        _POOLS[id(theirs)] = theirs
+        yield theirs, ours
+        del _POOLS[id(theirs)]
+
+
+def gpu_pool() -> DeviceMemory:
+    """An empty pool on the GPU."""
+    layout = KvLayout("test", "bfloat16", 1, 2, 8, 16, BLOCK_BYTES // (2 * 8 * 16 * 2), BLOCK_BYTES)
+    return DeviceMemory(layout, BLOCKS, torch.device("cuda", 0))
+
+
+def words(pool: DeviceMemory) -> torch.Tensor:
+    """Returns the pool as numbers, `[blocks, words]`."""
+    return pool.tensor.view(pool.num_blocks, -1).view(torch.int64)
+
+
+def _offer(pipe: Connection, transport: str) -> None:
+    """The process of an owner; every word of its pool is the word's index."""
+
+    async def serve() -> None:
+        pool = gpu_pool()
+        torch.arange(words(pool).numel(), out=words(pool).view(-1))
+        torch.cuda.synchronize()
+        async with open_transports((transport,), memory=pool) as transports:
+            [endpoint] = await offer_pool(transports, pool, Exposure("127.0.0.1", "127.0.0.1", EveryBlock()))
+            pipe.send(endpoint.SerializeToString())
+            await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(serve())
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An owner in another process."""
+
+    process: BaseProcess
+    endpoint: handoff_pb2.TransportEndpoint
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+@asynccontextmanager
+async def gpu_owner(transport: str = "cuda_ipc") -> AsyncIterator[Owner]:
+    """A pool on the GPU in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_offer, args=(there, transport))
+    process.start()
+    try:
+        assert await asyncio.to_thread(here.poll, 60)
+        yield Owner(process, handoff_pb2.TransportEndpoint.FromString(here.recv()))
+    finally:
+        process.kill()
+        process.join()

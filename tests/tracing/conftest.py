@@ -1,5 +1,0 @@
-"""Leaves logging as it was found."""
-
-from support.restored_logging import restored_logging
-
-__all__ = ["restored_logging"]
