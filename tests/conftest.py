@@ -17,6 +17,12 @@ def pytest_collection_finish() -> None:
     exempt_living_objects()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exempt_from_collection() -> None:
+    """The same for what earlier modules of tests left behind: libraries loaded late, processes' results, caches."""
+    exempt_living_objects()
+
+
 @pytest.fixture(scope="session")
 def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """An etcd that all tests share; no test breaks it."""

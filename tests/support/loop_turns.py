@@ -2,9 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+# What an input itself costs, it costs each time; a pause of the machine does not come each time.
+ATTEMPTS = 5
 
 
 @dataclass
@@ -33,3 +36,13 @@ def turns() -> Iterator[Turns]:
         yield measured
     finally:
         asyncio.Handle._run = plain  # type: ignore[method-assign]
+
+
+async def assert_never_held(seconds: float, attempt: Callable[[], Awaitable[object]]) -> None:
+    """Fails if each attempt holds the event loop for `seconds` of CPU time or longer."""
+    for _ in range(ATTEMPTS):
+        with turns() as measured:
+            await attempt()
+        if measured.longest_seconds < seconds:
+            return
+    raise AssertionError(f"held for {measured.longest_seconds} s of CPU time by {measured.longest}")
