@@ -95,7 +95,7 @@ async def test_peers_are_reached_directly_whatever_the_proxy(monkeypatch: pytest
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     async with scripted(GetModel=get_model) as peer:
-        await unary(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=5))
+        await unary(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=60))
 
 
 async def test_a_deadline_that_passes_is_deadline_exceeded() -> None:
@@ -163,8 +163,8 @@ async def test_a_call_that_grpc_cannot_make_is_an_error_of_ours() -> None:
     async with scripted() as peer:
         wrong = (("x-name", "Jörg"),)
         with pytest.raises(BatonError, match="could not make the call"):
-            await unary(peer.stub.GetModel(model_pb2.GetModelRequest(), metadata=wrong, timeout=5))
+            await unary(peer.stub.GetModel(model_pb2.GetModelRequest(), metadata=wrong, timeout=60))
         # Of streams gRPC says it by a status.
         with pytest.raises(BatonError):
-            async for _ in stream(peer.stub.Generate(pb.GenerateRequest(), metadata=wrong, timeout=5)):
+            async for _ in stream(peer.stub.Generate(pb.GenerateRequest(), metadata=wrong, timeout=60)):
                 pass

@@ -48,7 +48,9 @@ async def test_a_sweep_measures_each_rate_and_concurrency(baton: Baton, tmp_path
         assert step["first_token"]["p50"] >= 0.02
         assert step["token"]["p50"] >= 0.9 * 3 * STEP_SECONDS
     alone, together = written["steps"][1:]
-    assert together["requests_per_second"] > alone["requests_per_second"]
+    # Requests that run on average, by Little's law; one after another, half of them take p50, and it is 2 at most.
+    assert alone["requests_per_second"] * alone["whole"]["p50"] <= 2
+    assert together["requests_per_second"] * together["whole"]["p50"] > 2
 
 
 async def test_answers_that_miss_a_target_are_no_goodput(baton: Baton) -> None:
@@ -61,7 +63,7 @@ async def test_answers_that_miss_a_target_are_no_goodput(baton: Baton) -> None:
 
 async def test_a_replayed_trace_finds_its_prefixes_again(baton: Baton, tmp_path: Path) -> None:
     lines = [
-        {"timestamp": 50 * number, "input_length": 512 * 4, "output_length": 64, "hash_ids": [1, 2, 3, 10 + number]}
+        {"timestamp": 200 * number, "input_length": 512 * 4, "output_length": 64, "hash_ids": [1, 2, 3, 10 + number]}
         for number in range(10)
     ]
     trace = tmp_path / "trace.jsonl"
@@ -74,7 +76,8 @@ async def test_a_replayed_trace_finds_its_prefixes_again(baton: Baton, tmp_path:
     assert outcome.code == 0
     (step,) = json.loads((tmp_path / "json").read_text())["steps"]
     assert (step["step"], step["requests"], step["failed"]) == ("trace.jsonl", 10, 0)
-    assert 0.5 < step["hit_rate"] <= 0.75 * 0.9 + 0.01
+    # Three blocks of four for nine of ten requests, and less if some are sent before an earlier one has ended.
+    assert 0.25 < step["hit_rate"] <= 0.75 * 0.9 + 0.01
     assert step["seconds"] >= 0.45
 
 

@@ -14,7 +14,7 @@ from cli.local.state import StateFolder
 
 
 def models(address: str) -> list[str]:
-    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as answer:
         return [model["name"] for model in json.loads(answer.read())["models"]]
 
 

@@ -192,7 +192,7 @@ def test_a_cluster_that_is_well_sets_off_no_alert(scraped: PrometheusServer) -> 
 
 def test_promtool_finds_no_fault_with_what_any_process_serves(running: Fleet, scraped: PrometheusServer) -> None:
     for address in running.metrics.values():
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             promtool("check", "metrics", stdin=answer.read().decode())
 
 

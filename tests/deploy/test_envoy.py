@@ -168,7 +168,7 @@ async def test_a_page_of_another_origin_may_ask(edge: Edge) -> None:
     request = urllib.request.Request(f"http://{edge.envoy.address}{METHOD}Generate", None, headers, method="OPTIONS")
 
     def ask() -> str | None:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             allowed: str | None = answer.headers["access-control-allow-origin"]
             return allowed
 

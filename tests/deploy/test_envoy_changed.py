@@ -71,7 +71,7 @@ async def test_with_tls_on_both_sides_answers_come_and_strangers_get_nothing(tmp
             assert len(answer.ids) == 12
         async with open_channel(envoy.address) as plain:
             with pytest.raises(aio.AioRpcError) as caught:
-                await InferenceServiceStub(plain).ListModels(model_pb2.ListModelsRequest(), timeout=5)
+                await InferenceServiceStub(plain).ListModels(model_pb2.ListModelsRequest(), timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -89,7 +89,7 @@ async def test_over_the_rate_limit_a_client_gets_resource_exhausted(tmp_path: Pa
     async with edge(tmp_path, three_a_minute) as envoy, open_channel(envoy.address) as channel:
         stub = InferenceServiceStub(channel)
         for _ in range(3):
-            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=60)
         with pytest.raises(aio.AioRpcError) as caught:
-            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=5)
+            await stub.ListModels(model_pb2.ListModelsRequest(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

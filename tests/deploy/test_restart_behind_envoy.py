@@ -85,7 +85,7 @@ async def test_a_call_that_met_a_stopping_router_goes_to_another(
 
 async def _end_of(stub: InferenceServiceStub) -> str:
     try:
-        await stub.ListModels(model_pb2.ListModelsRequest(), timeout=10)
+        await stub.ListModels(model_pb2.ListModelsRequest(), timeout=60)
     except aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
     return "OK"

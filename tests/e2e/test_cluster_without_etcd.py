@@ -29,7 +29,7 @@ async def answer(running: Fleet) -> Outcome:
     request.sampling.seed = 1
     request.stopping.max_tokens = 6
     outcome = Outcome(request.request_id)
-    await follow(running.stub.Generate(request, timeout=20), outcome)
+    await follow(running.stub.Generate(request, timeout=60), outcome)
     assert outcome.is_right, outcome
     assert len(outcome.ids) == 6
     assert outcome.finished is not None

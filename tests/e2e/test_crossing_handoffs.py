@@ -12,6 +12,7 @@ import pytest_asyncio
 from support.clients.generation import Answer, generate, greedy_ids
 from support.cluster.in_process import PATIENT, Bench, bench, eventually
 from support.engines.checkpoints import save_llama
+from support.eventually import PATIENCE_SECONDS
 from support.lifetimes import in_one_task
 
 from router.config import RoutingConfig
@@ -24,7 +25,6 @@ POOL_BLOCKS = 16
 BLOCK_TOKENS = 16
 REQUESTS = 8
 ANSWER_TOKENS = 24
-PATIENCE_SECONDS = 60.0
 
 
 def _simulated(_: Path) -> SimulatedConfig:

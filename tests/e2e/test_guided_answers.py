@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 import pytest_asyncio
-from support.cluster.in_process import PATIENCE_SECONDS, PATIENT, Bench, bench, running_stream, simulated
+from support.cluster.in_process import PATIENT, Bench, bench, running_stream, simulated
 from support.engines.checkpoints import DEMO
 from support.engines.guided import check_json
 from support.engines.schemas import FLAG, NUMBER, WORD, Schema, all_schemas, closed, listed
+from support.eventually import PATIENCE_SECONDS
 from support.lifetimes import in_one_task
 
 from baton.inference.v1 import model_pb2, sampling_pb2

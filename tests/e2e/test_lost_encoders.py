@@ -61,7 +61,7 @@ def about(width: int) -> pb.GenerateRequest:
 async def blocks_used(channel: grpc.aio.Channel) -> int:
     """Of all workers that the router can reach."""
     stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
-    answer = await stub.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=5)
+    answer = await stub.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=60)
     ready = [each for each in answer.workers if each.state == cluster_service_pb2.WORKER_STATE_READY]
     return sum(each.load.blocks_used for each in ready)
 

@@ -51,7 +51,7 @@ async def test_embeddings_are_those_of_grpc(monkeypatch: pytest.MonkeyPatch) -> 
     async with openai_bench(simulated("e1", "embed")) as running:
         done = await run(running, monkeypatch, "embed", "one", "another")
         request = embed_pb2.EmbedRequest(inputs=[{"text": "one"}, {"text": "another"}])
-        response = await unary(running.stub.Embed(request, timeout=20))
+        response = await unary(running.stub.Embed(request, timeout=60))
     assert [json.loads(line) for line in done.out.splitlines()] == [list(one.values) for one in response.embeddings]
 
 

@@ -135,7 +135,7 @@ async def _prefill(target: Target, request: prefill_pb2.PrefillRequest) -> hando
         request_serializer=prefill_pb2.PrefillRequest.SerializeToString,
         response_deserializer=prefill_pb2.PrefillResponse.FromString,
     )
-    response: prefill_pb2.PrefillResponse = await call(request, timeout=20)
+    response: prefill_pb2.PrefillResponse = await call(request, timeout=60)
     return response.handoff
 
 

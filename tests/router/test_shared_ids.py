@@ -39,9 +39,9 @@ async def tokens_of(stub: Stub, request: generate_pb2.GenerateRequest, seconds: 
 async def test_a_cancel_on_one_router_leaves_the_same_id_on_another_alone() -> None:
     async with bench(PREFILL, SLOW_DECODE) as running, another_router(running) as other:
         mine = asyncio.create_task(tokens_of(running.stub, SHARED, 20))
-        theirs = other.Generate(SHARED, timeout=20)
+        theirs = other.Generate(SHARED, timeout=60)
         await eventually(lambda: running.workers["d1"].engine.load().running == 2)
-        await other.CancelGeneration(generate_pb2.CancelGenerationRequest(request_id="shared"), timeout=10)
+        await other.CancelGeneration(generate_pb2.CancelGenerationRequest(request_id="shared"), timeout=60)
         with pytest.raises(aio.AioRpcError) as failure:
             async for _ in theirs:
                 pass

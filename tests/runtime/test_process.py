@@ -68,7 +68,7 @@ def line(process: "subprocess.Popen[str]") -> str:
 
 def outcome(main: str) -> tuple[int, str, str]:
     with program(main) as process:
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
 

@@ -116,7 +116,7 @@ async def generate(guarded: Guarded, uri: str, token: str = "") -> generate_pb2.
     async with open_channel(guarded.router.address, guarded.tls(uri)) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         call = stub.GenerateUnary(
-            generate_pb2.GenerateUnaryRequest(request=request()), metadata=bearer(token) if token else (), timeout=20
+            generate_pb2.GenerateUnaryRequest(request=request()), metadata=bearer(token) if token else (), timeout=60
         )
         return (await call).finished
 
@@ -251,7 +251,7 @@ async def test_a_run_logs_no_secret(guarded: Guarded, monkeypatch: pytest.Monkey
 
 async def _code(channel: aio.Channel, method: str) -> grpc.StatusCode:
     """The status of a call with an empty request; of a stream, that of its end or OK after its first message."""
-    call = channel.unary_stream(method, request_serializer=bytes)(b"", timeout=5)
+    call = channel.unary_stream(method, request_serializer=bytes)(b"", timeout=60)
     try:
         await call.read()
     except aio.AioRpcError as error:
@@ -281,9 +281,9 @@ def test_metrics_are_for_those_with_a_certificate(tmp_path: Path) -> None:
     with serve_monitor(":0", tls.server_context()) as monitor:
         url = f"https://127.0.0.1:{monitor.port}/metrics"
         with pytest.raises(OSError):  # noqa: PT011 - TLS 1.3 says it with whichever read comes next
-            urllib.request.urlopen(url, context=trusting, timeout=5).read()
+            urllib.request.urlopen(url, context=trusting, timeout=60).read()
         trusting.load_cert_chain(scraper.cert, scraper.key)
-        assert b"baton_build_info" in urllib.request.urlopen(url, context=trusting, timeout=5).read()
+        assert b"baton_build_info" in urllib.request.urlopen(url, context=trusting, timeout=60).read()
 
 
 def test_a_peer_that_never_shakes_hands_does_not_stop_the_metrics(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_peer_that_never_shakes_hands_does_not_stop_the_metrics(tmp_path: Path
     trusting = ssl.create_default_context(cafile=authority.ca)
     with (
         serve_monitor(":0", TlsConfig(cert=own.cert, key=own.key).server_context()) as monitor,
-        socket.create_connection(("127.0.0.1", monitor.port), timeout=5),
+        socket.create_connection(("127.0.0.1", monitor.port), timeout=60),
     ):
         url = f"https://127.0.0.1:{monitor.port}/metrics"
         assert b"baton_build_info" in urllib.request.urlopen(url, context=trusting, timeout=3).read()

@@ -153,5 +153,5 @@ async def test_metrics_tell_of_blocks_and_handoffs(tmp_path: Path) -> None:
 
 
 def _scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return str(answer.read().decode())

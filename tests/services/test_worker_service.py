@@ -6,9 +6,9 @@ from contextlib import aclosing
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.clients.worker_calls import PATIENCE_SECONDS, TEXT, decode_request
+from support.clients.worker_calls import TEXT, decode_request
 from support.cluster.workers import LEASE_SECONDS, Running, Starter
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.calls import stream, unary
 from baton.engine.v1 import prompt_pb2, worker_pb2
@@ -299,7 +299,7 @@ async def _drain(running: Running, grace: Duration | None = None) -> list[worker
 
 async def test_an_engine_that_fails_is_not_serving_and_not_registered(start: Starter) -> None:
     async with start("decode", fail_after_tokens=5) as decode, open_channel(decode.calls.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(EngineFailed):
             await decode.calls.decode(decode_request())
@@ -313,7 +313,7 @@ async def test_every_role_of_a_ready_worker_is_serving(decode: Running) -> None:
     async with open_channel(decode.calls.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "baton.engine.v1.DecodeService", "baton.engine.v1.WorkerService"):
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02

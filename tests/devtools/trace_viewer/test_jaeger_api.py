@@ -36,7 +36,7 @@ async def get(viewer: Viewer, path: str, **headers: str) -> tuple[int, Any]:
     def fetch() -> tuple[int, Any]:
         request = urllib.request.Request(viewer.url + path, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())

@@ -47,7 +47,7 @@ async def test_each_input_gets_its_vector_in_order_and_the_usage_counts_their_to
 async def test_token_ids_give_the_vector_of_their_text() -> None:
     async with bench(E1) as running:
         request = embed_pb2.EmbedRequest(inputs=[{"text": "ab"}, {"token_ids": {"ids": list(b"ab")}}])
-        response = await unary(running.stub.Embed(request, timeout=20))
+        response = await unary(running.stub.Embed(request, timeout=60))
     assert response.embeddings[0] == response.embeddings[1]
 
 
@@ -68,7 +68,7 @@ async def test_wrong_fields_are_all_named_before_a_worker_is_called() -> None:
             await embed(running, "fine", "fine", "a text that is too long")
         ids = [{"token_ids": {"ids": [1, 10**6]}}, {"token_ids": {"ids": range(9)}}, {}]
         with pytest.raises(BatonError) as of_ids:
-            await unary(running.stub.Embed(embed_pb2.EmbedRequest(inputs=ids), timeout=20))
+            await unary(running.stub.Embed(embed_pb2.EmbedRequest(inputs=ids), timeout=60))
         with pytest.raises(BatonError) as of_none:
             await embed(running)
     assert sorted(violations(caught.value)) == ["dimensions", "inputs[2]", "inputs[3]"]
@@ -131,7 +131,7 @@ async def test_a_passed_deadline_and_a_cancel_stop_the_worker() -> None:
         asked = asyncio.ensure_future(embed(running, "x", request_id="mine"))
         await eventually(lambda: running.workers["e1"].engines.load().running == 1)
         cancelling = generate_pb2.CancelGenerationRequest(request_id="mine")
-        answer = await running.stub.CancelGeneration(cancelling, timeout=20)
+        answer = await running.stub.CancelGeneration(cancelling, timeout=60)
         with pytest.raises(BatonError) as cancelled:
             await asked
         await eventually(lambda: running.workers["e1"].engines.load().running == 0)
@@ -159,7 +159,7 @@ async def test_requests_beyond_the_limit_wait_their_turn() -> None:
 
 async def test_the_model_list_says_what_vectors_a_model_makes() -> None:
     async with bench(DECODE, E1) as running:
-        models = await unary(running.stub.ListModels(model_pb2.ListModelsRequest(), timeout=20))
+        models = await unary(running.stub.ListModels(model_pb2.ListModelsRequest(), timeout=60))
         generated = await running.generate(prompt="x", stopping={"max_tokens": 2})
     [model] = models.models
     assert (model.embed_workers, model.decode_workers, model.embedding.dimensions) == (1, 1, 64)
@@ -180,5 +180,5 @@ async def test_a_worker_without_the_role_says_so() -> None:
     async with bench(DECODE, E1) as running:
         worker = next(one for one in running.cluster.workers if one.record.worker_id == "d1")
         with pytest.raises(aio.AioRpcError) as caught:
-            await worker.embed.Embed(engine_pb2.EmbedRequest(request_id="r"), timeout=20)
+            await worker.embed.Embed(engine_pb2.EmbedRequest(request_id="r"), timeout=60)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION

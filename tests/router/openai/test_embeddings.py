@@ -21,7 +21,7 @@ async def served() -> AsyncIterator[Bench]:
 
 async def by_grpc(running: Bench, *texts: str, **fields: Any) -> list[list[float]]:
     request = embed_pb2.EmbedRequest(inputs=[{"text": text} for text in texts], **fields)
-    response = await unary(running.stub.Embed(request, timeout=20))
+    response = await unary(running.stub.Embed(request, timeout=60))
     return [list(one.values) for one in response.embeddings]
 
 

@@ -49,7 +49,7 @@ def sums(timings: Sequence[StageTiming], field: str = "duration") -> dict[str, f
 
 
 async def finished(running: Bench, metadata: Mapping[str, str], **fields: Any) -> generate_pb2.Finished:
-    call = running.stub.Generate(generate_pb2.GenerateRequest(**fields), timeout=20, metadata=tuple(metadata.items()))
+    call = running.stub.Generate(generate_pb2.GenerateRequest(**fields), timeout=60, metadata=tuple(metadata.items()))
     return [message async for message in call][-1].finished
 
 

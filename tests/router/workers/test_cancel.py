@@ -16,7 +16,7 @@ LONG = generate_pb2.GenerateRequest(prompt="hello", request_id="mine", stopping=
 
 
 async def cancel(running: Bench, request_id: str) -> generate_pb2.CancelGenerationResponse:
-    return await running.stub.CancelGeneration(generate_pb2.CancelGenerationRequest(request_id=request_id), timeout=10)
+    return await running.stub.CancelGeneration(generate_pb2.CancelGenerationRequest(request_id=request_id), timeout=60)
 
 
 async def read_tokens(call: "aio.UnaryStreamCall[object, generate_pb2.GenerateResponse]", count: int) -> None:

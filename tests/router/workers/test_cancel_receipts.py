@@ -43,14 +43,14 @@ def send(stub: inference_service_pb2_grpc.InferenceServiceStub, plan: str, **fie
     request = generate_pb2.GenerateRequest(
         **{"request_id": "mine", "prompt": PROMPT, "stopping": {"max_tokens": 400}, **fields}  # type: ignore[arg-type]
     )
-    call: Call = stub.Generate(request, timeout=20, metadata=(("x-baton-fault", plan),) if plan else ())
+    call: Call = stub.Generate(request, timeout=60, metadata=(("x-baton-fault", plan),) if plan else ())
     return call
 
 
 async def cancel(running: Bench, call: Call) -> dict[str, generate_pb2.CancelReceipt]:
     """The receipts by worker. When they come, no block is in use any more, and the stream has its status."""
     request = generate_pb2.CancelGenerationRequest(request_id="mine")
-    answer = await running.stub.CancelGeneration(request, timeout=10)
+    answer = await running.stub.CancelGeneration(request, timeout=60)
     assert running.used_blocks() == 0
     with pytest.raises(aio.AioRpcError) as caught:
         await read_to_the_end(call)
@@ -139,7 +139,7 @@ async def test_an_answer_that_its_client_does_not_read_is_stopped_too() -> None:
         call = send(stub, "", stopping={"max_tokens": 8000}, response={"logprobs": 20})
         await eventually(lambda: running.workers["d1"].engine.load().blocks_used > 40)
         answer = await running.stub.CancelGeneration(
-            generate_pb2.CancelGenerationRequest(request_id="mine"), timeout=10
+            generate_pb2.CancelGenerationRequest(request_id="mine"), timeout=60
         )
         assert running.used_blocks() == 0
         assert [(receipt.worker_id, facts(receipt)[0]) for receipt in answer.receipts] == [("d1", "decode")]
@@ -198,7 +198,7 @@ async def test_a_decode_is_cancelled_after_its_prefill_worker_has_left() -> None
 
 async def test_an_encoding_in_the_middle_is_stopped() -> None:
     async with bench(multimodal("e1", "encode", encode_seconds=20.0), *PAIR) as running:
-        call = running.stub.Generate(asking("mine"), timeout=20)
+        call = running.stub.Generate(asking("mine"), timeout=60)
         await eventually(lambda: running.workers["e1"].drainer.progress.running == 1)
         receipts = await cancel(running, call)
         assert {worker: facts(receipt) for worker, receipt in receipts.items()} == {"e1": ("encode", 0, 0)}
@@ -208,8 +208,8 @@ async def test_an_encoding_in_the_middle_is_stopped() -> None:
 async def test_an_encoding_that_another_request_waits_for_goes_on() -> None:
     async with bench(multimodal("e1", "encode", encode_seconds=1.0), *PAIR) as running:
         misses = sample("baton_embedding_cache_misses_total")
-        call = running.stub.Generate(asking("mine"), timeout=20)
-        other = running.stub.Generate(asking("other"), timeout=20)
+        call = running.stub.Generate(asking("mine"), timeout=60)
+        other = running.stub.Generate(asking("other"), timeout=60)
         await eventually(lambda: sample("baton_embedding_cache_misses_total") == misses + 2)
         assert await cancel(running, call) == {}
         await read_to_the_end(other)

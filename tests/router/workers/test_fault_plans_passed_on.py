@@ -19,7 +19,7 @@ FOUR = [
 
 
 async def finished(stub: InferenceServiceStub, plan: str) -> tuple[list[int], generate_pb2.Finished]:
-    messages = [message async for message in stub.Generate(LONG, timeout=20, metadata=(("x-baton-fault", plan),))]
+    messages = [message async for message in stub.Generate(LONG, timeout=60, metadata=(("x-baton-fault", plan),))]
     return [token for message in messages for token in message.token.token_ids], messages[-1].finished
 
 

@@ -22,7 +22,7 @@ WORKERS = (simulated("p1", "prefill"), simulated("d1", "decode"), simulated("e1"
 
 
 async def info_of(running: Bench) -> server_info_pb2.GetServerInfoResponse:
-    return await unary(running.stub.GetServerInfo(server_info_pb2.GetServerInfoRequest(), timeout=20))
+    return await unary(running.stub.GetServerInfo(server_info_pb2.GetServerInfoRequest(), timeout=60))
 
 
 async def test_limits_are_those_of_the_configuration() -> None:

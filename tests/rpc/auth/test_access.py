@@ -79,7 +79,7 @@ async def ask(
             response_deserializer=model_pb2.ListModelsResponse.FromString,
         )
         try:
-            answer = await call(model_pb2.ListModelsRequest(), metadata=tuple(metadata), timeout=10)
+            answer = await call(model_pb2.ListModelsRequest(), metadata=tuple(metadata), timeout=60)
         except aio.AioRpcError as error:
             return error.code().name
         return answer.models[0].name if answer.models else "OK"
@@ -136,7 +136,7 @@ async def test_everybody_may_ask_for_the_health_unless_it_is_closed(tokens_file:
         access = Access(RULES, read_tokens(tokens_file), open_health)
         async with serving(access) as server, open_channel(server.address) as channel:
             try:
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
                 codes.append(grpc.StatusCode.OK)
             except aio.AioRpcError as error:
                 codes.append(error.code())
@@ -148,9 +148,9 @@ async def test_reflection_needs_a_token_of_any_role(access: Access) -> None:
     async with serving(access) as server, open_channel(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         with pytest.raises(aio.AioRpcError) as caught:
-            await stub.ServerReflectionInfo(iter([request]), timeout=10).read()
+            await stub.ServerReflectionInfo(iter([request]), timeout=60).read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        answer = await stub.ServerReflectionInfo(iter([request]), metadata=bearer(ADMIN), timeout=10).read()
+        answer = await stub.ServerReflectionInfo(iter([request]), metadata=bearer(ADMIN), timeout=60).read()
         assert answer.list_services_response.service
 
 
@@ -313,7 +313,7 @@ async def test_a_request_over_the_limit_is_refused() -> None:
         async with open_channel(server.address) as channel:
             call = channel.unary_unary(f"/{NAME}/GetModel", request_serializer=bytes)
             with pytest.raises(aio.AioRpcError) as caught:
-                await call(b"x" * 2048, timeout=10)
+                await call(b"x" * 2048, timeout=60)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -324,5 +324,5 @@ async def test_an_old_connection_is_renewed_without_an_error() -> None:
     ):
         call = channel.unary_unary(f"/{NAME}/GetModel", request_serializer=bytes)
         for _ in range(20):
-            await call(b"", timeout=10)
+            await call(b"", timeout=60)
             await asyncio.sleep(0.05)

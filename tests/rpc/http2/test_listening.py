@@ -22,7 +22,7 @@ def server() -> Http2Server:
 
 async def asked(address: str) -> bytes:
     async with aio.insecure_channel(address) as channel:
-        return await channel.unary_unary(path("unary"))(b"hello", timeout=5)
+        return await channel.unary_unary(path("unary"))(b"hello", timeout=60)
 
 
 async def test_two_servers_share_a_port_if_both_say_so() -> None:

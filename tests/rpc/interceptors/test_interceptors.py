@@ -216,7 +216,7 @@ async def test_a_call_whose_deadline_passes_is_logged_as_such() -> None:
 
     with capture_logs() as lines:
         async with scripted(GetModel=get_model) as peer:
-            await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=0.05))
+            await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=1))
             await eventually(lambda: bool(lines))
     assert lines[0]["code"] == "DEADLINE_EXCEEDED"
 
@@ -224,17 +224,17 @@ async def test_a_call_whose_deadline_passes_is_logged_as_such() -> None:
 async def test_an_error_of_grpc_that_is_not_of_this_call_leaves_it_with_a_status() -> None:
     async def get_model(request: object, context: object) -> None:
         # gRPC refuses to send this, by an exception of its own.
-        await stub.GetModel(model_pb2.GetModelRequest(), metadata=(("x-name", "Jörg"),), timeout=5)
+        await stub.GetModel(model_pb2.GetModelRequest(), metadata=(("x-name", "Jörg"),), timeout=60)
 
     async with scripted() as elsewhere, scripted(GetModel=get_model) as peer:
         stub = elsewhere.stub
-        error = await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=5))
+        error = await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=60))
     assert (error.code(), error.details()) == (StatusCode.INTERNAL, "internal error")
 
 
 async def test_a_call_on_a_closed_channel_says_that_its_peer_is_not_there() -> None:
     async def get_model(request: object, context: object) -> None:
-        await stub.GetModel(model_pb2.GetModelRequest(), timeout=5)
+        await stub.GetModel(model_pb2.GetModelRequest(), timeout=60)
 
     async with scripted() as elsewhere:
         stub = elsewhere.stub
@@ -250,5 +250,5 @@ async def test_a_cancellation_that_is_not_of_this_call_leaves_it_with_a_status()
         await other
 
     async with scripted(GetModel=get_model) as peer:
-        error = await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=5))
+        error = await status_of(peer.stub.GetModel(model_pb2.GetModelRequest(), timeout=60))
     assert (error.code(), error.details()) == (StatusCode.INTERNAL, "internal error")

@@ -134,7 +134,7 @@ async def test_a_large_request_arrives_whole() -> None:
 
     async with scripted(Generate=echo) as peer:
         request = pb.GenerateRequest(request_id="large", prompt="é" * MIB)
-        [answer] = [answer async for answer in peer.stub.Generate(request, timeout=10)]
+        [answer] = [answer async for answer in peer.stub.Generate(request, timeout=60)]
     assert (answer.request_id, answer.sequence) == ("large", MIB)
 
 
@@ -150,7 +150,7 @@ async def name_length(request: model_pb2.GetModelRequest, context: object) -> mo
 
 
 async def compressed(peer: Any, wire: bytes, algorithm: grpc.Compression) -> aio.AioRpcError:
-    call = peer.channel.unary_unary(f"/{NAME}/GetModel")(wire, compression=algorithm, timeout=20)
+    call = peer.channel.unary_unary(f"/{NAME}/GetModel")(wire, compression=algorithm, timeout=60)
     return await status_of(call)
 
 
@@ -195,7 +195,7 @@ async def test_deflate_is_refused() -> None:
 async def test_gzip_is_accepted_where_it_is_switched_on() -> None:
     async with scripted(GetModel=name_length, connections=ConnectionLimits(compressed_requests=True)) as peer:
         request = model_named(100_000)
-        answer = await peer.stub.GetModel(request, compression=grpc.Compression.Gzip, timeout=10)
+        answer = await peer.stub.GetModel(request, compression=grpc.Compression.Gzip, timeout=60)
     assert answer.model.name == "100000"
 
 

@@ -145,14 +145,14 @@ async def test_a_deadline_ends_the_call_on_both_sides() -> None:
 
     async def wait(request: object, context: Any) -> None:
         try:
-            assert 0 < context.time_remaining() <= 0.1
+            assert 0 < context.time_remaining() <= 1
             await asyncio.Event().wait()
         finally:
             ended.set()
 
     async with shared(Generate=wait) as calls:
         with pytest.raises(DeadlineExceeded):
-            await calls.read(timeout=0.1)
+            await calls.read(timeout=1)
         await ended.wait()
 
 
@@ -264,7 +264,7 @@ async def without_end(request: pb.GenerateRequest, context: Any) -> None:
 async def ask_without_end(stub: inference.InferenceServiceStub) -> None:
     """One call after the other. Raises the error of the first that fails."""
     while True:
-        await unary(stub.GetModel(model_pb2.GetModelRequest(), timeout=10))
+        await unary(stub.GetModel(model_pb2.GetModelRequest(), timeout=60))
 
 
 async def test_a_server_that_ends_is_unavailable_to_the_calls_that_run() -> None:

@@ -18,10 +18,10 @@ from support.clients.image_calls import (
     renew_embedding,
 )
 from support.clients.scraping import since
-from support.clients.worker_calls import PATIENCE_SECONDS, Decoded, calls_to, sampling
+from support.clients.worker_calls import Decoded, calls_to, sampling
 from support.clock import ManualClock
 from support.cluster.workers import LEASE_SECONDS, Running, Starter, worker_process
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 from support.servers.held_handoff_service import held_back
 
 from baton.calls import unary

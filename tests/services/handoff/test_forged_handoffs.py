@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from support.clients.worker_calls import PATIENCE_SECONDS, decode_request
+from support.clients.worker_calls import decode_request
 from support.cluster.workers import LEASE_SECONDS, Running, Starter
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.calls import unary
 from baton.engine.v1 import handoff_pb2

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.clients.worker_calls import PATIENCE_SECONDS
 from support.cluster.workers import Running, Starter
+from support.eventually import PATIENCE_SECONDS
 from support.transports.nixl import NIXL
 
 from baton.calls import unary
@@ -103,7 +103,7 @@ async def test_the_token_alone_opens_nothing(start: Starter) -> None:
     async with start("prefill", transports=("tcp",)) as prefill:
         handoff = await prefill.calls.prefill()
         [endpoint] = (await get_pool(prefill, handoff.handoff_id)).endpoints
-        with socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=10) as connection:
+        with socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=60) as connection:
             question = ID_LENGTH.pack(0) + COUNT.pack(1) + handoff.block_ids[0].to_bytes(4, "little")
             connection.sendall(MAGIC + endpoint.tcp.token + question)
             with suppress(ConnectionResetError):

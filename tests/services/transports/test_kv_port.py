@@ -51,7 +51,7 @@ async def pull(server: PoolServer, tls: TlsConfig | None = None) -> None:
 
 
 def connect(endpoint: handoff_pb2.TransportEndpoint) -> socket.socket:
-    return socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=10)
+    return socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=60)
 
 
 async def test_over_tls_peers_that_send_a_byte_and_reset_take_no_place(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ async def tcp(pools: tuple[SharedPool, SharedPool]) -> AsyncIterator[Wire]:
 
 def _answer_to(endpoint: handoff_pb2.TransportEndpoint, *said: bytes) -> bytes:
     """Returns the owner's answer to raw bytes; nothing if it closes the connection."""
-    with socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=10) as connection:
+    with socket.create_connection((endpoint.tcp.host, endpoint.tcp.port), timeout=60) as connection:
         for part in said:
             connection.sendall(part)
         try:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from support.clients.worker_calls import PATIENCE_SECONDS, Decoded, WorkerCalls, sampling
+from support.clients.worker_calls import Decoded, WorkerCalls, sampling
+from support.eventually import PATIENCE_SECONDS
 from support.images.pictures import picture
 
 from baton.calls import unary

@@ -53,7 +53,7 @@ class Scrape:
 
 def scrape(address: str) -> Scrape:
     """Reads the metrics at `host:port`. Raises OSError."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
     for family in text_string_to_metric_families(text):
@@ -65,7 +65,7 @@ def scrape(address: str) -> Scrape:
 def get_health(address: str) -> tuple[int, Any]:
     """What /health answers: the HTTP status, and the JSON."""
     try:
-        with urllib.request.urlopen(f"http://{address}/health", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=60) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

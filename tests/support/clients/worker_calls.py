@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
+from support.eventually import PATIENCE_SECONDS
+
 from baton.calls import stream, unary
 from baton.engine.v1 import (
     decode_pb2,
@@ -21,7 +23,6 @@ from baton.engine.v1 import (
 from baton.inference.v1 import media_pb2, sampling_pb2, timing_pb2
 from rpc.channels import open_channel
 
-PATIENCE_SECONDS = 20.0
 Metadata = Sequence[tuple[str, str]]
 TEXT = b"the quick brown fox jumps over the lazy dog, twice"
 

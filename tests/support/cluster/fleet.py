@@ -178,7 +178,7 @@ class Fleet:
 
     async def load(self, name: str) -> cluster_service_pb2.WorkerLoad:
         """The load that a worker itself reports. Raises BatonError."""
-        answer = await unary(self._loads[name].GetLoad(worker_pb2.GetLoadRequest(), timeout=2.0))
+        answer = await unary(self._loads[name].GetLoad(worker_pb2.GetLoadRequest(), timeout=10.0))
         load: cluster_service_pb2.WorkerLoad = answer.load
         return load
 
@@ -195,7 +195,7 @@ class Fleet:
 
     async def _all_ready(self) -> bool:
         try:
-            answer = await unary(self.operators.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=2.0))
+            answer = await unary(self.operators.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=10.0))
         except BatonError:
             return False
         ready = {one.worker_id for one in answer.workers if one.state == cluster_service_pb2.WORKER_STATE_READY}

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 from support.servers.tcp_proxy import TcpProxy
 
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
@@ -19,7 +19,6 @@ from services.config import HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import Worker, host_worker
 
-PATIENCE_SECONDS = 20.0
 PROBE = ProbeConfig(interval_seconds=0.1, timeout_seconds=1.5)
 # Prefill and decode on separate workers, whatever the workers' caches hold: most tests need a known choice.
 PLACED_BY_LOAD = RoutingConfig(policy="least_loaded")
@@ -170,7 +169,7 @@ async def running_stream(running: Bench, until_tokens: int, **fields: Any) -> As
 
     async def read() -> Stream:
         stream = Stream([])
-        async for message in running.stub.Generate(generate_pb2.GenerateRequest(**fields), timeout=20):
+        async for message in running.stub.Generate(generate_pb2.GenerateRequest(**fields), timeout=PATIENCE_SECONDS):
             stream.messages.append(message)
             if len(stream.token_ids) >= until_tokens:
                 reached.set()

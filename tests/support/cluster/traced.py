@@ -8,6 +8,7 @@ from typing import Any
 
 from grpc import aio
 from support.cluster.in_process import FAST_ROUTER, Bench, bench
+from support.eventually import PATIENCE_SECONDS
 from support.servers.otlp import viewing
 
 from baton.inference.v1 import generate_pb2 as pb
@@ -17,8 +18,6 @@ from devtools.trace_viewer.reading import ReadTrace, read
 from devtools.trace_viewer.viewer import Viewer
 from rpc.tracing.config import TracingConfig
 from services.config import WorkerConfig
-
-PATIENCE_SECONDS = 8.0
 
 
 @dataclass

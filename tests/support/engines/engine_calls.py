@@ -4,14 +4,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from support.eventually import PATIENCE_SECONDS
+
 from runtime.aio import timeout
 from services.engines.answer import Finished, TokenLogprob, Tokens
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, PulledKv, Reservation
 from services.engines.prompt import Prompt, Sampling
 from services.handoff.engine_transfer import EngineHeldKv, RemoteKv, TransfersKv
-
-PATIENCE_SECONDS = 20.0
 
 # The sizes of every engine under the contract. The pool holds two contexts and a half.
 BLOCK_TOKENS = 16

@@ -159,7 +159,7 @@ class Trials:
 
     async def _cancel(self, request_id: str) -> None:
         try:
-            await self._fleet.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=request_id), timeout=10)
+            await self._fleet.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=request_id), timeout=60)
         except aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:  # It may have ended already.
                 raise

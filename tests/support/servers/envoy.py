@@ -19,7 +19,7 @@ from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from runtime.aio import timeout
 
 CONFIG = ROOT / "deploy" / "envoy" / "envoy.yaml"
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -81,7 +81,7 @@ async def fetch(request: urllib.request.Request | str) -> bytes:
     """The body of an HTTP response. Raises HTTPError for an error status."""
 
     def read() -> bytes:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             body: bytes = answer.read()
             return body
 

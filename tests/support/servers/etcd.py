@@ -106,7 +106,7 @@ class EtcdServer:
         with self.data_dir.with_suffix(".log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def wait_healthy(self, seconds: float = 20.0) -> None:
+    def wait_healthy(self, seconds: float = 60.0) -> None:
         """Waits until it reports that it is healthy, so that its cluster has a leader.
 
         Raises RuntimeError, with the end of its log, if that takes too long. It listens a while before it serves, and
@@ -150,7 +150,7 @@ class EtcdServer:
         """The output of etcdctl with `arguments`. Raises CalledProcessError."""
         command = [_program("etcdctl"), "--endpoints", self.endpoint, *arguments]
         environment = {**os.environ, "ETCDCTL_API": "3"}
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20, env=environment).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment).stdout
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None

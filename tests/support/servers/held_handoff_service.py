@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from support.clients.worker_calls import PATIENCE_SECONDS, WorkerCalls
+from support.clients.worker_calls import WorkerCalls
+from support.eventually import PATIENCE_SECONDS
 
 from baton.calls import unary
 from baton.engine.v1 import handoff_pb2_grpc

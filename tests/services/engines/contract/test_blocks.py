@@ -5,8 +5,8 @@ import mmap
 from contextlib import aclosing
 
 import pytest
-from support.engines.engine_calls import MAX_WAITING, PATIENCE_SECONDS, blocks_used, collect, greedy, pull
-from support.eventually import eventually
+from support.engines.engine_calls import MAX_WAITING, blocks_used, collect, greedy, pull
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.errors import InvalidRequest, Overloaded
 from runtime.aio import timeout

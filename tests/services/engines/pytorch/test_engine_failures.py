@@ -143,10 +143,10 @@ async def test_an_idle_engine_that_answers_stays_healthy_and_keeps_nothing(llama
 
 
 async def test_a_step_that_is_long_and_goes_on_is_not_stuck(llama: Checkpoint) -> None:
-    async with llama.engine(stall_seconds=1.5, canary_seconds=0.1, canary_patience_seconds=1.5) as engine:
+    async with llama.engine(stall_seconds=2.5, canary_seconds=0.1, canary_patience_seconds=2.5) as engine:
         # Each of the three layers takes less than the limit, and the step more than all three.
         layers = next(part for part in engine.module.modules() if isinstance(part, torch.nn.ModuleList))
-        hooks = [layer.register_forward_hook(lambda *_: time.sleep(0.6)) for layer in layers]
+        hooks = [layer.register_forward_hook(lambda *_: time.sleep(0.9)) for layer in layers]
         decoding = asyncio.create_task(collect(engine.decode(GOOD, greedy(2))))
         while not decoding.done():
             assert engine.healthy

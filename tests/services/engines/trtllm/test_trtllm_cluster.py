@@ -8,10 +8,10 @@ import pytest_asyncio
 from fake_tensorrt_llm.llm import FABRIC, RUNNING, node_of
 from fake_tensorrt_llm.tables import TABLES
 from grpc.aio import AioRpcError
-from support.cluster.in_process import PATIENCE_SECONDS, Bench, bench
+from support.cluster.in_process import Bench, bench
 from support.engines import trtllm
 from support.engines.engine_calls import greedy
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.errors import EngineFailed
 from baton.inference.v1 import generate_pb2

@@ -11,10 +11,10 @@ import pytest_asyncio
 from fake_tensorrt_llm.llm import FABRIC, RUNNING
 from fake_tensorrt_llm.values import RequestError
 from packaging.version import Version
-from support.cluster.in_process import PATIENCE_SECONDS, Bench, bench
+from support.cluster.in_process import Bench, bench
 from support.engines import trtllm
 from support.engines.engine_calls import collect, fetch, greedy
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc

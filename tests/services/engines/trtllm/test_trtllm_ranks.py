@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.cluster.in_process import PATIENCE_SECONDS, Bench, bench
+from support.cluster.in_process import Bench, bench
 from support.engines import trtllm
 from support.engines.engine_calls import BLOCK_TOKENS, BLOCKS, collect, greedy
+from support.eventually import PATIENCE_SECONDS
 
 from baton.calls import unary
 from baton.engine.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc

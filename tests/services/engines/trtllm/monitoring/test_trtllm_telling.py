@@ -10,10 +10,10 @@ import pytest_asyncio
 from fake_tensorrt_llm.llm import RUNNING
 from prometheus_client import generate_latest
 from support.clients.scraping import sample
-from support.cluster.in_process import PATIENCE_SECONDS, Bench, bench
+from support.cluster.in_process import Bench, bench
 from support.engines import trtllm
 from support.engines.engine_calls import BLOCK_TOKENS, BLOCKS, MAX_SEQUENCES, collect, greedy
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
