@@ -35,9 +35,9 @@ def namespace() -> str:
 def open_etcd(namespace: str) -> OpenEtcd:
     """Opens a registry on `endpoints` in the test's namespace, with short times."""
 
-    def open_(*endpoints: str, **more: object) -> EtcdRegistry:
-        short = {"call_timeout_seconds": 0.5, "start_timeout_seconds": 10.0}
-        config = EtcdConfig.model_validate({"endpoints": endpoints, **short, **more})
-        return EtcdRegistry(config, namespace, TTL_SECONDS)
+    def open_(*endpoints: str, ttl_seconds: int = TTL_SECONDS, **more: object) -> EtcdRegistry:
+        times = {"call_timeout_seconds": 0.5, "start_timeout_seconds": 60.0}
+        config = EtcdConfig.model_validate({"endpoints": endpoints, **times, **more})
+        return EtcdRegistry(config, namespace, ttl_seconds)
 
     return open_

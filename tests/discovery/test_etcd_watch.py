@@ -19,8 +19,9 @@ from discovery.etcd.client import EtcdClient
 
 OpenEtcd = Callable[..., AbstractAsyncContextManager[EtcdRegistry]]
 
-# The registry's lease in these tests, and so the time for which no worker is removed after an outage.
-TTL_SECONDS = 2
+# The lease of registries that must not lose it although the machine stands still for a while, and so the time for which
+# no worker is removed after an outage.
+TTL_SECONDS = 5
 
 
 async def test_it_goes_on_after_etcd_was_killed_and_restarted(own_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
@@ -29,14 +30,14 @@ async def test_it_goes_on_after_etcd_was_killed_and_restarted(own_etcd: EtcdServ
         own_etcd.kill()
         own_etcd.start()
         async with registry.register(worker("w1")):
-            await views.until_ids("w1", seconds=6)
+            await views.until_ids("w1")
 
 
 async def test_the_last_view_is_kept_while_etcd_is_away_and_while_workers_register_again(
     own_etcd: EtcdServer, open_etcd: OpenEtcd
 ) -> None:
     async with (
-        open_etcd(own_etcd.endpoint) as registry,
+        open_etcd(own_etcd.endpoint, ttl_seconds=TTL_SECONDS) as registry,
         registry.register(worker("w1")) as registration,
         Views(registry) as views,
     ):
@@ -45,9 +46,9 @@ async def test_the_last_view_is_kept_while_etcd_is_away_and_while_workers_regist
         await eventually(lambda: not registration.registered)
         own_etcd.wipe()
         own_etcd.start()
-        await eventually(lambda: registration.registered, seconds=6)
+        await eventually(lambda: registration.registered)
         async with registry.register(worker("w2")):
-            await views.until_ids("w1", "w2", seconds=6)
+            await views.until_ids("w1", "w2")
         assert all(view[0] == worker("w1") for view in views.all)
 
 
@@ -55,7 +56,7 @@ async def test_leases_that_ran_out_while_etcd_was_frozen_do_not_empty_the_view(
     own_etcd: EtcdServer, open_etcd: OpenEtcd
 ) -> None:
     async with (
-        open_etcd(own_etcd.endpoint) as registry,
+        open_etcd(own_etcd.endpoint, ttl_seconds=TTL_SECONDS) as registry,
         registry.register(worker("w1")) as registration,
         Views(registry) as views,
     ):
@@ -64,9 +65,9 @@ async def test_leases_that_ran_out_while_etcd_was_frozen_do_not_empty_the_view(
         frozen_at = time.monotonic()
         await eventually(lambda: time.monotonic() - frozen_at > TTL_SECONDS + 1)
         own_etcd.resume()
-        await eventually(lambda: registration.registered, seconds=6)
+        await eventually(lambda: registration.registered)
         async with registry.register(worker("w2")):
-            await views.until_ids("w1", "w2", seconds=6)
+            await views.until_ids("w1", "w2")
         assert all(view[0] == worker("w1") for view in views.all)
 
 
@@ -84,7 +85,7 @@ async def test_a_worker_that_went_while_the_watcher_was_away_is_gone_after_the_g
             await views.until_ids("goes", "stays")
             await proxy.cut()
         await proxy.restore()
-        await views.until_ids("stays", seconds=TTL_SECONDS + 5)
+        await views.until_ids("stays")
 
 
 async def test_changes_while_the_watcher_was_away_are_seen(shared_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
@@ -99,7 +100,7 @@ async def test_changes_while_the_watcher_was_away_are_seen(shared_etcd: EtcdServ
         async with registry.register(worker("w1")) as registration:
             await registration.update(worker("w1", 2))
             await proxy.restore()
-            await views.until(lambda workers: workers == (worker("w1", 2),), seconds=6)
+            await views.until(lambda workers: workers == (worker("w1", 2),))
 
 
 async def test_a_compaction_while_the_watcher_was_away_costs_nothing(
@@ -118,9 +119,9 @@ async def test_a_compaction_while_the_watcher_was_away_costs_nothing(
             await registration.update(worker("w1", epoch))
         compact(shared_etcd)
         await proxy.restore()
-        await views.until(lambda workers: workers == (worker("w1", 5),), seconds=6)
+        await views.until(lambda workers: workers == (worker("w1", 5),))
         async with registry.register(worker("w2")):
-            await views.until_ids("w1", "w2", seconds=2)
+            await views.until_ids("w1", "w2")
 
 
 def compact(server: EtcdServer) -> None:
@@ -162,12 +163,12 @@ async def test_a_connection_that_hangs_is_noticed(shared_etcd: EtcdServer, open_
         await views.until_ids()
         proxy.freeze()
         async with registry.register(worker("w1")):
-            await views.until_ids("w1", seconds=5)
+            await views.until_ids("w1")
 
 
 async def test_a_quiet_watch_stays_on_its_stream(shared_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
     async with (
-        open_etcd(shared_etcd.endpoint, call_timeout_seconds=0.6) as watcher,
+        open_etcd(shared_etcd.endpoint, ttl_seconds=60, call_timeout_seconds=0.6) as watcher,
         open_etcd(shared_etcd.endpoint) as registry,
         Views(watcher) as views,
         registry.register(worker("stays")),
@@ -176,7 +177,7 @@ async def test_a_quiet_watch_stays_on_its_stream(shared_etcd: EtcdServer, open_e
             await views.until_ids("goes", "stays")
             await asyncio.sleep(3)  # several times as long as a watch may be silent
         # Had the watch been begun anew, who goes would be kept for the grace.
-        await views.until_ids("stays", seconds=0.5)
+        await views.until_ids("stays", seconds=30)
 
 
 async def test_malformed_records_are_left_out(shared_etcd: EtcdServer, open_etcd: OpenEtcd, namespace: str) -> None:
@@ -206,7 +207,7 @@ async def test_with_three_members_a_frozen_leader_costs_seconds(tmp_path: Path, 
     try:
         members.sort(key=is_leader, reverse=True)
         async with (
-            open_etcd(*(member.endpoint for member in members)) as registry,
+            open_etcd(*(member.endpoint for member in members), ttl_seconds=TTL_SECONDS) as registry,
             registry.register(worker("w1")) as registration,
             Views(registry) as views,
         ):
@@ -214,9 +215,9 @@ async def test_with_three_members_a_frozen_leader_costs_seconds(tmp_path: Path, 
             members[0].pause()
             paused_at = time.monotonic()
             async with registry.register(worker("w2")):
-                await views.until_ids("w1", "w2", seconds=10)
-            await eventually(lambda: registration.registered, seconds=10)
-            assert time.monotonic() - paused_at < 10
+                await views.until_ids("w1", "w2")
+            await eventually(lambda: registration.registered)
+            assert time.monotonic() - paused_at < 30
             assert all(view[0] == worker("w1") for view in views.all)
     finally:
         for member in members:
@@ -236,14 +237,14 @@ async def test_with_three_members_a_killed_one_goes_unnoticed(tmp_path: Path, op
     try:
         members.sort(key=is_leader)
         async with (
-            open_etcd(*(member.endpoint for member in members)) as registry,
+            open_etcd(*(member.endpoint for member in members), ttl_seconds=TTL_SECONDS) as registry,
             registry.register(worker("w1")) as registration,
             Views(registry) as views,
         ):
             await views.until_ids("w1")
             members[0].kill()
             async with registry.register(worker("w2")):
-                await views.until_ids("w1", "w2", seconds=3)
+                await views.until_ids("w1", "w2")
             assert registration.registered
     finally:
         for member in members:

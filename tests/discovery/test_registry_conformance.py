@@ -32,13 +32,13 @@ def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> OpenRegistr
 
     @asynccontextmanager
     async def open_file(namespace: str) -> AsyncIterator[Registry]:
-        async with FileRegistry(tmp_path / "registry", namespace, lease_ttl_seconds=2, poll_seconds=0.02) as registry:
+        async with FileRegistry(tmp_path / "registry", namespace, lease_ttl_seconds=60, poll_seconds=0.02) as registry:
             yield registry
 
     @asynccontextmanager
     async def open_etcd(namespace: str) -> AsyncIterator[Registry]:
         server: EtcdServer = request.getfixturevalue("shared_etcd")
-        async with EtcdRegistry(EtcdConfig(endpoints=(server.endpoint,)), namespace, lease_ttl_seconds=2) as registry:
+        async with EtcdRegistry(EtcdConfig(endpoints=(server.endpoint,)), namespace, lease_ttl_seconds=60) as registry:
             yield registry
 
     return {"memory": open_memory, "file": open_file, "etcd": open_etcd}[request.param]
@@ -90,14 +90,14 @@ async def test_leaving_the_context_removes_the_worker(registry: Registry) -> Non
     async with Views(registry) as views:
         async with registry.register(worker("w1")):
             await views.until_ids("w1")
-        await views.until_ids(seconds=1)
+        await views.until_ids(seconds=30)
 
 
 async def test_leaving_by_an_error_removes_the_worker_and_lets_the_error_pass(registry: Registry) -> None:
     async with Views(registry) as views:
         with pytest.raises(ZeroDivisionError):
             await _fail_while_registered(registry, views)
-        await views.until_ids(seconds=1)
+        await views.until_ids(seconds=30)
 
 
 async def _fail_while_registered(registry: Registry, views: Views) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
+from support.eventually import PATIENCE_SECONDS
 from typing_extensions import Self
 
 from discovery.record import WorkerRecord
@@ -45,7 +46,7 @@ class Views:
         with suppress(asyncio.CancelledError):
             await self._reading
 
-    async def until(self, holds: Callable[[tuple[WorkerRecord, ...]], bool], seconds: float = 15.0) -> None:
+    async def until(self, holds: Callable[[tuple[WorkerRecord, ...]], bool], seconds: float = PATIENCE_SECONDS) -> None:
         """Waits until `holds` is true of the newest view."""
         async with timeout(seconds):
             while not self.all or not holds(self.all[-1]):
@@ -54,7 +55,7 @@ class Views:
                 await self._changed.wait()
                 self._changed.clear()
 
-    async def until_ids(self, *worker_ids: str, seconds: float = 15.0) -> None:
+    async def until_ids(self, *worker_ids: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Waits until exactly these workers are in the newest view."""
         await self.until(lambda workers: tuple(one.worker_id for one in workers) == worker_ids, seconds)
 

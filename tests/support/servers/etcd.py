@@ -148,7 +148,7 @@ class EtcdServer:
 
     def control(self, *arguments: str) -> str:
         """The output of etcdctl with `arguments`. Raises CalledProcessError."""
-        command = [_program("etcdctl"), "--endpoints", self.endpoint, *arguments]
+        command = [_program("etcdctl"), "--command-timeout=50s", "--endpoints", self.endpoint, *arguments]
         environment = {**os.environ, "ETCDCTL_API": "3"}
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment).stdout
 
