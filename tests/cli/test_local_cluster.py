@@ -81,6 +81,7 @@ async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> N
 
 async def test_the_trace_of_a_request_is_where_up_says(baton: Baton, folder: StateFolder) -> None:
     up = await baton(*UP)
+    assert (up.code, up.err) == (0, "")
     (address,) = [each.address for each in state_of(folder).processes if each.role == "traces"]
     assert f"http://{address}" in up.out
 

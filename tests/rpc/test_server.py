@@ -129,7 +129,7 @@ async def test_a_drain_refuses_new_calls() -> None:
 
 async def test_a_server_that_announces_its_end_takes_new_calls_while_it_says_not_serving() -> None:
     finish = asyncio.Event()
-    async with left(30, waits_for(finish, []), announce_seconds=0.5) as server:
+    async with left(30, waits_for(finish, []), announce_seconds=3.0) as server:
         await unary(InferenceServiceStub(server.channel).GetModel(model_pb2.GetModelRequest()))
         assert not server.leaving.done()
         finish.set()

@@ -94,7 +94,7 @@ async def test_pings_beside_answers_are_no_nuisance() -> None:
 
 
 async def test_a_connection_of_its_age_is_drained_in_two_steps_and_its_calls_go_on() -> None:
-    async with echoing(max_age_seconds=0.1) as server, peer_of(server.port) as peer:
+    async with echoing(max_age_seconds=1.0) as server, peer_of(server.port) as peer:
         await peer.call(1, "bidi", b"before", end=False)
         await peer.until(lambda: len(peer.goaways) == 2)
         assert [each.last_stream_id for each in peer.goaways] == [2**31 - 1, 1]
@@ -105,7 +105,7 @@ async def test_a_connection_of_its_age_is_drained_in_two_steps_and_its_calls_go_
 
 
 async def test_a_call_after_the_last_goaway_is_refused() -> None:
-    async with echoing(max_age_seconds=0.1) as server, peer_of(server.port) as peer:
+    async with echoing(max_age_seconds=1.0) as server, peer_of(server.port) as peer:
         await peer.call(1, "bidi", b"x", end=False)
         await peer.until(lambda: len(peer.goaways) == 2)
         await peer.call(3, "unary", b"x")
@@ -124,11 +124,11 @@ async def test_a_stream_that_is_not_read_is_reset_and_the_others_go_on() -> None
 
 
 async def test_a_stream_that_is_read_slowly_goes_on() -> None:
-    async with echoing(Http2Limits(slow_reader_seconds=0.4)) as server, peer_of(server.port) as peer:
+    async with echoing(Http2Limits(slow_reader_seconds=2.0)) as server, peer_of(server.port) as peer:
         await peer.send(SettingsFrame(settings={4: 10}))
         await peer.call(1, "large", b"100")
         for _ in range(10):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             await peer.send(opened(1, 10))
         assert len((await peer.ended(1)).data) == 105
 

@@ -64,8 +64,8 @@ async def test_the_queue_of_a_prefill_is_what_its_answer_says(start: Starter) ->
     async with start("prefill", prefill_base_seconds=0.1, max_batch=1) as prefill:
         await asyncio.gather(*(prefill.calls.prefill(name, text=TEXT + name.encode()) for name in "ab"))
         await prefill.worker.leases.release_all()
-    assert 0.1 <= queue.grown < 2
-    assert 0.2 <= compute.grown < 2
+    assert 0.1 <= queue.grown < 20
+    assert 0.2 <= compute.grown < 20
 
 
 async def test_the_queue_of_a_decode_is_what_its_answer_says(start: Starter) -> None:
@@ -185,7 +185,7 @@ async def test_what_encoding_took_is_told(start: Starter) -> None:
     async with start("encode", image_tokens=4, encode_seconds=0.05) as encode:
         await encode.calls.encode(image())
     assert encoded.grown == 1
-    assert 0.05 <= seconds.grown < 5
+    assert 0.05 <= seconds.grown < 20
 
 
 async def test_a_worker_that_only_encodes_has_no_kv_blocks(start: Starter) -> None:
