@@ -67,7 +67,7 @@ async def blocks_used(channel: grpc.aio.Channel) -> int:
 
 
 async def drained(channel: grpc.aio.Channel) -> None:
-    async with timeout(LEASE_SECONDS + 1):
+    async with timeout(LEASE_SECONDS + 20):
         while await blocks_used(channel):  # noqa: ASYNC110 - what is looked at is in other processes
             await asyncio.sleep(0.05)
 

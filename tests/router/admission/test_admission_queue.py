@@ -37,7 +37,7 @@ def request(tokens: int = 5, prompt: str = "x", request_id: str = "") -> generat
     return generate_pb2.GenerateRequest(prompt=prompt, stopping={"max_tokens": tokens}, request_id=request_id)
 
 
-async def run(running: Bench, tokens: int = 5, prompt: str = "x", timeout: float = 20, **metadata: object) -> None:
+async def run(running: Bench, tokens: int = 5, prompt: str = "x", timeout: float = 60, **metadata: object) -> None:
     """One request to its end; metadata by the end of its key."""
     sent = tuple((f"x-baton-{key}", str(value)) for key, value in metadata.items())
     async for _ in running.stub.Generate(request(tokens, prompt), timeout=timeout, metadata=sent):
@@ -227,12 +227,12 @@ async def test_a_priority_that_is_none_is_invalid(priority: str) -> None:
 
 
 async def test_a_tenant_over_its_requests_is_refused_with_its_name_and_when_to_come_back() -> None:
-    async with bench(PREFILL, DECODE, router=limited(requests_per_second=0.5, burst_seconds=4)) as running:
+    async with bench(PREFILL, DECODE, router=limited(requests_per_second=0.1, burst_seconds=20)) as running:
         for _ in range(2):
             await run(running, tenant="acme")
         error = await refusal(running, tenant="acme")
         assert reason(error) == ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
-        assert 1 < retry_seconds(error) <= 2
+        assert 2 < retry_seconds(error) <= 10
         quota = error_details_pb2.QuotaFailure()
         assert any(detail.Unpack(quota) for detail in status_of(error).details)
         assert [violation.subject for violation in quota.violations] == ["acme"]
@@ -246,7 +246,7 @@ async def test_one_tenant_does_not_use_up_what_is_another_s() -> None:
 
 
 async def test_a_bucket_fills_with_time() -> None:
-    async with bench(PREFILL, DECODE, router=limited(requests_per_second=5, burst_seconds=0.2)) as running:
+    async with bench(PREFILL, DECODE, router=limited(requests_per_second=0.5, burst_seconds=2)) as running:
         await run(running)
         error = await refusal(running)
         await asyncio.sleep(retry_seconds(error) + 0.02)
@@ -254,11 +254,11 @@ async def test_a_bucket_fills_with_time() -> None:
 
 
 async def test_the_tokens_of_prompts_and_answers_count() -> None:
-    async with bench(PREFILL, DECODE, router=limited(tokens_per_second=10, burst_seconds=10)) as running:
+    async with bench(PREFILL, DECODE, router=limited(tokens_per_second=1, burst_seconds=100)) as running:
         await run(running, prompt="x" * 60, tokens=39)
         error = await refusal(running, prompt="y" * 30)
         # 100 there were, 99 are gone.
-        assert retry_seconds(error) == pytest.approx(2.9, abs=0.8)
+        assert retry_seconds(error) == pytest.approx(29, abs=8)
 
 
 async def test_a_prompt_larger_than_the_bucket_runs_when_the_bucket_is_full() -> None:
@@ -307,7 +307,7 @@ async def test_what_cannot_be_done_in_time_is_refused_at_once_and_before_prefill
 async def test_what_others_wait_for_counts() -> None:
     async with bench(SLOW_PREFILL, DECODE) as running:
         await warm(running)
-        others = [asyncio.create_task(run(running, prompt=letter * 60)) for letter in "abcd"]
+        others = [asyncio.create_task(run(running, prompt=letter * 120)) for letter in "abcd"]
         engine = running.workers["p1"].engine
         await eventually(lambda: engine.load().running + engine.load().waiting == 4)
         error = await refusal(running, prompt="y" * 60, timeout=1.5)
