@@ -204,8 +204,27 @@ async def test_reasoning_is_apart_from_the_content() -> None:
             stream = await client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
             deltas = [chunk.choices[0].delta async for chunk in stream]
             assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
+
+
+@pytest.mark.feature("Responses API", engine="written", facade="openai")
+async def test_the_reasoning_of_a_response_is_an_item_of_its_own() -> None:
+    with written_engines():
+        async with openai_bench(writes("hm</think>\nYes.", REASONING_TEMPLATE)) as running:
+            client = client_of(running)
+            whole = await client.responses.create(model="demo", input="hello")
             async with client.responses.stream(model="demo", input="hello") as helper:
-                assert (await helper.get_final_response()).output_text == "Yes."
+                events = [event async for event in helper]
+                streamed = await helper.get_final_response()
+            for response in (whole, streamed):
+                assert [item.type for item in response.output] == ["reasoning", "message"]
+                assert response.output[0].content[0].text == "hm"  # type: ignore[union-attr, index]
+                assert response.output_text == "Yes."
+            deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+            assert "".join(deltas) == "hm"
+            # A client sends back what it got.
+            turns: Any = [*MESSAGES, *(item.model_dump(exclude_none=True) for item in whole.output), *MESSAGES]
+            again = await client.responses.create(model="demo", input=turns)
+            assert again.output_text == "Yes."
 
 
 @pytest.mark.feature("images", engine="pytorch", facade="openai")
