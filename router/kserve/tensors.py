@@ -75,7 +75,9 @@ def generate_request(request: pb.ModelInferRequest, *, may_stream: bool) -> gene
         raise InvalidRequest.of(f"inputs.{min(inputs)}", f"unknown input; {expected}")
     for output in request.outputs:
         if output.name not in OUTPUTS:
-            raise InvalidRequest.of(f"outputs.{output.name}", f"unknown output; expected {' or '.join(OUTPUTS)}")
+            raise InvalidRequest.of(
+                f"outputs.{output.name}", f"unknown output; expected {', '.join(OUTPUTS)} or {EMBEDDING}"
+            )
     _set_all(made, "parameters", parameters_of(request))
     return made
 

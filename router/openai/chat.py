@@ -64,6 +64,8 @@ class ChatCompletionRequest(SamplingFields):
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if most is not None:
             made.stopping.max_tokens = most
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest.of("top_logprobs", "has no effect unless logprobs is true")
         if self.logprobs:
             made.response.logprobs = self.top_logprobs or 0
         if self.separate_reasoning is False:

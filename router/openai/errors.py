@@ -57,6 +57,7 @@ _RENAMED = (
     (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),
 )
 # What a grammar is in GenerateRequest, and a tag's schema in it.
+_IS_GUIDED = re.compile(r"^guided(\.|$)")
 _GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|structural_tags)")
 _TAG = re.compile(r"\.tags(\[\d+\])?(\.json_schema)?")
 
@@ -69,6 +70,14 @@ class HttpRefusal(BatonError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class UnsupportedField(Unsupported):
+    """A field of OpenAI's API that Baton has not, or has not with this value."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ def failure_of(error: BatonError, guided_field: str = "") -> OpenAiError:
 
 def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]:
     """The object `error` of OpenAI's API. Of several wrong fields `param` names the first, the message all."""
-    param, message = None, error.message
+    param, message = (error.field if isinstance(error, UnsupportedField) else None), error.message
     if isinstance(error, InvalidRequest):
         renamed = [(_param(one.field, guided_field), one.description) for one in error.violations]
         param = renamed[0][0]
@@ -114,7 +123,7 @@ def _status(error: BatonError) -> int:
 
 
 def _param(field: str, guided_field: str) -> str:
-    if field.startswith("guided"):
+    if _IS_GUIDED.match(field):
         return _guided_param(field, guided_field or "response_format")
     for pattern, name in _RENAMED:
         if pattern.search(field):

@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.errors import FieldViolation, InvalidRequest, Unsupported
+from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import generate_pb2
 from grammars.guide import MAX_TEXT_BYTES
+from router.openai.errors import UnsupportedField
 
 _UINT32 = 2**32 - 1
 _MAX_VIOLATIONS = 16
@@ -217,6 +218,6 @@ def _copy(fields: SamplingFields, message: Any, *names: str) -> None:
             setattr(message, name, value)
 
 
-def refuse(field: str, why: str) -> Unsupported:
+def refuse(field: str, why: str) -> UnsupportedField:
     """The error for a field that this API has, and Baton has not."""
-    return Unsupported(f"{field}: {why}")
+    return UnsupportedField(field, why)

@@ -1,6 +1,6 @@
 """/v1/responses: text, whole or streamed. Nothing is stored, so no response can be continued by its id."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,40 +12,12 @@ from router.openai.chat import format_field, guide
 from router.openai.choices import EVENTS, event
 from router.openai.errors import describe
 from router.openai.fields import Fields, Number, Uint32
-from router.openai.messages import ChatMessage, ContentPart, add_messages
+from router.openai.messages import ChatMessage, InputItem, add_messages, turns_of
 from router.stream.collector import UnaryCollector
 
 ItemKind = Literal["message", "reasoning"]
 _ITEM_PREFIXES: Mapping[ItemKind, str] = {"message": "msg_", "reasoning": "rs_"}
 _PART_TYPES: Mapping[ItemKind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
-
-
-class InputMessage(Fields):
-    """A turn. What clients send back of an earlier response is accepted."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    id: str | None = None
-    status: str | None = None
-
-
-class ReasoningText(Fields):
-    """A part of a reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(Fields):
-    """The reasoning of an earlier response, as it was: before the turn that it belongs to."""
-
-    type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    encrypted_content: None = None
-    id: str | None = None
-    status: str | None = None
 
 
 class TextOptions(Fields):
@@ -59,7 +31,7 @@ class ResponsesRequest(Fields):
     """The body of a request."""
 
     model: str = Field(default="", max_length=1024)
-    input: str | list[ReasoningItem | InputMessage]
+    input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Uint32 | None = None
     temperature: Number | None = None
@@ -93,7 +65,7 @@ class ResponsesRequest(Fields):
         if isinstance(self.input, str):
             turns.append(ChatMessage(role="user", content=self.input))
         else:
-            turns += _turns(self.input)
+            turns += turns_of(self.input)
         add_messages(made.chat, turns)
         for name in ("temperature", "top_p"):
             if getattr(self, name) is not None:
@@ -262,19 +234,6 @@ def part(kind: ItemKind, text: str) -> dict[str, Any]:
     """The text of an item."""
     made: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
     return {**made, "annotations": [], "logprobs": []} if kind == "message" else made
-
-
-def _turns(items: Sequence[ReasoningItem | InputMessage]) -> list[ChatMessage]:
-    """The turns of a conversation, each with the reasoning before it."""
-    turns: list[ChatMessage] = []
-    reasoning = ""
-    for one in items:
-        if isinstance(one, ReasoningItem):
-            reasoning += "".join(each.text for each in one.content or [])
-        else:
-            turns.append(ChatMessage(role=one.role, content=one.content, reasoning_content=reasoning or None))
-            reasoning = ""
-    return turns
 
 
 def status_of(finished: generate_pb2.Finished) -> str:

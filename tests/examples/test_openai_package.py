@@ -63,7 +63,7 @@ async def test_refusals_are_the_packages_errors_and_what_may_be_retried_is(monke
     assert done.out.splitlines() == [
         "BadRequestError 400 invalid_request temperature",
         "NotFoundError 404 model_not_found null",
-        "BadRequestError 400 unsupported null",
+        "BadRequestError 400 unsupported best_of",
     ]
     async with openai_bench(simulated("w1", "prefill", "decode"), router=router) as running:
         await running.generate(prompt="x", stopping={"max_tokens": 1})
