@@ -151,7 +151,9 @@ async def host_router(
             contexts, pipeline, embed_pipeline, tokenization, cluster, siblings or NoSiblings(), offer
         )
         services = _services(
-            inference, KServeServicer(contexts, pipeline, cluster), ClusterServicer(cluster, explainer)
+            inference,
+            KServeServicer(contexts, pipeline, embed_pipeline, cluster),
+            ClusterServicer(cluster, explainer),
         )
         server = await stack.enter_async_context(
             serve(

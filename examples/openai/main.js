@@ -1,5 +1,7 @@
-// A client of Baton by OpenAI's own package: streams, tools, embeddings, errors and retries.
+// A client of Baton by OpenAI's own package: streams, tools, structured outputs, images, embeddings, errors and retries.
+import { readFileSync } from "node:fs";
 import OpenAI from "openai";
+import { makeParseableResponseFormat } from "openai/lib/parser";
 
 const [command, ...words] = process.argv.slice(2);
 const client = new OpenAI({
@@ -47,6 +49,32 @@ async function tools(prompt) {
   console.log(second.choices[0].message.content);
 }
 
+const PET = {
+  type: "object",
+  properties: { name: { type: "string", maxLength: 8 }, kind: { enum: ["cat", "dog"] } },
+  required: ["name", "kind"],
+  additionalProperties: false,
+};
+
+async function parse(prompt) {
+  const format = { type: "json_schema", json_schema: { name: "pet", strict: true, schema: PET } };
+  const { choices } = await client.chat.completions.parse({
+    model,
+    messages: [{ role: "user", content: prompt }],
+    response_format: makeParseableResponseFormat(format, JSON.parse),
+    max_tokens: 100,
+  });
+  const { name, kind } = choices[0].message.parsed;
+  console.log(`${typeof name} ${kind}`);
+}
+
+async function picture(file, prompt) {
+  const url = `data:image/png;base64,${readFileSync(file).toString("base64")}`;
+  const content = [{ type: "image_url", image_url: { url } }, { type: "text", text: prompt }];
+  const answer = await client.chat.completions.create({ model, messages: [{ role: "user", content }], temperature: 0 });
+  console.log(answer.choices[0].message.content);
+}
+
 async function embed(...texts) {
   const { data, usage } = await client.embeddings.create({ model, input: texts });
   for (const { embedding } of data) {
@@ -75,7 +103,7 @@ async function retry(prompt) {
   console.log(answer.choices[0].finish_reason);
 }
 
-const commands = { stream, tools, embed, errors, retry };
+const commands = { stream, tools, parse, picture, embed, errors, retry };
 try {
   await commands[command](...words);
 } catch (error) {

@@ -2,4 +2,6 @@
 
 service.py   GRPCInferenceService, on the same pipeline as InferenceService
 tensors.py   requests from tensors and parameters, responses as tensors
+embeddings.py  the same for embeddings of texts
+metadata.py  inputs and outputs of a model
 """

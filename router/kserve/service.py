@@ -11,16 +11,19 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from baton.errors import BatonError, InvalidRequest, ModelNotFound
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
 from router.context import ContextFactory
-from router.kserve.tensors import OUTPUTS, add_usage, generate_request, reason_of, response
+from router.embedding.pipeline import EmbedPipeline
+from router.kserve.embeddings import embed_request, embed_response
+from router.kserve.metadata import PLATFORM, config, metadata
+from router.kserve.tensors import EMBEDDING, add_usage, generate_request, reason_of, response
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
 from router.stream.reply import Reply
 from router.workers.cluster import Cluster
-from router.workers.model import ServedModel
+from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.counting import count_fields
 from runtime.aio import TaskGroup
@@ -32,17 +35,20 @@ NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _MAX_STREAMED_BYTES = 4 * 2**20  # of one request in a stream; they are texts
 _MAX_FIELDS = 4096
 _SMALL_BYTES = 16 * 1024
+_ANSWERING = {"decode", "embed"}
 _AT_ONCE = 64  # requests of one stream; more wait
-_PLATFORM = "baton"
-_VERSION = "1"
+_LARGE_TEXTS = 64  # vectors of more are packed in a thread
 
 
 class KServeServicer:
     """The methods of GRPCInferenceService."""
 
-    def __init__(self, contexts: ContextFactory, pipeline: Pipeline, cluster: Cluster) -> None:
+    def __init__(
+        self, contexts: ContextFactory, pipeline: Pipeline, embed_pipeline: EmbedPipeline, cluster: Cluster
+    ) -> None:
         self._contexts = contexts
         self._pipeline = pipeline
+        self._embed_pipeline = embed_pipeline
         self._cluster = cluster
 
     async def ServerLive(self, _request: pb.ServerLiveRequest, _context: Context) -> pb.ServerLiveResponse:
@@ -57,15 +63,17 @@ class KServeServicer:
         return pb.ModelReadyResponse(ready=False)
 
     async def ServerMetadata(self, _request: pb.ServerMetadataRequest, _context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name=_PLATFORM, version=__version__, extensions=["model_configuration"])
+        return pb.ServerMetadataResponse(name=PLATFORM, version=__version__, extensions=["model_configuration"])
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, _context: Context) -> pb.ModelMetadataResponse:
-        return _metadata(self._cluster.model(request.name))
+        return metadata(self._described(request.name))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, _context: Context) -> pb.ModelConfigResponse:
-        return pb.ModelConfigResponse(config=_config(self._cluster.model(request.name)))
+        return pb.ModelConfigResponse(config=config(self._described(request.name)))
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        if self._wants_vectors(request):
+            return await self._embed(request, context)
         made, collector = generate_request(request, may_stream=False), UnaryCollector()
         ctx = self._contexts.create(made, context)
         await self._pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
@@ -87,14 +95,37 @@ class KServeServicer:
         answer = _StreamedAnswer(context, writing)
         try:
             await answer.read(wire)
+            if self._wants_vectors(answer.request):
+                await answer.write(await self._embed(answer.request, context))
+                return
             ctx = self._contexts.create(generate_request(answer.request, may_stream=True), context)
             await self._pipeline.run(ctx, Reply(answer.send, lambda _trailer: None))
         except BatonError as error:
             await answer.fail(error)
 
+    async def _embed(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        embedded = await self._embed_pipeline.run(embed_request(request), context)
+        if len(embedded.embeddings) > _LARGE_TEXTS:
+            return await asyncio.to_thread(embed_response, request, embedded)
+        return embed_response(request, embedded)
+
+    def _wants_vectors(self, request: pb.ModelInferRequest) -> bool:
+        """Whether the output `embedding` is wanted: it is named, or the model has no other.
+
+        Which workers happen to run does not decide: without those that generate, a prompt fails.
+        """
+        if any(output.name == EMBEDDING for output in request.outputs):
+            return True
+        with suppress(BatonError):  # an unknown model is the pipeline's to refuse
+            return self._cluster.model(request.model_name).capabilities.embeddings_only
+        return False
+
+    def _described(self, name: str) -> model_pb2.Model:
+        return model_message(self._cluster.model(name), self._cluster)
+
     def _is_ready(self, name: str) -> bool:
         return any(
-            worker.record.model == name and "decode" in worker.record.roles and not worker.problem
+            worker.record.model == name and _ANSWERING & set(worker.record.roles) and not worker.problem
             for worker in self._cluster.workers
         )
 
@@ -143,6 +174,10 @@ class _StreamedAnswer:
         made.parameters["index"].int64_param = index
         if usage is not None:
             add_usage(made, usage)
+        await self.write(made)
+
+    async def write(self, made: pb.ModelInferResponse) -> None:
+        """Writes a response."""
         async with self._writing:
             await self._context.write(pb.ModelStreamInferResponse(infer_response=made))
 
@@ -179,33 +214,3 @@ def _whole(request: pb.ModelInferRequest, collector: UnaryCollector) -> pb.Model
     made = response(request, texts, reasons, model=collected.started.model, is_final=True)
     add_usage(made, collected.finished.usage)
     return made
-
-
-def _metadata(model: ServedModel) -> pb.ModelMetadataResponse:
-    tensor = pb.ModelMetadataResponse.TensorMetadata
-    return pb.ModelMetadataResponse(
-        name=model.name,
-        versions=[_VERSION],
-        platform=_PLATFORM,
-        inputs=[
-            tensor(name="text_input", datatype="BYTES", shape=[1]),
-            tensor(name="stream", datatype="BOOL", shape=[1]),
-            tensor(name="sampling_parameters", datatype="BYTES", shape=[1]),
-        ],
-        outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS],
-    )
-
-
-def _config(model: ServedModel) -> pb.ModelConfig:
-    return pb.ModelConfig(
-        name=model.name,
-        platform=_PLATFORM,
-        backend=_PLATFORM,
-        input=[
-            pb.ModelInput(name="text_input", data_type=pb.TYPE_STRING, dims=[1]),
-            pb.ModelInput(name="stream", data_type=pb.TYPE_BOOL, dims=[1], optional=True),
-            pb.ModelInput(name="sampling_parameters", data_type=pb.TYPE_STRING, dims=[1], optional=True),
-        ],
-        output=[pb.ModelOutput(name=name, data_type=pb.TYPE_STRING, dims=[-1]) for name in OUTPUTS],
-        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
-    )

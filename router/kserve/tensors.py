@@ -7,7 +7,7 @@
 | `sampling_parameters` | BYTES [1] | optional: parameters as a JSON object, as Triton's vLLM backend takes them |
 
 Outputs are `text_output` and `finish_reason`, BYTES [n], of n answers. The parameters of a request are those of
-PARAMETERS.
+PARAMETERS. Embeddings are in embeddings.py.
 """
 
 import json
@@ -15,11 +15,16 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from google.protobuf import json_format
+
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.kserve import inference_pb2 as pb
+from grammars.guide import MAX_TEXT_BYTES
 
 OUTPUTS = ("text_output", "finish_reason")
+EMBEDDING = "embedding"
+VERSION = "1"
 FINAL = "triton_final_response"
 # Fields of GenerateRequest by the name of a parameter.
 PARAMETERS: Mapping[str, tuple[str, str]] = {
@@ -33,25 +38,35 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     **{name: ("stopping", name) for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop")},
     "stop": ("stopping", "stop"),
     "stop_words": ("stopping", "stop"),
+    "stop_token_ids": ("stopping", "stop_token_ids"),
+    "include_stop_str_in_output": ("stopping", "include_stop"),
+    "logit_bias": ("sampling", "logit_bias"),
     "random_seed": ("sampling", "seed"),
     "session_key": ("routing", "session_key"),
     "cache_salt": ("routing", "cache_salt"),
     "guided_json": ("guided", "json_schema"),
     "guided_regex": ("guided", "regex"),
     "guided_grammar": ("guided", "grammar"),
+    "guided_choice": ("guided", "choice"),
+    "guided_structural_tags": ("guided", "structural_tags"),
 }  # fmt: skip
+# Fields that hold several values. As parameters, which cannot, they are the text of JSON.
+_LISTS = ("stop", "stop_token_ids")
+_FLAGS = ("ignore_eos", "include_stop")
 # What Triton's clients may add by themselves.
 _OF_CLIENTS = ("triton_enable_empty_final_response", "binary_data_output")
+_MAX_ELEMENTS = 4096
 _REASONS = {sampling_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 def generate_request(request: pb.ModelInferRequest, *, may_stream: bool) -> generate_pb2.GenerateRequest:
     """The request to the pipeline. Raises InvalidRequest naming the wrong input or parameter."""
-    inputs = _inputs(request)
+    inputs = {name: _one(name, elements) for name, elements in read_inputs(request).items()}
     made = generate_pb2.GenerateRequest(request_id=request.id, model=request.model_name)
-    made.prompt = _text("text_input", inputs.pop("text_input", None))
-    stream = inputs.pop("stream", [b"\x00"])
-    if not may_stream and any(any(one) for one in stream):
+    if "text_input" not in inputs:
+        raise InvalidRequest.of("inputs.text_input", "is missing")
+    made.prompt = text_of("inputs.text_input", inputs.pop("text_input"))
+    if any(inputs.pop("stream", b"")) and not may_stream:
         raise InvalidRequest.of("inputs.stream", "ModelInfer answers as a whole: call ModelStreamInfer")
     if "sampling_parameters" in inputs:
         _set_all(made, "inputs.sampling_parameters", _json(inputs.pop("sampling_parameters")))
@@ -60,17 +75,23 @@ def generate_request(request: pb.ModelInferRequest, *, may_stream: bool) -> gene
         raise InvalidRequest.of(f"inputs.{min(inputs)}", f"unknown input; {expected}")
     for output in request.outputs:
         if output.name not in OUTPUTS:
-            raise InvalidRequest.of(f"outputs.{output.name}", f"unknown output; expected {' or '.join(OUTPUTS)}")
-    values = {name: _value(one) for name, one in request.parameters.items() if name not in _OF_CLIENTS}
-    _set_all(made, "parameters", values)
+            raise InvalidRequest.of(
+                f"outputs.{output.name}", f"unknown output; expected {', '.join(OUTPUTS)} or {EMBEDDING}"
+            )
+    _set_all(made, "parameters", parameters_of(request))
     return made
+
+
+def parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
+    """The parameters that a user has set."""
+    return {name: _value(one) for name, one in request.parameters.items() if name not in _OF_CLIENTS}
 
 
 def response(
     request: pb.ModelInferRequest, texts: Sequence[str], reasons: Sequence[str], *, model: str, is_final: bool
 ) -> pb.ModelInferResponse:
     """A response with the requested outputs; both if none was named."""
-    made = pb.ModelInferResponse(model_name=model, model_version="1", id=request.id)
+    made = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=request.id)
     made.parameters[FINAL].bool_param = is_final
     wanted = {output.name for output in request.outputs} or OUTPUTS
     for name, values in zip(OUTPUTS, (texts, reasons), strict=True):
@@ -91,7 +112,7 @@ def reason_of(reason: sampling_pb2.FinishReason.ValueType) -> str:
     return _REASONS.get(reason, "stop")
 
 
-def _inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
+def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
     """The elements of each input. Raises InvalidRequest."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -108,34 +129,45 @@ def _inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
             found[tensor.name] = [contents[at : at + 1] for at in range(min(len(contents), 2))]
         else:
             raise InvalidRequest.of(path, f"has the type {tensor.datatype!r}; expected BYTES or BOOL")
-        if len(found[tensor.name]) != 1:
-            raise InvalidRequest.of(path, "must have one element: send one prompt a request")
     return found
 
 
 def _unpacked(path: str, raw: bytes) -> list[bytes]:
     """The elements of a BYTES tensor: each is its length, 4 bytes with the least significant first, and its bytes."""
-    if len(raw) < 4 or struct.unpack_from("<I", raw)[0] != len(raw) - 4:
-        raise InvalidRequest.of(path, "must have one element: its length in 4 bytes, then its bytes")
-    return [raw[4:]]
+    found: list[bytes] = []
+    position = 0
+    while position < len(raw):
+        begin = position + 4
+        position = begin + struct.unpack_from("<I", raw, position)[0] if begin <= len(raw) else len(raw) + 1
+        if position > len(raw):
+            raise InvalidRequest.of(path, "must have elements that are each a length in 4 bytes, then as many bytes")
+        if len(found) == _MAX_ELEMENTS:
+            raise InvalidRequest.of(path, f"has more than {_MAX_ELEMENTS} elements")
+        found.append(raw[begin:position])
+    return found
+
+
+def _one(name: str, elements: list[bytes]) -> bytes:
+    if len(elements) != 1:
+        raise InvalidRequest.of(f"inputs.{name}", "must have one element: send one prompt a request")
+    return elements[0]
 
 
 def _packed(value: bytes) -> bytes:
     return struct.pack("<I", len(value)) + value
 
 
-def _text(name: str, elements: list[bytes] | None) -> str:
-    if elements is None:
-        raise InvalidRequest.of(f"inputs.{name}", "is missing")
+def text_of(path: str, element: bytes) -> str:
+    """An element as text. Raises InvalidRequest."""
     try:
-        return elements[0].decode()
+        return element.decode()
     except UnicodeDecodeError:
-        raise InvalidRequest.of(f"inputs.{name}", "is not valid UTF-8") from None
+        raise InvalidRequest.of(path, "is not valid UTF-8") from None
 
 
-def _json(elements: list[bytes]) -> dict[str, Any]:
+def _json(element: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(elements[0])
+        value = json.loads(element)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -153,15 +185,52 @@ def _set_all(made: generate_pb2.GenerateRequest, path: str, values: Mapping[str,
         if name not in PARAMETERS:
             raise InvalidRequest.of(f"{path}.{name}", f"unknown parameter; expected one of {', '.join(PARAMETERS)}")
         section, field = PARAMETERS[name]
-        message = getattr(made, section)
         try:
-            if section == "guided" and made.guided.WhichOneof("guide"):
-                raise ValueError("an answer follows one grammar")
-            if field == "stop":
-                message.stop.extend([value] if isinstance(value, str) else value)
-            elif isinstance(value, bool) == (field in ("ignore_eos", "include_stop")):
-                setattr(message, field, value)
+            if section == "guided":
+                _guide(made, field, value)
             else:
-                raise TypeError(f"has the wrong type, {type(value).__name__}")
-        except (TypeError, ValueError, OverflowError) as error:
+                _set(getattr(made, section), field, value)
+        except (TypeError, ValueError, OverflowError, RecursionError, json_format.ParseError) as error:
             raise InvalidRequest.of(f"{path}.{name}", str(error)) from None
+
+
+def _set(message: Any, field: str, value: Any) -> None:
+    """Sets a field. Raises TypeError and ValueError for a value that it cannot hold."""
+    if field in _LISTS:
+        several = _parsed(value) if field == "stop_token_ids" else value
+        getattr(message, field).extend([several] if isinstance(several, str) else several)
+    elif field == "logit_bias":
+        for token_id, bias in dict(_parsed(value)).items():
+            message.logit_bias[int(token_id)] = bias
+    elif isinstance(value, bool) == (field in _FLAGS):
+        setattr(message, field, value)
+    else:
+        raise TypeError(f"has the wrong type, {type(value).__name__}")
+
+
+def _guide(made: generate_pb2.GenerateRequest, field: str, value: Any) -> None:
+    """Sets what the answer follows. Raises as _set."""
+    if made.guided.WhichOneof("guide"):
+        raise ValueError("an answer follows one grammar")
+    if field == "choice":
+        texts = _parsed(value)
+        if not isinstance(texts, list):
+            raise TypeError("must be a list of texts")
+        made.guided.choice.SetInParent()
+        made.guided.choice.texts.extend(texts)
+    elif field == "structural_tags":
+        made.guided.structural_tags.SetInParent()
+        json_format.ParseDict(_parsed(value), made.guided.structural_tags)
+    elif field == "json_schema" and isinstance(value, dict):
+        made.guided.json_schema = json.dumps(value, ensure_ascii=False)
+    else:
+        setattr(made.guided, field, value)
+
+
+def _parsed(value: Any) -> Any:
+    """A value of several parts: as it is, or as JSON."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_TEXT_BYTES:
+        raise ValueError(f"has {len(value)} characters of at most {MAX_TEXT_BYTES}")
+    return json.loads(value)

@@ -188,6 +188,7 @@ class OpenAIApp:
     async def _choices(
         self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind
     ) -> None:
+        call.guided_field = body.guided_field
         answering = Answering(kind, f"{_ID_PREFIXES[kind]}{call.request_id}", self._token_text(body.model), now())
         if body.stream:
             await self._run(call, request, ChoiceStream(call, answering, body.wants_usage))
@@ -198,6 +199,7 @@ class OpenAIApp:
 
     async def _responses(self, call: HttpCall, _path: str) -> None:
         body, request = await self._read(call, ResponsesRequest, ResponsesRequest.generate_request)
+        call.guided_field = body.guided_field
         builder = ResponseBuilder(body, f"resp_{call.request_id}", now())
         if body.stream:
             await self._run(call, request, ResponseStream(call, builder))
@@ -309,7 +311,7 @@ def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
 async def _respond(call: HttpCall, error: BatonError) -> None:
     call.status = code_of(type(error))
     structlog.contextvars.bind_contextvars(reason=error.reason, error=error.message)
-    failure = failure_of(error)
+    failure = failure_of(error, call.guided_field)
     if call.response_status:
         # Cut off, since the response cannot be completed: the client notices.
         return

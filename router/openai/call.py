@@ -34,6 +34,7 @@ class HttpCall:
         self._has_left = False
         self.status = StatusCode.OK
         self.response_status = 0  # 0 before the response has begun
+        self.guided_field = ""  # where the body has a grammar, for errors that name it
         self.request_id = (
             next((value for key, value in self._metadata if key == "x-request-id"), "") or uuid.uuid4().hex
         )

@@ -1,13 +1,21 @@
 """/v1/chat/completions."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2
-from router.openai.fields import Fields, SamplingFields, Uint32, refuse
+from router.openai.fields import (
+    ANY_OBJECT,
+    Fields,
+    SamplingFields,
+    StructuralTags,
+    Uint32,
+    json_text,
+    read,
+    refuse,
+)
 from router.openai.messages import ChatMessage, FunctionTool, add_messages, add_tools
 
 
@@ -40,6 +48,11 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
 
+    @property
+    def guided_field(self) -> str:
+        """As of SamplingFields; `response_format` is the same by its own name."""
+        return super().guided_field or format_field("response_format", self.response_format)
+
     def generate_request(self, request_id: str) -> generate_pb2.GenerateRequest:
         """The request to the pipeline. Raises Unsupported for what would have to be ignored."""
         made = self.request(request_id)
@@ -51,6 +64,8 @@ class ChatCompletionRequest(SamplingFields):
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if most is not None:
             made.stopping.max_tokens = most
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest.of("top_logprobs", "has no effect unless logprobs is true")
         if self.logprobs:
             made.response.logprobs = self.top_logprobs or 0
         if self.separate_reasoning is False:
@@ -75,15 +90,28 @@ def guide(request: generate_pb2.GenerateRequest, field: str, wanted: dict[str, A
     kind = wanted.get("type") if wanted else "text"
     if kind == "text" or wanted is None:
         return
+    if request.HasField("guided"):
+        raise InvalidRequest.of(field, "cannot be combined with structured_outputs")
     if kind == "json_object":
-        request.guided.json_schema = '{"type": "object"}'
+        request.guided.json_schema = ANY_OBJECT
     elif kind == "json_schema":
         # In /v1/responses the schema is beside the type.
         inner = wanted.get("json_schema", wanted)
         schema = inner.get("schema", {}) if isinstance(inner, dict) else {}
-        try:
-            request.guided.json_schema = json.dumps(schema, ensure_ascii=False)
-        except RecursionError:
-            raise InvalidRequest.of(field, "is nested too deeply") from None
+        request.guided.json_schema = json_text(schema, field)
+    elif kind == "structural_tag":
+        read(StructuralTags, wanted, field).set_in(request, field)
     else:
-        raise refuse(f"{field}.type", "expected text, json_object or json_schema")
+        raise refuse(f"{field}.type", "expected text, json_object, json_schema or structural_tag")
+
+
+def format_field(field: str, wanted: dict[str, Any] | None) -> str:
+    """The path of the schema within `response_format`, for errors; empty if there is none."""
+    match wanted:
+        case None | {"type": "text"}:
+            return ""
+        case {"type": "json_schema", "json_schema": _}:
+            return f"{field}.json_schema.schema"
+        case {"type": "json_schema"}:
+            return f"{field}.schema"
+    return field

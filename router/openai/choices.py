@@ -102,7 +102,7 @@ class ChoiceStream:
 
     async def fail(self, error: BatonError) -> None:
         """Ends the stream with an event that OpenAI's clients raise as an error."""
-        await self._call.end(event({"error": describe(error)}))
+        await self._call.end(event({"error": describe(error, self._call.guided_field)}))
 
     async def _start(self, started: generate_pb2.Started) -> None:
         answering = self._answering
@@ -200,12 +200,17 @@ def _choice(
 
 
 def usage(used: generate_pb2.Usage) -> dict[str, Any]:
-    """The object `usage`."""
+    """The object `usage`. Drafts of speculative decoding are OpenAI's predictions."""
+    details = {
+        "accepted_prediction_tokens": used.accepted_tokens,
+        "rejected_prediction_tokens": used.drafted_tokens - used.accepted_tokens,
+    }
     return {
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "completion_tokens_details": details,
     }
 
 

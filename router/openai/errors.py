@@ -51,12 +51,15 @@ _RENAMED = (
     (re.compile(r"^chat\.template_variables"), "chat_template_kwargs"),
     (re.compile(r"^chat\.messages(\[\d+\])?\.parts(\[\d+\])?"), r"messages\1.content\2"),
     (re.compile(r"^chat\."), ""),
-    (re.compile(r"^(guided)\b.*"), "response_format"),
     (re.compile(r"^routing\.session_key"), "prompt_cache_key"),
     (re.compile(r"^routing\."), ""),
     (re.compile(r"^token_ids\.ids"), "prompt"),
     (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),
 )
+# What a grammar is in GenerateRequest, and a tag's schema in it.
+_IS_GUIDED = re.compile(r"^guided(\.|$)")
+_GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|structural_tags)")
+_TAG = re.compile(r"\.tags(\[\d+\])?(\.json_schema)?")
 
 
 class HttpRefusal(BatonError):
@@ -69,6 +72,14 @@ class HttpRefusal(BatonError):
         self.status = status
 
 
+class UnsupportedField(Unsupported):
+    """A field of OpenAI's API that Baton has not, or has not with this value."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.field = field
+
+
 @dataclass(frozen=True, slots=True)
 class OpenAiError:
     """An error as a response. `headers` are those that say when to try again."""
@@ -78,8 +89,8 @@ class OpenAiError:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-def failure_of(error: BatonError) -> OpenAiError:
-    """The response for an error."""
+def failure_of(error: BatonError, guided_field: str = "") -> OpenAiError:
+    """The response for an error. `guided_field` is where the request's body has its grammar."""
     status = _status(error)
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, (Overloaded, QuotaExceeded)):
@@ -87,14 +98,14 @@ def failure_of(error: BatonError) -> OpenAiError:
         headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
-    return OpenAiError(status, json.dumps({"error": describe(error)}).encode(), tuple(headers))
+    return OpenAiError(status, json.dumps({"error": describe(error, guided_field)}).encode(), tuple(headers))
 
 
-def describe(error: BatonError) -> dict[str, str | None]:
+def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]:
     """The object `error` of OpenAI's API. Of several wrong fields `param` names the first, the message all."""
-    param, message = None, error.message
+    param, message = (error.field if isinstance(error, UnsupportedField) else None), error.message
     if isinstance(error, InvalidRequest):
-        renamed = [(_param(one.field), one.description) for one in error.violations]
+        renamed = [(_param(one.field, guided_field), one.description) for one in error.violations]
         param = renamed[0][0]
         message = "; ".join(f"{field}: {description}" for field, description in renamed)
     return {
@@ -111,8 +122,20 @@ def _status(error: BatonError) -> int:
     return next(STATUSES[parent] for parent in type(error).__mro__ if parent in STATUSES)
 
 
-def _param(field: str) -> str:
+def _param(field: str, guided_field: str) -> str:
+    if _IS_GUIDED.match(field):
+        return _guided_param(field, guided_field or "response_format")
     for pattern, name in _RENAMED:
         if pattern.search(field):
             return pattern.sub(name, field, count=1)
     return field
+
+
+def _guided_param(field: str, guided_field: str) -> str:
+    found = _GUIDED.match(field)
+    if found is None:
+        return guided_field.partition(".")[0]
+    rest = field[found.end() :]
+    if found[1] == "structural_tags":
+        rest = _TAG.sub(lambda tag: f".structures{tag[1] or ''}{'.schema' if tag[2] else ''}", rest, count=1)
+    return guided_field + rest

@@ -1,11 +1,14 @@
 """Fields that the endpoints share. Unknown fields are refused, and so are values that would have to be ignored."""
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.errors import FieldViolation, InvalidRequest, Unsupported
+from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import generate_pb2
+from grammars.guide import MAX_TEXT_BYTES
+from router.openai.errors import UnsupportedField
 
 _UINT32 = 2**32 - 1
 _MAX_VIOLATIONS = 16
@@ -13,6 +16,8 @@ Uint32 = Annotated[int, Field(ge=0, le=_UINT32)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
 _PART_TYPES = ("text", "input_text", "output_text", "image_url", "input_image")
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+ANY_OBJECT = '{"type": "object"}'
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -23,19 +28,18 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-def read(kind: type[Body], value: dict[str, Any]) -> Body:
-    """The body as one of the classes. Raises InvalidRequest naming each wrong field."""
+def read(kind: type[Body], value: Any, within: str = "") -> Body:
+    """The body, or what a field of it holds, as one of the classes. Raises InvalidRequest naming each wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         # Of the alternatives of a field, the one that fits best fails deepest.
         found = sorted(found, key=lambda one: -len(one["loc"]))[:_MAX_VIOLATIONS]
-        raise InvalidRequest([FieldViolation(_path(one["loc"]), one["msg"]) for one in found]) from None
+        raise InvalidRequest([FieldViolation(_path(one["loc"], within), one["msg"]) for one in found]) from None
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    path = ""
+def _path(location: tuple[int | str, ...], path: str = "") -> str:
     for before, part in zip(("", *location[:-1]), location, strict=True):
         # Pydantic names the alternatives of a union too; they are no fields.
         if isinstance(part, int):
@@ -52,6 +56,82 @@ class StreamOptions(Fields):
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+
+
+class StructuralTag(Fields):
+    """A part of an answer that is JSON of a schema, between two texts."""
+
+    begin: str
+    json_schema: dict[str, Any] = Field(alias="schema")
+    end: str
+
+
+class StructuralTags(Fields):
+    """Text in which what follows a trigger is one of the tags, in the form that vLLM and SGLang have."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: list[StructuralTag]
+    triggers: list[str]
+
+    def set_in(self, request: generate_pb2.GenerateRequest, field: str) -> None:
+        """Raises InvalidRequest for a tag that begins with none of the triggers."""
+        request.guided.structural_tags.SetInParent()
+        for index, tag in enumerate(self.structures):
+            trigger = next((one for one in self.triggers if one and tag.begin.startswith(one)), None)
+            if trigger is None:
+                raise InvalidRequest.of(f"{field}.structures[{index}].begin", "begins with none of the triggers")
+            schema = json_text(tag.json_schema, f"{field}.structures[{index}].schema")
+            request.guided.structural_tags.tags.add(begin=tag.begin, json_schema=schema, end=tag.end, trigger=trigger)
+
+
+class StructuredOutputs(Fields):
+    """`structured_outputs`: what the answer follows, as in vLLM. One of its fields is set."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: StructuralTags | str | None = None
+
+    @property
+    def field(self) -> str:
+        """The path of the one that is set. Raises InvalidRequest unless it is one."""
+        named = {one.alias or name: getattr(self, name) for name, one in type(self).model_fields.items()}
+        found = [name for name, value in named.items() if value is not None]
+        if len(found) != 1:
+            names = ", ".join(named)
+            raise InvalidRequest.of("structured_outputs", f"has {len(found)} fields; give one of {names}")
+        return f"structured_outputs.{found[0]}"
+
+    def set_in(self, request: generate_pb2.GenerateRequest) -> None:
+        """Sets the grammar of a request. Raises InvalidRequest."""
+        field = self.field
+        if self.json_object:
+            request.guided.json_schema = ANY_OBJECT
+        elif self.json_schema is not None:
+            schema = self.json_schema
+            request.guided.json_schema = schema if isinstance(schema, str) else json_text(schema, field)
+        elif self.regex is not None:
+            request.guided.regex = self.regex
+        elif self.grammar is not None:
+            request.guided.grammar = self.grammar
+        elif self.choice is not None:
+            request.guided.choice.texts.extend(self.choice)
+            request.guided.choice.SetInParent()
+        elif self.structural_tag is not None:
+            self._tags(field).set_in(request, field)
+
+    def _tags(self, field: str) -> StructuralTags:
+        if isinstance(self.structural_tag, StructuralTags):
+            return self.structural_tag
+        text = self.structural_tag or ""
+        if len(text) > MAX_TEXT_BYTES:
+            raise InvalidRequest.of(field, f"has {len(text)} characters of at most {MAX_TEXT_BYTES}")
+        try:
+            return read(StructuralTags, json.loads(text), field)
+        except (ValueError, RecursionError):
+            raise InvalidRequest.of(field, "is not JSON") from None
 
 
 class SamplingFields(Fields):
@@ -86,6 +166,12 @@ class SamplingFields(Fields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def guided_field(self) -> str:
+        """The path of what the answer follows, for errors; empty if it follows nothing."""
+        return self.structured_outputs.field if self.structured_outputs else ""
 
     @property
     def wants_usage(self) -> bool:
@@ -112,7 +198,17 @@ class SamplingFields(Fields):
             made.response.keep_special_tokens = not self.skip_special_tokens
         made.routing.session_key = self.prompt_cache_key or ""
         made.routing.cache_salt = self.cache_salt or ""
+        if self.structured_outputs is not None:
+            self.structured_outputs.set_in(made)
         return made
+
+
+def json_text(value: object, field: str) -> str:
+    """The JSON of a value. Raises InvalidRequest, of the field."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
 def _copy(fields: SamplingFields, message: Any, *names: str) -> None:
@@ -122,6 +218,6 @@ def _copy(fields: SamplingFields, message: Any, *names: str) -> None:
             setattr(message, name, value)
 
 
-def refuse(field: str, why: str) -> Unsupported:
+def refuse(field: str, why: str) -> UnsupportedField:
     """The error for a field that this API has, and Baton has not."""
-    return Unsupported(f"{field}: {why}")
+    return UnsupportedField(field, why)

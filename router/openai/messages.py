@@ -1,9 +1,10 @@
 """Conversations of OpenAI's API as ChatInput: texts, images, tools, calls and their results."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, media_pb2
@@ -76,6 +77,46 @@ class ChatMessage(Fields):
     parsed: Any = None  # what the official packages' helpers make of the content, and send back with it
 
 
+class InputMessage(Fields):
+    """A turn in /v1/responses. What clients send back of an earlier response is accepted."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Fields):
+    """A part of a reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Fields):
+    """The reasoning of an earlier response, as it was: before the turn that it belongs to."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    encrypted_content: None = None
+    id: str | None = None
+    status: str | None = None
+
+
+def _kind(item: Any) -> str:
+    """Which of the items it is. The type of a message may be left out."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "Reasoning" if kind == "reasoning" else "Message"
+
+
+# The names begin with capitals, since they are no fields in the paths of errors.
+InputItem = Annotated[
+    Annotated[ReasoningItem, Tag("Reasoning")] | Annotated[InputMessage, Tag("Message")], Discriminator(_kind)
+]
+
+
 class Function(Fields):
     """A function that may be called."""
 
@@ -104,6 +145,19 @@ def add_messages(chat: generate_pb2.ChatInput, messages: list[ChatMessage]) -> N
         turn.tool_call_id = message.tool_call_id or ""
         turn.name = message.name or ""
         turn.reasoning = message.reasoning_content or ""
+
+
+def turns_of(items: Sequence[ReasoningItem | InputMessage]) -> list[ChatMessage]:
+    """The turns of a conversation, each with the reasoning before it."""
+    turns: list[ChatMessage] = []
+    reasoning = ""
+    for one in items:
+        if isinstance(one, ReasoningItem):
+            reasoning += "".join(each.text for each in one.content or [])
+        else:
+            turns.append(ChatMessage(role=one.role, content=one.content, reasoning_content=reasoning or None))
+            reasoning = ""
+    return turns
 
 
 def add_tools(chat: generate_pb2.ChatInput, tools: list[FunctionTool]) -> None:

@@ -1,5 +1,6 @@
 """/v1/responses: text, whole or streamed. Nothing is stored, so no response can be continued by its id."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -7,22 +8,16 @@ from pydantic import Field
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
-from router.openai.chat import guide
+from router.openai.chat import format_field, guide
 from router.openai.choices import EVENTS, event
 from router.openai.errors import describe
 from router.openai.fields import Fields, Number, Uint32
-from router.openai.messages import ChatMessage, ContentPart, add_messages
+from router.openai.messages import ChatMessage, InputItem, add_messages, turns_of
 from router.stream.collector import UnaryCollector
 
-
-class InputMessage(Fields):
-    """A turn. What clients send back of an earlier response is accepted."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    id: str | None = None
-    status: str | None = None
+ItemKind = Literal["message", "reasoning"]
+_ITEM_PREFIXES: Mapping[ItemKind, str] = {"message": "msg_", "reasoning": "rs_"}
+_PART_TYPES: Mapping[ItemKind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class TextOptions(Fields):
@@ -36,7 +31,7 @@ class ResponsesRequest(Fields):
     """The body of a request."""
 
     model: str = Field(default="", max_length=1024)
-    input: str | list[InputMessage]
+    input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Uint32 | None = None
     temperature: Number | None = None
@@ -57,6 +52,11 @@ class ResponsesRequest(Fields):
     include: Annotated[list[Any], Field(max_length=0)] | None = None
     previous_response_id: None = None
 
+    @property
+    def guided_field(self) -> str:
+        """The path of the schema that the answer follows, for errors; empty if it follows none."""
+        return format_field("text.format", self.text.format if self.text else None)
+
     def generate_request(self, request_id: str) -> generate_pb2.GenerateRequest:
         """The request to the pipeline. Raises Unsupported for an unknown format."""
         made = generate_pb2.GenerateRequest(request_id=request_id, model=self.model)
@@ -65,7 +65,7 @@ class ResponsesRequest(Fields):
         if isinstance(self.input, str):
             turns.append(ChatMessage(role="user", content=self.input))
         else:
-            turns += [ChatMessage(role=one.role, content=one.content) for one in self.input]
+            turns += turns_of(self.input)
         add_messages(made.chat, turns)
         for name in ("temperature", "top_p"):
             if getattr(self, name) is not None:
@@ -84,7 +84,6 @@ class ResponseBuilder:
         self._request = request
         self._identity = identity
         self._created = created
-        self.item_id = f"msg_{identity.removeprefix('resp_')}"
 
     def response(
         self, model: str, status: str, output: list[dict[str, Any]], finished: generate_pb2.Finished | None = None
@@ -107,7 +106,7 @@ class ResponseBuilder:
             "previous_response_id": None,
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
             "top_p": request.top_p,
@@ -116,19 +115,24 @@ class ResponseBuilder:
             "metadata": request.metadata or {},
         }
 
-    def item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """The message in the output."""
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": parts}
+    def item(self, index: int, kind: ItemKind, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """An item of the output, at `index`: a message, or the reasoning before it."""
+        made = {"id": self.item_id(index, kind), "type": kind, "status": status, "content": parts}
+        return {**made, "role": "assistant"} if kind == "message" else {**made, "summary": []}
+
+    def item_id(self, index: int, kind: ItemKind) -> str:
+        """The identity of an item."""
+        return f"{_ITEM_PREFIXES[kind]}{self._identity.removeprefix('resp_')}{f'_{index}' if index else ''}"
 
     def whole(self, collected: UnaryCollector) -> dict[str, Any]:
         """The body of a response that is not streamed."""
         answer = collected.response
-        return self.ended(answer.started.model, answer.token.text, answer.finished)
-
-    def ended(self, model: str, text: str, finished: generate_pb2.Finished) -> dict[str, Any]:
-        """The response at its end."""
-        status = status_of(finished)
-        return self.response(model, status, [self.item(status, [text_part(text)])], finished)
+        status = status_of(answer.finished)
+        texts: list[tuple[ItemKind, str]] = [("message", answer.token.text)]
+        if answer.token.reasoning:
+            texts.insert(0, ("reasoning", answer.token.reasoning))
+        items = [self.item(index, kind, status, [part(kind, text)]) for index, (kind, text) in enumerate(texts)]
+        return self.response(answer.started.model, status, items, answer.finished)
 
 
 class ResponseStream:
@@ -139,16 +143,18 @@ class ResponseStream:
         self._builder = builder
         self._sequence = 0
         self._model = ""
+        self._items: list[dict[str, Any]] = []
+        self._kind: ItemKind | None = None  # of the item that has begun
         self._texts: list[str] = []
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
         """Writes the next message of the pipeline."""
         match message.WhichOneof("event"):
             case "token":
-                if message.token.text:
-                    self._texts.append(message.token.text)
-                    delta = {**self._place(), "delta": message.token.text, "logprobs": []}
-                    await self._call.write(self._event("response.output_text.delta", delta))
+                delta = message.token
+                events = self._delta("reasoning", delta.reasoning) + self._delta("message", delta.text)
+                if events:
+                    await self._call.write(events)
             case "started":
                 await self._start(message.started)
             case "finished":
@@ -156,33 +162,67 @@ class ResponseStream:
 
     async def fail(self, error: BatonError) -> None:
         """Ends the stream with an event that OpenAI's clients raise as an error."""
-        await self._call.end(self._event("error", {"error": describe(error), **describe(error)}))
+        described = describe(error, self._call.guided_field)
+        await self._call.end(self._event("error", {"error": described, **described}))
 
     async def _start(self, started: generate_pb2.Started) -> None:
         self._model = started.model
         response = self._builder.response(self._model, "in_progress", [])
-        item = self._builder.item("in_progress", [])
         await self._call.begin(200, EVENTS)
         await self._call.write(
             self._event("response.created", {"response": response})
             + self._event("response.in_progress", {"response": response})
-            + self._event("response.output_item.added", {"output_index": 0, "item": item})
-            + self._event("response.content_part.added", {**self._place(), "part": text_part("")})
         )
 
     async def _end(self, finished: generate_pb2.Finished) -> None:
-        text, status = "".join(self._texts), status_of(finished)
-        item = self._builder.item(status, [text_part(text)])
-        response = self._builder.ended(self._model, text, finished)
-        await self._call.end(
-            self._event("response.output_text.done", {**self._place(), "text": text, "logprobs": []})
-            + self._event("response.content_part.done", {**self._place(), "part": text_part(text)})
-            + self._event("response.output_item.done", {"output_index": 0, "item": item})
-            + self._event(f"response.{status}", {"response": response})
+        status = status_of(finished)
+        events = self._begin("message") + self._close(status)
+        response = self._builder.response(self._model, status, self._items, finished)
+        await self._call.end(events + self._event(f"response.{status}", {"response": response}))
+
+    def _delta(self, kind: ItemKind, text: str) -> bytes:
+        if not text:
+            return b""
+        begun = self._begin(kind)
+        self._texts.append(text)
+        delta: dict[str, Any] = {**self._place(kind), "delta": text}
+        if kind == "message":
+            delta["logprobs"] = []
+        return begun + self._event(f"response.{_PART_TYPES[kind]}.delta", delta)
+
+    def _begin(self, kind: ItemKind) -> bytes:
+        """Begins an item, and ends the one before it; nothing if it is of this kind."""
+        if self._kind == kind:
+            return b""
+        closed = self._close("completed")
+        self._kind, self._texts = kind, []
+        place = self._place(kind)
+        item = self._builder.item(place["output_index"], kind, "in_progress", [])
+        return (
+            closed
+            + self._event("response.output_item.added", {"output_index": place["output_index"], "item": item})
+            + self._event("response.content_part.added", {**place, "part": part(kind, "")})
         )
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._builder.item_id, "output_index": 0, "content_index": 0}
+    def _close(self, status: str) -> bytes:
+        if self._kind is None:
+            return b""
+        kind, text, place = self._kind, "".join(self._texts), self._place(self._kind)
+        item = self._builder.item(place["output_index"], kind, status, [part(kind, text)])
+        done: dict[str, Any] = {**place, "text": text}
+        if kind == "message":
+            done["logprobs"] = []
+        self._items.append(item)
+        self._kind = None
+        return (
+            self._event(f"response.{_PART_TYPES[kind]}.done", done)
+            + self._event("response.content_part.done", {**place, "part": part(kind, text)})
+            + self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
+        )
+
+    def _place(self, kind: ItemKind) -> dict[str, Any]:
+        index = len(self._items)
+        return {"item_id": self._builder.item_id(index, kind), "output_index": index, "content_index": 0}
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         numbered = event({"type": name, "sequence_number": self._sequence, **fields}, name)
@@ -190,9 +230,10 @@ class ResponseStream:
         return numbered
 
 
-def text_part(text: str) -> dict[str, Any]:
-    """A text in a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def part(kind: ItemKind, text: str) -> dict[str, Any]:
+    """The text of an item."""
+    made: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
+    return {**made, "annotations": [], "logprobs": []} if kind == "message" else made
 
 
 def status_of(finished: generate_pb2.Finished) -> str:

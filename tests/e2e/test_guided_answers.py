@@ -112,6 +112,7 @@ async def test_200_schemas_with_lost_workers(cluster: Bench, sampling: dict[str,
     for first in range(0, len(schemas), TOGETHER):
         some = [schema for _, schema in schemas[first : first + TOGETHER]]
         moved += await check_lost_workers(cluster, some, sampling, tokens=2 + first // TOGETHER % 7)
+    print(f"{len(schemas)} schemas, twice each: {len(schemas)} valid, {len(schemas)} again, of which {moved} moved")
     # Short answers end before their worker is lost.
     assert moved > 60
 

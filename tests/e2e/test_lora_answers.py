@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.clients.baton_command import Baton
+from support.clients.kserve_call import infer, text_request
 from support.clients.openai_api import client_of, openai_bench
 from support.cluster.command_fixtures import baton, environment
 from support.cluster.demo import demo_worker
@@ -162,19 +163,32 @@ async def test_an_answer_goes_on_with_its_adapter_where_a_worker_is_lost(folder:
     assert (stream.finished.migrations, stream.finished.decode_worker_id) == (1, {"d1": "d2", "d2": "d1"}[lost])
 
 
+@pytest.mark.feature("LoRA adapters", engine="pytorch", facade="openai")
+@pytest.mark.feature("LoRA adapters", engine="pytorch", facade="kserve")
 async def test_programs_and_operators_see_adapters(folder: Path, baton: Baton) -> None:
     async with openai_bench(worker("decode", folder, load=("second",))) as running:
         await eventually(lambda: all(one.loras.is_told for one in running.cluster.workers))
         async with client_of(running) as client:
             listed = {model.id: getattr(model, "parent", "") async for model in await client.models.list()}
             found = await client.models.retrieve("demo:first")
-            answer = await client.completions.create(model="demo:first", prompt="hello", max_tokens=2)
+            answer = await client.completions.create(model="demo:first", prompt="hello", max_tokens=8, temperature=0)
+            ids = await client.completions.create(
+                model="demo:first", prompt=list(PROMPTS[0]), max_tokens=TOKENS, temperature=0
+            )
+        expected = await running.generate(
+            model="demo:first", token_ids=generate_pb2.TokenIds(ids=PROMPTS[0]), sampling=GREEDY, stopping=STOPPING
+        )
+        request = text_request("hello", model="demo:first")
+        request.parameters["max_tokens"].int64_param, request.parameters["temperature"].double_param = 8, 0.0
+        tensors = await infer(running.address, request)
         shown = await baton("lora", "list", "--address", running.address)
         loaded = await baton("lora", "load", "first", "--address", running.address)
         unloaded = await baton("lora", "unload", "second", "--address", running.address)
         failed = await baton("lora", "load", "third", "--address", running.address)
     assert listed == {"demo": None, "demo:first": "demo", "demo:second": "demo"}
-    assert (found.id, answer.model) == ("demo:first", "demo:first")
+    assert (found.id, answer.model, tensors.model_name) == ("demo:first",) * 3
+    assert tensors.raw_output_contents[0][4:].decode() == answer.choices[0].text
+    assert ids.choices[0].text == expected.text
     assert [line.split()[1:3] for line in shown.lines[2:]] == [["first", "loaded"], ["second", "loaded"]]
     assert (loaded.code, unloaded.code, failed.code) == (0, 0, 2)
     assert "no adapter 'third' in the folder" in failed.err

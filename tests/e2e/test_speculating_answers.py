@@ -1,5 +1,7 @@
 """Speculative decoding through a real cluster: the same answers, with the counts in the usage."""
 
+import pytest
+from support.clients.openai_api import client_of, openai_bench
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, Stream, bench
 
@@ -34,6 +36,7 @@ async def answers(*, speculates: bool) -> list[Stream]:
         ]
 
 
+@pytest.mark.feature("speculative decoding", engine="pytorch", facade="grpc")
 async def test_answers_are_the_same_and_say_how_many_tokens_were_guessed() -> None:
     plain, speculating = await answers(speculates=False), await answers(speculates=True)
     assert [one.text for one in speculating] == [one.text for one in plain]
@@ -42,3 +45,15 @@ async def test_answers_are_the_same_and_say_how_many_tokens_were_guessed() -> No
     usage = speculating[0].finished.usage
     assert 0 < usage.accepted_tokens <= usage.drafted_tokens
     assert plain[0].finished.usage.drafted_tokens == 0
+
+
+@pytest.mark.feature("speculative decoding", engine="pytorch", facade="openai")
+async def test_openais_usage_counts_what_was_guessed() -> None:
+    async with openai_bench(worker("prefill", speculates=True), worker("decode", speculates=True)) as running:
+        more = {"ignore_eos": True}
+        answer = await client_of(running).completions.create(
+            model="demo", prompt=TEXT, max_tokens=32, temperature=0, extra_body=more
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens

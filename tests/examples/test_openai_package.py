@@ -8,6 +8,7 @@ from support.clients.examples import Ended, Program
 from support.clients.openai_api import OPENAI_ROUTER, openai_bench, url_of
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import Bench, simulated
+from support.engines.checkpoints import DEMO
 from support.engines.written_engine import writes, written_engines
 
 from baton.calls import unary
@@ -17,6 +18,7 @@ from router.config import QuotaConfig, QuotasConfig
 # The first test installs the package.
 pytestmark = pytest.mark.timeout(400)
 
+PICTURE = DEMO / "examples" / "circle-and-square.png"
 PROGRAM = Program("openai", ("node", "main.js"), ("node", "npm"))
 
 
@@ -47,6 +49,14 @@ async def test_a_tool_call_is_streamed_and_its_result_taken(monkeypatch: pytest.
     assert (done.code, done.out) == (0, f'tool_calls weather {{"city": "Oslo"}}\n{answer}\n'), done.err
 
 
+async def test_an_object_is_parsed_and_a_picture_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with openai_bench(demo_worker("encode"), demo_worker("prefill"), demo_worker("decode")) as running:
+        parsed = await run(running, monkeypatch, "parse", "Tell me about Mia.")
+        seen = await run(running, monkeypatch, "picture", str(PICTURE), "What is in the picture?")
+    assert (parsed.code, parsed.out) in ((0, "string cat\n"), (0, "string dog\n")), parsed.err
+    assert (seen.code, seen.out) == (0, "a red circle and a blue square\n"), seen.err
+
+
 async def test_embeddings_are_those_of_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     async with openai_bench(simulated("e1", "embed")) as running:
         done = await run(running, monkeypatch, "embed", "one", "another")
@@ -63,7 +73,7 @@ async def test_refusals_are_the_packages_errors_and_what_may_be_retried_is(monke
     assert done.out.splitlines() == [
         "BadRequestError 400 invalid_request temperature",
         "NotFoundError 404 model_not_found null",
-        "BadRequestError 400 unsupported null",
+        "BadRequestError 400 unsupported best_of",
     ]
     async with openai_bench(simulated("w1", "prefill", "decode"), router=router) as running:
         await running.generate(prompt="x", stopping={"max_tokens": 1})

@@ -27,7 +27,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 STREAM = f"/{SERVICE.full_name}/ModelStreamInfer"
 KNOWN: Known = {
     "model_name": st.sampled_from(["", "simulated"]),
-    "name": st.sampled_from(["text_input", "stream", "sampling_parameters", "simulated", *OUTPUTS]),
+    "name": st.sampled_from(["text_input", "stream", "sampling_parameters", "simulated", "embedding", *OUTPUTS]),
     "datatype": st.sampled_from(["BYTES", "BOOL", "INT32"]),
 }
 fuzzed = settings(
@@ -45,10 +45,11 @@ VALUES = (
     | st.sampled_from([0, 1, 2, 3, 2**32, 10**400, float("nan"), float("inf")])
     | st.floats()
     | st.text(max_size=5)
+    | st.sampled_from(["[1]", '["a"]', '{"7": 1}', '{"tags": [{"begin": "<a>"}]}', "[" * 3000, "{}"])
     | st.lists(st.text(max_size=2) | st.integers(), max_size=3)
     | st.dictionaries(st.text(max_size=2), st.integers(), max_size=2)
 )
-NAMES = st.sampled_from([*PARAMETERS, "x", "", "binary_data_output"])
+NAMES = st.sampled_from([*PARAMETERS, "dimensions", "normalize", "x", "", "binary_data_output"])
 
 
 @st.composite
@@ -73,6 +74,8 @@ def infer_requests(draw: Callable[..., Any]) -> pb.ModelInferRequest:
         else:
             tensor.contents.bytes_contents.append(content)
     made.parameters["max_tokens"].int64_param = 3
+    for name in draw(st.lists(st.sampled_from([*OUTPUTS, "embedding"]), max_size=1)):
+        made.outputs.add(name=name)
     for name in draw(st.lists(NAMES, max_size=3)):
         _set(made.parameters[name], draw(VALUES))
     return made

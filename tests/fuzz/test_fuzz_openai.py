@@ -40,6 +40,7 @@ CHAT: dict[str, Any] = {
     "tools": [TOOL],
     "tool_choice": "auto",
     "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}},
+    "structured_outputs": {"choice": ["a"], "json": {"type": "object"}, "structural_tag": "{}"},
     "logprobs": True,
     "top_logprobs": 2,
     "chat_template_kwargs": {"a": [1, None, {"b": 2.5}]},
@@ -48,7 +49,10 @@ CHAT: dict[str, Any] = {
 TEXT = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 1, "echo": False, "best_of": 1, "suffix": ""}
 RESPONSES = {
     "model": "demo",
-    "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+    "input": [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    ],
     "instructions": "Be brief.",
     "max_output_tokens": 3,
     "stream": True,
@@ -59,6 +63,7 @@ STRANGE: list[Any] = [
     None, True, 0, -1, 1, 2**31, 2**32, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.0, 1e308, "", "x", "\ud800", "\x00",
     "ä" * 50, [], {}, [[]], [{}], {"type": "x"}, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
     "data:,", [1, "a"], ["a", "b"], {"": ""}, [None] * 20, "\u2028", {"type": "json_object"},
+    {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]},
 ]  # fmt: skip
 
 

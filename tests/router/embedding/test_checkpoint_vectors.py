@@ -1,9 +1,11 @@
 """Vectors of checkpoints through a router: text to tokens to the model, equal to the plain library's."""
 
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
+from support.clients.kserve_call import infer, text_request
 from support.clients.openai_api import client_of, openai_bench
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, bench
@@ -41,6 +43,7 @@ async def test_the_demonstrations_vectors_are_its_last_states() -> None:
 
 
 @pytest.mark.feature("embeddings of a model like BERT", engine="pytorch", facade="grpc")
+@pytest.mark.feature("embeddings of a model like BERT", engine="pytorch", facade="kserve")
 async def test_a_model_like_bert_has_the_mean_of_its_states_and_generates_nothing(tmp_path: Path) -> None:
     folder = save_bert(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
@@ -55,8 +58,12 @@ async def test_a_model_like_bert_has_the_mean_of_its_states_and_generates_nothin
         generation = generate_pb2.GenerateUnaryRequest(request={"prompt": "x"})
         with pytest.raises(BatonError, match="generation") as refused:
             await unary(running.stub.GenerateUnary(generation, timeout=60))
+        # By KServe it has no other output, which then need not be named.
+        tensor = await infer(running.address, text_request(*TEXTS, model="bert"))
     for state, found in zip(states, response.embeddings, strict=True):
         assert list(found.values) == pytest.approx(unit(state), abs=1e-4)
+    assert tensor.outputs[0].shape == [len(TEXTS), len(response.embeddings[0].values)]
+    assert tensor.raw_output_contents[0] == b"".join(array("f", one.values).tobytes() for one in response.embeddings)
     # <s> and </s> count.
     assert response.embeddings[2].num_tokens == 3
     assert refused.value.reason == "UNSUPPORTED"

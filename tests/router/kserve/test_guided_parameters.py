@@ -6,15 +6,13 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
+from support.clients.kserve_call import infer, text_request
 from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines.checkpoints import DEMO
 from support.engines.guided import check_json
 from support.engines.schemas import FLAG, closed
 from support.lifetimes import in_one_task
 
-from baton.kserve import inference_pb2 as pb
-from router.kserve.service import NAME
-from rpc.channels import open_channel
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 
@@ -34,21 +32,17 @@ async def model() -> AsyncIterator[Bench]:
         yield running
 
 
-async def infer(running: Bench, **parameters: str) -> str:
+async def text_of(running: Bench, *, sampling: object = None, **parameters: str) -> str:
     """The text of an answer by ModelInfer, greedy."""
-    request = pb.ModelInferRequest(model_name="demo")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hello")
+    request = text_request("hello")
     request.parameters["temperature"].double_param = 0.0
     request.parameters["max_tokens"].int64_param = 100
+    if sampling is not None:
+        packed = request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1]).contents
+        packed.bytes_contents.append(json.dumps(sampling).encode())
     for name, value in parameters.items():
         request.parameters[name].string_param = value
-    async with open_channel(running.address) as channel:
-        call = channel.unary_unary(
-            f"/{NAME}/ModelInfer",
-            request_serializer=pb.ModelInferRequest.SerializeToString,
-            response_deserializer=pb.ModelInferResponse.FromString,
-        )
-        answer: pb.ModelInferResponse = await call(request, timeout=60)
+    answer = await infer(running.address, request)
     [output] = [index for index, one in enumerate(answer.outputs) if one.name == "text_output"]
     return answer.raw_output_contents[output][4:].decode()
 
@@ -56,9 +50,16 @@ async def infer(running: Bench, **parameters: str) -> str:
 @pytest.mark.feature("guided decoding", engine="pytorch", facade="kserve")
 @in_shared_loop
 async def test_an_answer_follows_the_grammar_of_a_parameter(model: Bench) -> None:
-    check_json(await infer(model, guided_json=json.dumps(SCHEMA)), SCHEMA)
-    assert await infer(model, guided_regex="(abc){2}") == "abcabc"
-    assert await infer(model, guided_grammar='start: "yes!"') == "yes!"
+    check_json(await text_of(model, guided_json=json.dumps(SCHEMA)), SCHEMA)
+    assert await text_of(model, guided_regex="(abc){2}") == "abcabc"
+    assert await text_of(model, guided_grammar='start: "yes!"') == "yes!"
+    assert await text_of(model, guided_choice='["perhaps"]') == "perhaps"
+    tags = {"tags": [{"begin": "<on=", "jsonSchema": '{"const": 1}', "end": "/>"}], "is_required": True}
+    assert await text_of(model, guided_structural_tags=json.dumps(tags)) == "<on=1/>"
+    assert (
+        await text_of(model, sampling={"guided_choice": ["no"], "stop_token_ids": [1], "logit_bias": {"7": 1}}) == "no"
+    )
+    check_json(await text_of(model, sampling={"guided_json": SCHEMA}), SCHEMA)
 
 
 @in_shared_loop
@@ -67,9 +68,19 @@ async def test_a_wrong_grammar_is_named(model: Bench) -> None:
         ({"guided_json": '{"not": {}}'}, "guided.json_schema.not"),
         ({"guided_regex": "("}, "guided.regex"),
         ({"guided_regex": "a", "guided_json": "{}"}, "an answer follows one grammar"),
+        ({"guided_choice": "yes"}, "parameters.guided_choice"),
+        ({"guided_choice": "3"}, "parameters.guided_choice"),
+        ({"guided_choice": '[""]'}, "guided.choice.texts[0]"),
+        ({"guided_structural_tags": '{"tagz": 1}'}, "parameters.guided_structural_tags"),
+        ({"guided_structural_tags": "[1]"}, "parameters.guided_structural_tags"),
+        ({"guided_structural_tags": "{}"}, "guided.structural_tags.tags"),
+        ({"logit_bias": '{"x": 1}'}, "parameters.logit_bias"),
+        ({"logit_bias": "3"}, "parameters.logit_bias"),
+        ({"stop_token_ids": '["a"]'}, "parameters.stop_token_ids"),
+        ({"stop_token_ids": "5"}, "parameters.stop_token_ids"),
     ]
     for parameters, named in wrong:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await infer(model, **parameters)
+            await text_of(model, **parameters)
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert named in str(refused.value.details())

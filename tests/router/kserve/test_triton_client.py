@@ -2,19 +2,25 @@
 
 import asyncio
 import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster.in_process import DECODE, PATIENT, PREFILL, Bench, bench
+from support.clients.kserve_call import infer, text_request
+from support.cluster.in_process import DECODE, PATIENT, PREFILL, Bench, bench, simulated
+from support.eventually import eventually
+
+from baton.calls import unary
+from baton.inference.v1 import embed_pb2
 
 PROGRAM = Path(__file__).resolve().parents[2] / "support" / "clients" / "triton_program.py"
 
 
-async def answers_of(address: str) -> dict[str, Any]:
+async def answers_of(*words: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PROGRAM), address, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable, str(PROGRAM), *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     output, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()[-3000:]
@@ -26,6 +32,8 @@ async def answers_of(address: str) -> dict[str, Any]:
 @pytest.mark.feature("text prompts", engine="simulated", facade="kserve")
 @pytest.mark.feature("whole answers", engine="simulated", facade="kserve")
 @pytest.mark.feature("streaming", engine="simulated", facade="kserve")
+@pytest.mark.feature("seeds", engine="simulated", facade="kserve")
+@pytest.mark.feature("several answers", engine="simulated", facade="kserve")
 async def test_tritons_client_gets_what_grpc_answers() -> None:
     async with bench(PREFILL, DECODE, router=PATIENT) as running:
         answers = await answers_of(running.address)
@@ -47,6 +55,69 @@ async def test_tritons_client_gets_what_grpc_answers() -> None:
     messages = [message for _, message in answers["statuses"]]
     fields = ["parameters.max_tokenz", "sampling.temperature", "parameters.temperature", "other", "inputs.text_input"]
     assert [field for field, message in zip(fields, messages, strict=True) if field not in message] == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.feature("embeddings of texts", engine="simulated", facade="kserve")
+async def test_tritons_client_gets_the_vectors_of_grpc() -> None:
+    async with bench(simulated("e1", "embed", max_context_tokens=64), router=PATIENT) as running:
+        answers = await answers_of(running.address, "embed")
+        whole = await vectors_of(running)
+        short = await vectors_of(running, dimensions=5, normalize=False)
+    assert answers["ready"] == [True, True]
+    assert answers["inputs"][0] == ["text_input", "BYTES", ["-1"]]
+    assert answers["outputs"][-1] == ["embedding", "FP32", ["-1", "64"]]
+    assert answers["config"][-1] == {"name": "embedding", "data_type": "TYPE_FP32", "dims": ["-1", "64"]}
+    assert (answers["whole"], answers["id"], answers["prompt_tokens"]) == (whole, "mine", 10)
+    assert answers["short"] == short
+    assert answers["streamed"] == [["None", whole]]
+    assert {status for status, _ in answers["statuses"]} == {"StatusCode.INVALID_ARGUMENT"}
+    messages = [message for _, message in answers["statuses"]]
+    fields = ["inputs[2]", "dimensions", "parameters.dimensions", "parameters.max_tokens", "outputs.text_output"]
+    fields.append("inputs.sampling_parameters")
+    assert [field for field, message in zip(fields, messages, strict=True) if field not in message] == []
+
+
+@pytest.mark.timeout(120)
+async def test_the_output_that_is_named_decides_for_a_model_with_both() -> None:
+    async with bench(PREFILL, DECODE, simulated("e1", "embed"), router=PATIENT, proxied=False) as running:
+        request = text_request("one")
+        request.outputs.add(name="embedding")
+        vectors = await infer(running.address, request)
+        del request.outputs[:]
+        request.parameters["max_tokens"].int64_param = 3
+        text = await infer(running.address, request)
+        [one, _] = await vectors_of(running)
+    assert list(struct.unpack("<64f", vectors.raw_output_contents[0])) == one
+    assert [output.name for output in text.outputs] == ["text_output", "finish_reason"]
+
+
+@pytest.mark.feature("cancellation", engine="simulated", facade="kserve")
+@pytest.mark.feature("stop strings", engine="simulated", facade="kserve")
+async def test_a_stop_string_ends_an_answer_and_a_client_that_leaves_its_request() -> None:
+    async with bench(PREFILL, DECODE, router=PATIENT, proxied=False) as running:
+        whole = await text_of(running, 7)
+        request = text_request("hello")
+        request.parameters["temperature"].double_param = 1.0
+        request.parameters["seed"].int64_param = 7
+        request.parameters["max_tokens"].int64_param = 12
+        request.parameters["stop"].string_param = whole[6:9]
+        answer = await infer(running.address, request)
+        assert answer.raw_output_contents[0][4:].decode() == whole[: whole.index(whole[6:9])]
+        assert answer.raw_output_contents[1][4:] == b"stop"
+        del request.parameters["stop"]
+        request.parameters["max_tokens"].int64_param = 3000
+        leaving = asyncio.create_task(infer(running.address, request))
+        await eventually(lambda: running.used_blocks() > 0)
+        leaving.cancel()
+        await eventually(lambda: running.used_blocks() == 0)
+    assert leaving.cancelled()
+
+
+async def vectors_of(running: Bench, **fields: Any) -> list[list[float]]:
+    request = embed_pb2.EmbedRequest(inputs=[{"text": "one"}, {"text": "another"}], **fields)
+    response = await unary(running.stub.Embed(request, timeout=20))
+    return [list(one.values) for one in response.embeddings]
 
 
 def check_stream(messages: list[dict[str, Any]], name: str, text: str) -> None:

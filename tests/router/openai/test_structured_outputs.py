@@ -1,6 +1,7 @@
 """Structured outputs with the official `openai` package and a real model: valid JSON, strict tools, tool choice."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from support.engines.schemas import FLAG, NUMBER, closed
 from support.engines.written_engine import HERMES_TEMPLATE
 from support.lifetimes import in_one_task
 
+from router.openai.chat import ChatCompletionRequest
+from router.openai.fields import read
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 
@@ -31,6 +34,11 @@ TURN_OFF = closed(all=FLAG)
 def tool(name: str, parameters: dict[str, Any], strict: bool | None = None) -> Any:
     function = {"name": name, "description": "", "parameters": parameters}
     return {"type": "function", "function": function if strict is None else {**function, "strict": strict}}
+
+
+def tags(schema: dict[str, Any], trigger: str = "<on=") -> Any:
+    structures = [{"begin": "<on=>", "schema": schema, "end": "</on>"}]
+    return {"type": "structural_tag", "structures": structures, "triggers": [trigger]}
 
 
 class Pet(BaseModel):
@@ -110,6 +118,62 @@ async def test_json_object_is_any_object(model: Bench) -> None:
 
 
 @in_shared_loop
+@pytest.mark.parametrize(
+    ("wanted", "expression"),
+    [
+        ({"choice": ["yes", "no, never"]}, "yes|no, never"),
+        ({"regex": "[0-9]{3}-[0-9]{2}"}, "[0-9]{3}-[0-9]{2}"),
+        ({"grammar": 'root ::= "a" part\npart ::= "x" | "y"'}, "a[xy]"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json": '{"type": "null"}'}, "null"),
+    ],
+    ids=["choice", "regex", "grammar", "json", "json as text"],
+)
+async def test_an_answer_follows_structured_outputs_as_in_vllm(
+    model: Bench, wanted: dict[str, Any], expression: str
+) -> None:
+    for way in WAYS:
+        more: Any = {"max_tokens": 40, "extra_body": {"structured_outputs": wanted}, **way}
+        chat = await client_of(model).chat.completions.create(model="demo", messages=MESSAGES, **more)
+        text = await client_of(model).completions.create(model="demo", prompt="hello", **more)
+        assert re.fullmatch(expression, chat.choices[0].message.content or "")
+        assert re.fullmatch(expression, text.choices[0].text)
+
+
+@in_shared_loop
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": tags({"type": "boolean"})},
+        {"extra_body": {"structured_outputs": {"structural_tag": tags({"type": "boolean"})}}},
+        {"extra_body": {"structured_outputs": {"structural_tag": json.dumps(tags({"type": "boolean"}))}}},
+    ],
+    ids=["response_format", "structured_outputs", "text"],
+)
+async def test_structural_tags_may_be_asked_for(model: Bench, fields: dict[str, Any]) -> None:
+    answer = await client_of(model).chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=30, temperature=1.0, seed=3, **fields
+    )
+    text = answer.choices[0].message.content or ""
+    assert all(re.match("<on=> ?(true|false)</on>", text[at.start() :]) for at in re.finditer("<on=>", text))
+
+
+def test_structural_tags_are_those_of_grpc() -> None:
+    body = read(ChatCompletionRequest, {"messages": MESSAGES, "response_format": tags({"type": "boolean"})})
+    [tag] = body.generate_request("r").guided.structural_tags.tags
+    assert (tag.begin, tag.json_schema, tag.end, tag.trigger) == ("<on=>", '{"type": "boolean"}', "</on>", "<on=")
+
+
+@in_shared_loop
+async def test_a_keyword_in_text_format_is_named(model: Bench) -> None:
+    wanted: Any = {"format": {"type": "json_schema", "name": "s", "schema": {"properties": {"a": {"not": {}}}}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client_of(model).responses.create(model="demo", input="hello", text=wanted)
+    assert refused.value.param == "text.format.schema.properties.a.not"
+
+
+@pytest.mark.feature("tool choice and strict tools", engine="pytorch", facade="openai")
+@in_shared_loop
 @pytest.mark.parametrize("way", WAYS, ids=["greedy", "sampled"])
 async def test_a_required_call_is_made_by_its_schema(model: Bench, way: dict[str, Any]) -> None:
     tools = [tool("turn_on", TURN_ON), tool("turn_off", TURN_OFF)]
@@ -154,6 +218,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "schema",
         {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
+        "response_format.json_schema.schema.not",
+    ),
+    ("choice", {"extra_body": {"structured_outputs": {"choice": ["a", ""]}}}, "structured_outputs.choice[1]"),
+    ("regex", {"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex"),
+    (
+        "json",
+        {"extra_body": {"structured_outputs": {"json": {"items": {"not": {}}}}}},
+        "structured_outputs.json.items.not",
+    ),
+    ("two", {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "structured_outputs"),
+    ("none", {"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
+    ("tag", {"response_format": tags({"not": {}})}, "response_format.structures[0].schema.not"),
+    ("trigger", {"response_format": tags({}, trigger="<b")}, "response_format.structures[0].begin"),
+    (
+        "tag in text",
+        {"extra_body": {"structured_outputs": {"structural_tag": "{"}}},
+        "structured_outputs.structural_tag",
+    ),
+    (
+        "formats",
+        {"response_format": {"type": "json_object"}, "extra_body": {"structured_outputs": {"regex": "a"}}},
         "response_format",
     ),
     ("tool", {"tools": [tool("a", TURN_OFF), tool("b", {"not": {}}, strict=True)]}, "tools[1].parameters.not"),

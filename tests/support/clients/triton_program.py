@@ -1,4 +1,4 @@
-"""A program that speaks to a router by NVIDIA's own client: `python triton_program.py ADDRESS`. It prints JSON.
+"""A program that speaks to a router by NVIDIA's own client: `python triton_program.py ADDRESS [embed]`. It prints JSON.
 
 It is a process of its own because both bring protos of one package, which one process cannot load.
 """
@@ -14,9 +14,9 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput, InferReques
 from tritonclient.utils import InferenceServerException
 
 
-def text(name: str, value: str) -> InferInput:
-    made = InferInput(name, [1], "BYTES")
-    made.set_data_from_numpy(numpy.array([value.encode()], dtype=numpy.object_))
+def text(name: str, *values: str) -> InferInput:
+    made = InferInput(name, [len(values)], "BYTES")
+    made.set_data_from_numpy(numpy.array([value.encode() for value in values], dtype=numpy.object_))
     return made
 
 
@@ -93,4 +93,40 @@ async def main(address: str) -> None:
     print(json.dumps(answers))
 
 
-asyncio.run(main(sys.argv[1]))
+async def embed(address: str) -> None:
+    texts_of = text("text_input", "one", "another", "")
+    both = [text("text_input", "one", "another")]
+    vectors = [InferRequestedOutput("embedding")]
+    async with InferenceServerClient(address) as client:
+        metadata = await client.get_model_metadata("demo", as_json=True)
+        config = await client.get_model_config("demo", as_json=True)
+        whole = await client.infer("demo", both, outputs=vectors, request_id="mine")
+        short = await client.infer("demo", both, outputs=vectors, parameters={"dimensions": 5, "normalize": False})
+
+        async def sent() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": "demo", "inputs": both, "outputs": vectors, "request_id": "streamed"}
+
+        streamed = [(result, error) async for result, error in client.stream_infer(sent())]
+        answers = {
+            "ready": [await client.is_server_ready(), await client.is_model_ready("demo")],
+            "inputs": [(one["name"], one["datatype"], one["shape"]) for one in metadata["inputs"]],
+            "outputs": [(one["name"], one["datatype"], one["shape"]) for one in metadata["outputs"]],
+            "config": config["config"]["output"],
+            "whole": whole.as_numpy("embedding").tolist(),
+            "id": whole.get_response().id,
+            "prompt_tokens": whole.get_response().parameters["prompt_tokens"].int64_param,
+            "short": short.as_numpy("embedding").tolist(),
+            "streamed": [(str(error), result.as_numpy("embedding").tolist()) for result, error in streamed],
+            "statuses": [
+                await status_of(client.infer("demo", [texts_of], outputs=vectors)),
+                await status_of(client.infer("demo", both, outputs=vectors, parameters={"dimensions": 65})),
+                await status_of(client.infer("demo", both, outputs=vectors, parameters={"dimensions": True})),
+                await status_of(client.infer("demo", both, outputs=vectors, parameters={"max_tokens": 3})),
+                await status_of(client.infer("demo", both, outputs=[*vectors, InferRequestedOutput("text_output")])),
+                await status_of(client.infer("demo", [*both, text("sampling_parameters", "{}")], outputs=vectors)),
+            ],
+        }
+    print(json.dumps(answers))
+
+
+asyncio.run((embed if sys.argv[2:] == ["embed"] else main)(sys.argv[1]))
