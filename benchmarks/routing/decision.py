@@ -15,6 +15,7 @@ import gc
 import random
 import statistics
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ IN_FLIGHT = 8
 def main() -> None:
     options = _options()
     source = random.Random(1)
-    requests = [_request(prompt) for prompt in _prompts(source, options.tokens, options.shared)]
+    prompts = _prompts(source, options.tokens, options.shared)
     print(f"{options.tokens} tokens, {options.workers} workers, us of CPU, median (least)\n")
     print("| policy | decision | learning | names, later | all |")
     print("|---|---|---|---|---|")
@@ -59,9 +60,9 @@ def main() -> None:
         ]
         policy = load_policy(RoutingConfig(policy=name))
         if isinstance(policy, PredictedSeconds):
-            _fill(policy, views, requests, source)
+            _fill(policy, views, prompts, source)
         placer = Placer(_Cluster(views), RoutingConfig(), policy)  # type: ignore[arg-type]  # all that it needs of it
-        costs = _measure(_Requests(placer, policy, requests))
+        costs = _measure(_Requests(placer, policy, prompts))
         print(f"| {name} | {' | '.join(map(str, costs))} |")
     loop = _measure(lambda _: [_cpu(lambda: sum(number for number in range(1000)))])
     print(f"\na loop of 1000 additions: {loop[0]} us")
@@ -90,16 +91,17 @@ class _Cluster:
 class _Requests:
     """Places requests that run as predicted. The workers report each prompt when a few others have been placed."""
 
-    def __init__(self, placer: Placer, policy: Policy, requests: Sequence[RoutingRequest]) -> None:
+    def __init__(self, placer: Placer, policy: Policy, prompts: Sequence["array[int]"]) -> None:
         self._placer = placer
         self._policy = policy
-        self._requests = requests
+        self._prompts = prompts
         self._unreported: deque[tuple[RoutingRequest, Placement[WorkerHandle]]] = deque()
 
     def __call__(self, index: int) -> list[float]:
         """The CPU time of each part, and of all."""
+        request = _request(self._prompts[index].tolist())  # as a tokenizer has just returned it
         started = time.thread_time_ns()
-        request = _result(self._placer.with_blocks(self._requests[index]))
+        request = _result(self._placer.with_blocks(request))
         placement = self._placer.place(request)
         decided = time.thread_time_ns()
         placement.progress.first_token(placement.prediction.cached_tokens if placement.prediction else 0)
@@ -130,11 +132,13 @@ class _Cost:
         return f"{self.median:.0f} ({self.least:.0f})"
 
 
-def _prompts(source: random.Random, tokens: int, shared: float) -> list[tuple[int, ...]]:
+def _prompts(source: random.Random, tokens: int, shared: float) -> list["array[int]"]:
     """Prompts of which a share is one of twenty beginnings."""
     starts = [[source.randrange(100_000) for _ in range(int(tokens * shared))] for _ in range(20)]
     rest = tokens - len(starts[0])
-    return [(*source.choice(starts), *(source.randrange(100_000) for _ in range(rest))) for _ in range(CALLS)]
+    return [
+        array("I", [*source.choice(starts), *(source.randrange(100_000) for _ in range(rest))]) for _ in range(CALLS)
+    ]
 
 
 def _request(tokens: Sequence[int]) -> RoutingRequest:
@@ -142,13 +146,13 @@ def _request(tokens: Sequence[int]) -> RoutingRequest:
     return RoutingRequest("m", prompt, generate_pb2.RoutingOptions(), answer_tokens=100, token_ids=tokens)
 
 
-def _fill(policy: PredictedSeconds, views: list[View], requests: list[RoutingRequest], source: random.Random) -> None:
+def _fill(policy: PredictedSeconds, views: list[View], prompts: list["array[int]"], source: random.Random) -> None:
     """Every worker has a full cache, and the first half of each prompt is on two of them."""
     for view in views:
         names = [source.randbytes(8) for _ in range(BLOCKS_OF_A_WORKER)]
         policy.caches.replace(Cache(view.record.process), block_keys(names))
-    for request in requests:
-        keys = PromptHasher().keys(request.token_ids, BLOCK_TOKENS)
+    for prompt in prompts:
+        keys = PromptHasher().keys(prompt, BLOCK_TOKENS)
         for view in source.sample(views, 2):
             policy.caches.store(Cache(view.record.process), keys[: len(keys) // 2])
 

@@ -1,7 +1,7 @@
 """Separates the workers that can do something from those that cannot, with a reason for each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
@@ -69,21 +69,22 @@ class EligibleWorkers(Generic[W]):
     # With the shortest context among them.
     _found: dict[tuple[str, str, str], tuple[tuple[W, ...], int]] = field(default_factory=dict)
 
-    def find(self, cluster: "VersionedWorkers[W]", constraints: Constraints) -> tuple[W, ...]:
-        """As `filter_workers`. Of the constraints, role, model, layout of embeddings and context may be set."""
+    def find(self, cluster: VersionedWorkers[W], role: str, model: str, context: int, layout: str) -> tuple[W, ...]:
+        """The workers of a role with a context of so many tokens and, unless empty, a layout of embeddings."""
         if cluster.version != self._version:
             self._version = cluster.version
             self._found.clear()
-        key = constraints.role, constraints.model, constraints.embedding_layout
+        key = role, model, layout
         found = self._found.get(key)
         if found is None:
-            eligible = filter_workers(cluster.workers, replace(constraints, context_tokens=0)).eligible
+            constraints = Constraints(role, model, context_tokens=0, embedding_layout=layout)
+            eligible = filter_workers(cluster.workers, constraints).eligible
             shortest = min((worker.record.max_context_tokens for worker in eligible), default=0)
             found = self._found[key] = eligible, shortest
         eligible, shortest = found
-        if constraints.context_tokens <= shortest:
+        if context <= shortest:
             return eligible
-        return filter_workers(eligible, constraints).eligible
+        return tuple(worker for worker in eligible if worker.record.max_context_tokens >= context)
 
 
 def filter_workers(workers: Sequence[W], constraints: Constraints) -> Filtered[W]:

@@ -31,7 +31,7 @@ class Placer:
         """The request with the blocks of its prompt, if the policy uses them."""
         if self._predicting is None:
             return request
-        return replace(request, blocks=await self._hasher.blocks(request, self._cluster.model(request.model)))
+        return request.with_blocks(await self._hasher.blocks(request, self._cluster.model(request.model)))
 
     def place(self, request: RoutingRequest) -> Placement[WorkerHandle]:
         """The workers for a new request. Raises NoWorker with the reason for each worker.
@@ -153,10 +153,10 @@ class Placer:
 
     def _find(self, role: str, request: RoutingRequest) -> tuple[WorkerHandle, ...]:
         """The eligible workers of a role."""
-        constraints = _constraints(role, request)
-        if constraints.lora is not None:
-            return self._filter(constraints).eligible
-        return self._eligible.find(self._cluster, constraints)
+        if request.lora is not None:
+            return self._filter(_constraints(role, request)).eligible
+        context = request.prompt_tokens + 1
+        return self._eligible.find(self._cluster, role, request.model, context, request.embedding_layout)
 
     def _filter(self, constraints: Constraints) -> Filtered[WorkerHandle]:
         return filter_workers(self._cluster.workers, constraints)

@@ -80,9 +80,9 @@ class Cluster:
 
         Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
         """
-        served = self.models
         if name in self._models:
             return self._models[name]
+        served = self.models
         if not name and len(served) == 1:
             return served[0]
         if not name and served:

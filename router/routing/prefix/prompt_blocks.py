@@ -40,6 +40,11 @@ class BlockKeys(Sequence[int]):
         self._count = count
         self._known: list[int] = []
 
+    @property
+    def num_known(self) -> int:
+        """How many have been computed."""
+        return len(self._known)
+
     def __len__(self) -> int:
         return self._count
 
