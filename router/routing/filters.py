@@ -1,11 +1,13 @@
 """Separates the workers that can do something from those that cannot, with a reason for each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
 from router.routing.policy import W, WorkerView, share_transport
+
+W_co = TypeVar("W_co", bound=WorkerView, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,16 @@ class Constraints:
     reads: tuple[str, ...] | None = None  # transports that its KV would be read by; None if unknown
     lora: lora_pb2.LoraAdapter | None = None  # that it has, or can load
     tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
+
+
+class VersionedWorkers(Protocol[W_co]):
+    """Workers that are known to be unchanged as long as `version` is."""
+
+    @property
+    def workers(self) -> Sequence[W_co]: ...
+
+    @property
+    def version(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,32 @@ class Filtered(Generic[W]):
     def reasons(self) -> str:
         """Why each rejected worker was rejected, as one line."""
         return "; ".join(f"{one.worker_id}: {one.reason}" for one in self.rejected) or "none is registered"
+
+
+@dataclass(slots=True)
+class EligibleWorkers(Generic[W]):
+    """Remembers the eligible workers until one of the workers changes, for constraints that most requests share."""
+
+    _version: int = -1
+    # With the shortest context among them.
+    _found: dict[tuple[str, str, str], tuple[tuple[W, ...], int]] = field(default_factory=dict)
+
+    def find(self, cluster: VersionedWorkers[W], role: str, model: str, context: int, layout: str) -> tuple[W, ...]:
+        """The workers of a role with a context of so many tokens and, unless empty, a layout of embeddings."""
+        if cluster.version != self._version:
+            self._version = cluster.version
+            self._found.clear()
+        key = role, model, layout
+        found = self._found.get(key)
+        if found is None:
+            constraints = Constraints(role, model, context_tokens=0, embedding_layout=layout)
+            eligible = filter_workers(cluster.workers, constraints).eligible
+            shortest = min((worker.record.max_context_tokens for worker in eligible), default=0)
+            found = self._found[key] = eligible, shortest
+        eligible, shortest = found
+        if context <= shortest:
+            return eligible
+        return tuple(worker for worker in eligible if worker.record.max_context_tokens >= context)
 
 
 def filter_workers(workers: Sequence[W], constraints: Constraints) -> Filtered[W]:

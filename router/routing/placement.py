@@ -7,7 +7,7 @@ from typing import NoReturn
 from baton.errors import BatonError, NoWorker
 from baton.inference.v1 import generate_pb2
 from router.config import RoutingConfig
-from router.routing.filters import Constraints, Filtered, filter_workers
+from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.loras import prefer_loaded
 from router.routing.policy import Candidates, Placement, Policy, PredictingPolicy, Prediction, RoutingRequest
 from router.routing.prefix.prompt_blocks import PromptHasher
@@ -23,6 +23,7 @@ class Placer:
         self._config = config
         self._policy = policy
         self._hasher = PromptHasher()
+        self._eligible: EligibleWorkers[WorkerHandle] = EligibleWorkers()
         # Once: checking an object against a Protocol takes longer than choosing the workers.
         self._predicting = policy if isinstance(policy, PredictingPolicy) else None
 
@@ -30,7 +31,7 @@ class Placer:
         """The request with the blocks of its prompt, if the policy uses them."""
         if self._predicting is None:
             return request
-        return replace(request, blocks=await self._hasher.blocks(request, self._cluster.model(request.model)))
+        return request.with_blocks(await self._hasher.blocks(request, self._cluster.model(request.model)))
 
     def place(self, request: RoutingRequest) -> Placement[WorkerHandle]:
         """The workers for a new request. Raises NoWorker with the reason for each worker.
@@ -101,16 +102,16 @@ class Placer:
         return prefer_loaded(self._able(request), request.lora)
 
     def _able(self, request: RoutingRequest) -> Candidates[WorkerHandle]:
-        constraints = _constraints("decode", request)
-        decode = self._filter(constraints)
-        if not decode.eligible:
-            _raise_none(constraints, decode)
+        decode = self._find("decode", request)
+        if not decode:
+            constraints = _constraints("decode", request)
+            _raise_none(constraints, self._filter(constraints))
         if not self._wants_prefill(request):
-            return Candidates(decode.eligible)
-        prefill = self._filter(_constraints("prefill", request)).eligible
+            return Candidates(decode)
+        prefill = self._find("prefill", request)
         if not _is_disaggregated(request):
-            return Candidates(decode.eligible, prefill)
-        return self._paired(request, Candidates(decode.eligible, prefill, requires_prefill=True))
+            return Candidates(decode, prefill)
+        return self._paired(request, Candidates(decode, prefill, requires_prefill=True))
 
     def _paired(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Candidates[WorkerHandle]:
         """Leaves out the decode workers that no prefill worker can hand over to."""
@@ -149,6 +150,13 @@ class Placer:
                 return True
             case _:
                 return request.prompt_tokens >= self._config.local_prefill_tokens
+
+    def _find(self, role: str, request: RoutingRequest) -> tuple[WorkerHandle, ...]:
+        """The eligible workers of a role."""
+        if request.lora is not None:
+            return self._filter(_constraints(role, request)).eligible
+        context = request.prompt_tokens + 1
+        return self._eligible.find(self._cluster, role, request.model, context, request.embedding_layout)
 
     def _filter(self, constraints: Constraints) -> Filtered[WorkerHandle]:
         return filter_workers(self._cluster.workers, constraints)

@@ -57,6 +57,12 @@ class Cluster:
         self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
         self._ready: Latest[bool] = Latest()
         self._changed = asyncio.Event()
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Another number after each change of the workers, their records or their health; not of their load."""
+        return self._version
 
     @property
     def workers(self) -> tuple[WorkerHandle, ...]:
@@ -74,9 +80,9 @@ class Cluster:
 
         Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
         """
-        served = self.models
         if name in self._models:
             return self._models[name]
+        served = self.models
         if not name and len(served) == 1:
             return served[0]
         if not name and served:
@@ -166,6 +172,7 @@ class Cluster:
             member.record, self._dial, self._probe, self._load_card, self._refresh, multiplex=self._multiplex
         ) as worker:
             member.worker = worker
+            self._version += 1
             await member.leave.wait()
             log.info("worker left", worker_id=member.record.worker_id, problem=worker.problem)
             self._forget(key)
@@ -176,6 +183,7 @@ class Cluster:
 
     def _refresh(self) -> None:
         """Updates everything that depends on the records or on a worker's health."""
+        self._version += 1
         for member in self._members.values():
             if member.worker is None:
                 continue

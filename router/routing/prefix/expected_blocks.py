@@ -1,19 +1,21 @@
 """The blocks that one prefix cache will report soon, because prompts with them were sent to its worker."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
+# How many blocks two prompts are first compared by; then by twice as many.
+_FIRST_STEP = 16
 # Whether the cache has reported a block.
 _IsReported = Callable[[int], bool]
 
 
 class _Expected:
-    """The rest of one prompt: its blocks from `start` up to `end`."""
+    """Blocks of one prompt: from `start` up to `end`."""
 
     __slots__ = ("end", "expires", "keys", "start")
 
-    def __init__(self, keys: Sequence[int], expires: float) -> None:
+    def __init__(self, keys: Sequence[int], start: int, expires: float) -> None:
         self.keys = keys
-        self.start = 0
+        self.start = start
         self.end = len(keys)
         self.expires = expires
 
@@ -37,9 +39,14 @@ class ExpectedBlocks:
     def __len__(self) -> int:
         return len(self._by_first)
 
-    def add(self, keys: Sequence[int], expires: float) -> None:
-        """Adds the blocks of a prompt that the cache does not have yet, at least one."""
-        self._by_first[keys[0]] = _Expected(keys, expires)
+    @property
+    def firsts(self) -> Container[int]:
+        """The first missing block of each prompt."""
+        return self._by_first
+
+    def add(self, keys: Sequence[int], expires: float, start: int = 0) -> None:
+        """Adds a prompt of which the cache does not have the blocks from `start` on, at least one."""
+        self._by_first[keys[start]] = _Expected(keys, start, expires)
 
     def extent(self, keys: Sequence[int], count: int, now: float) -> int:
         """How many of a prompt's first blocks are there if the expected ones follow the first `count`."""
@@ -66,7 +73,7 @@ class ExpectedBlocks:
             return
         for found in self._by_first.values():
             if keys[0] in found.keys[found.start : found.end]:
-                found.end = found.keys.index(keys[0])
+                found.end = found.keys.index(keys[0], found.start)
                 return
 
     def expire(self, now: float) -> None:
@@ -79,13 +86,13 @@ class ExpectedBlocks:
 def _common(expected: _Expected, keys: Sequence[int], count: int) -> int:
     """How many blocks of `expected`, from its first one on, are those of a prompt from `count` on; at least one."""
     have, start = expected.keys, expected.start
-    equal, unequal = 1, min(expected.end - start, len(keys) - count) + 1
-    if have[start + unequal - 2] == keys[count + unequal - 2]:
-        return unequal - 1
+    most = min(expected.end - start, len(keys) - count)
+    # In growing steps, since keys that are not read need not be computed.
+    equal, unequal, step = 1, most + 1, _FIRST_STEP
     while unequal - equal > 1:
-        middle = (equal + unequal) // 2
+        middle = min(equal + step, most) if unequal > most else (equal + unequal) // 2
         if have[start + middle - 1] == keys[count + middle - 1]:
-            equal = middle
+            equal, step = middle, 2 * step
         else:
             unequal = middle
     return equal

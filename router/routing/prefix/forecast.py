@@ -113,4 +113,4 @@ class Forecast(Generic[W]):
         prediction = self._prediction
         seconds = prediction.first_token + prediction.transfer + prediction.decode
         room = worker.load.blocks_total // max(1, worker.record.data_parallel_ranks)
-        self._caches.expect(cache, keys[have:], seconds, room)
+        self._caches.expect(cache, keys, seconds, room, start=have)

@@ -124,14 +124,16 @@ class KvIndex(Generic[HolderT]):
         """How many blocks of a prompt each holder has, from the first one without a gap; only holders of any."""
         alive, shards, count = self._valid, self._shards, 0
         matched: dict[HolderT, int] = {}
+        if not alive:
+            return matched
         for key in keys:
             still = alive & shards[key & _LAST].get(key, 0)
             if still != alive:
                 if count:
                     self._note(alive ^ still, count, matched)
+                if not still:
+                    return matched
                 alive = still
-            if not alive:
-                return matched
             count += 1
         if count:
             self._note(alive, count, matched)

@@ -27,7 +27,6 @@ class Place(Generic[W]):
     """
 
     worker: W
-    rank: int
     cost: WorkerCost
     work: RankWork
     cached_tokens: int
@@ -37,6 +36,11 @@ class Place(Generic[W]):
     decode: float = 0.0
     stall: float = 0.0
     has_room: bool = True  # for the prompt, on a decode worker
+
+    @property
+    def rank(self) -> int:
+        """Which of the worker's ranks it is."""
+        return self.work.cache.rank
 
     def late(self, arrival: float) -> float:
         """How long a stream that arrives after so many seconds is held up by the prompts that run here until then."""
@@ -59,10 +63,12 @@ def places_of(
         # An estimate of the work that other routers have sent, which the worker has reported.
         others = worker.others_tokens * rate / len(ranks)
         for work in ranks:
-            blocks = matched.get(work.cache, 0)
-            cached = (blocks if blocks < most_blocks else most_blocks) * size
+            cached = 0
+            if work.cache in matched:
+                blocks = matched[work.cache]
+                cached = (blocks if blocks < most_blocks else most_blocks) * size
             wait, prefill = work.queue.wait_at(now) + others, base + (tokens - cached) * rate
-            found.append(Place(worker, work.cache.rank, cost, work, cached, wait, prefill, wait + prefill))
+            found.append(Place(worker, cost, work, cached, wait, prefill, wait + prefill))
     return found
 
 
@@ -75,12 +81,14 @@ def add_decoding(places: Sequence[Place[W]], request: RoutingRequest, stream_sec
     slower = stream_seconds * min(request.answer_tokens, _ANSWER_TOKENS)
     block_tokens, tokens = request.blocks.block_tokens, request.prompt_tokens
     for place in places:
-        worker, prefill = place.worker, place.prefill
-        requests, coming, load = worker.requests, place.cost.coming, worker.load
-        place.decode = place.cost.entry.seconds(0.0) + (requests + coming) * slower
-        total, waiting = load.blocks_total, max(0, requests + coming - load.running)
+        worker, prefill, cost = place.worker, place.prefill, place.cost
+        requests, load = worker.requests, worker.load
+        there = requests + cost.coming
+        place.decode = cost.entry.slowness * cost.entry.usual.base + there * slower
+        total, waiting = load.blocks_total, there - load.running
         # Those that do not run yet come first, and are taken to be as long as this one.
-        if total and (total - load.blocks_used) * block_tokens < tokens - place.cached_tokens + waiting * tokens:
-            place.decode += _NO_ROOM_SECONDS * (1 + waiting)
+        needed = tokens - place.cached_tokens + waiting * tokens if waiting > 0 else tokens - place.cached_tokens
+        if total and (total - load.blocks_used) * block_tokens < needed:
+            place.decode += _NO_ROOM_SECONDS * (1 + max(0, waiting))
             place.has_room = False
         place.stall = _STALL_WEIGHT * (requests + arrivals * prefill / 2) * prefill

@@ -60,9 +60,10 @@ class PrefixCaches:
         self._expire()
         matched = self._index.match(keys)
         if keys:
-            now = self._clock()
+            first, total, now = keys[0], len(keys), self._clock()
             for cache, expected in self._expected.items():
-                if expected:
+                count = matched.get(cache, 0)
+                if count < total and (keys[count] if count else first) in expected.firsts:
                     self._add_expected(matched, cache, expected, keys, now)
         return matched
 
@@ -98,19 +99,22 @@ class PrefixCaches:
         """Notes a report of blocks that are gone."""
         self._index.remove(cache, keys)
 
-    def expect(self, cache: Cache, keys: Sequence[int], seconds: float, most_blocks: int = 0) -> None:
+    def expect(
+        self, cache: Cache, keys: Sequence[int], seconds: float, most_blocks: int = 0, *, start: int = 0
+    ) -> None:
         """Notes a prompt that was sent to a worker, which will have computed it within `seconds`.
 
-        `keys` are those of its blocks that were not cached there, `most_blocks` is the size of the cache, 0 if unknown.
+        Its blocks from `start` on were not cached there. `most_blocks` is the size of the cache, 0 if unknown.
         """
-        if not keys:
+        if start >= len(keys):
             return
         if cache.process in self._reporting:
             expected = self._expected.get(cache)
             if expected is None:
                 expected = self._expected[cache] = ExpectedBlocks()
-            expected.add(keys, self._clock() + seconds + _CONFIRM_SECONDS)
+            expected.add(keys, self._clock() + seconds + _CONFIRM_SECONDS, start)
             return
+        keys = keys[start:]
         estimated = self._estimated.setdefault(cache, {})
         self._index.store(cache, keys)
         _forget(estimated, keys)

@@ -1,8 +1,10 @@
-"""The names of a prompt's KV blocks, computed on the event loop or, for a long prompt, in a thread."""
+"""The names of a prompt's KV blocks, computed when they are read or, for a long prompt, at once in a thread."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
+from typing import overload
 
 from router.routing.policy import NO_BLOCKS, PromptBlocks, RoutingRequest
 from router.routing.prefix.kv_index import block_keys, chain_keys
@@ -14,13 +16,69 @@ _root_hash = lru_cache(256)(root_hash)
 
 # Longer prompts are hashed in a thread: a block of 16 tokens takes more than half a microsecond.
 _MANY_TOKENS = 4 * 1024
-# So many blocks are remembered together.
+# So many blocks are named and remembered together.
 _PIECE_BLOCKS = 16
 # How many pieces each of the two generations has: about 2 KB for each piece with blocks of 16 tokens.
 _MOST_PIECES = 4096
 
 # The hash before a piece and the bytes of its ids; the hash after it, and the keys of its blocks.
 _Pieces = dict[tuple[bytes, bytes], tuple[bytes, Sequence[int]]]
+
+
+class BlockKeys(Sequence[int]):
+    """The keys of a prompt's blocks, each of them computed with its piece when it is first read.
+
+    A search for the prompt's prefix ends at the first block that no cache has, and needs no key after it. Not for
+    several threads at a time.
+    """
+
+    __slots__ = ("_count", "_known", "_pieces")
+
+    def __init__(self, pieces: Iterator[Sequence[int]], count: int) -> None:
+        """`pieces` has `count` keys altogether."""
+        self._pieces = pieces
+        self._count = count
+        self._known: list[int] = []
+
+    @property
+    def num_known(self) -> int:
+        """How many have been computed."""
+        return len(self._known)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._read())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._count)
+            self._extend(max(start, stop))
+            return [self._known[at] for at in range(start, stop, step)] if step != 1 else self._known[start:stop]
+        if index < 0:
+            index += self._count
+        if not 0 <= index < self._count:
+            raise IndexError(f"no block {index}: there are {self._count}")
+        if index >= len(self._known):
+            self._extend(index + 1)
+        return self._known[index]
+
+    def _extend(self, count: int) -> None:
+        while len(self._known) < count:
+            self._known += next(self._pieces)
+
+    def _read(self) -> Iterator[Sequence[int]]:
+        """All keys, in pieces as large as there are."""
+        at = 0
+        while at < self._count:
+            self._extend(at + 1)
+            yield self._known[at:]
+            at = len(self._known)
 
 
 class PromptHasher:
@@ -40,52 +98,52 @@ class PromptHasher:
             return NO_BLOCKS
         if request.prompt_tokens < _MANY_TOKENS:
             return self._blocks(request, model)
-        return await asyncio.to_thread(self._blocks, request, model)
+        return await asyncio.to_thread(self._named, request, model)
 
     def _blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
         prompt, size = request.prompt, model.block_tokens
         token_ids = request.token_ids or prompt.token_ids[:]
         lora = f"{prompt.lora.digest}:{prompt.lora.name}" if prompt.HasField("lora") else ""
+        keys: Sequence[int]
         if prompt.media:
             keys = block_keys(block_hashes(token_ids, size, prompt.cache_salt, prompt.media, lora))
         else:
             keys = self.keys(token_ids, size, prompt.cache_salt, lora)
         return PromptBlocks(keys, size, model.block_bytes)
 
-    def keys(self, token_ids: Sequence[int], block_tokens: int, salt: str = "", lora: str = "") -> list[int]:
-        """The keys of the full blocks of a prompt without media."""
-        content, width = token_bytes(token_ids), TOKEN_BYTES * block_tokens * _PIECE_BLOCKS
-        parent, keys, start = _root_hash(salt, lora), list[int](), 0
-        while len(content) - start >= width:
-            found = self._find(parent, content[start : start + width])
-            if found is None:
-                break
-            parent, piece = found
-            keys += piece
-            start += width
-        rest = content[start:]
-        hashes = extend_chain(parent, rest, block_tokens)
-        new = chain_keys(hashes)
-        self._remember(parent, rest, width, hashes, new)
-        return keys + new
+    def _named(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+        blocks = self._blocks(request, model)
+        return PromptBlocks(list(blocks.keys), blocks.block_tokens, blocks.block_bytes)
 
-    def _find(self, parent: bytes, content: bytes) -> tuple[bytes, Sequence[int]] | None:
+    def keys(self, token_ids: Sequence[int], block_tokens: int, salt: str = "", lora: str = "") -> BlockKeys:
+        """The keys of the full blocks of a prompt without media. The ids must not change until one is read."""
+        count = len(token_ids) // block_tokens
+        return BlockKeys(self._pieces(token_ids, block_tokens, count, _root_hash(salt, lora)), count)
+
+    def _pieces(self, token_ids: Sequence[int], size: int, count: int, parent: bytes) -> Iterator[Sequence[int]]:
+        """The keys of `count` blocks after a hash. Pieces that are whole are remembered."""
+        content, width, end = token_bytes(token_ids), TOKEN_BYTES * size * _PIECE_BLOCKS, TOKEN_BYTES * size * count
+        may_be_known = True
+        for start in range(0, end, width):
+            place = parent, content[start : min(start + width, end)]
+            found = self._find(place) if may_be_known else None
+            if found is None:
+                may_be_known = False  # nor can what follows it
+                hashes = extend_chain(*place, size)
+                found = hashes[-1], chain_keys(hashes)
+                if len(hashes) == _PIECE_BLOCKS:
+                    self._note(place, found)
+            parent, keys = found
+            yield keys
+
+    def _find(self, place: tuple[bytes, bytes]) -> tuple[bytes, Sequence[int]] | None:
         """The piece with this content after this hash, if it was seen before."""
-        place = parent, content
         found = self._newer.get(place)
         if found is None:
             found = self._older.get(place)
             if found is not None:
                 self._note(place, found)
         return found
-
-    def _remember(self, parent: bytes, content: bytes, width: int, hashes: list[bytes], keys: list[int]) -> None:
-        """Notes all whole pieces of `content`, whose blocks have these hashes and keys."""
-        for number in range(len(content) // width):
-            last = (number + 1) * _PIECE_BLOCKS
-            found = hashes[last - 1], keys[last - _PIECE_BLOCKS : last]
-            self._note((parent, content[number * width : (number + 1) * width]), found)
-            parent = hashes[last - 1]
 
     def _note(self, place: tuple[bytes, bytes], found: tuple[bytes, Sequence[int]]) -> None:
         if len(self._newer) >= _MOST_PIECES:
