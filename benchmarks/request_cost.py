@@ -130,7 +130,9 @@ def serve_router(server: ServerKind, folder: str) -> None:
 
 
 @asynccontextmanager
-async def router_of(checkout: Path, server: ServerKind, records: Sequence[WorkerRecord], folder: str) -> AsyncIterator[Router]:
+async def router_of(
+    checkout: Path, server: ServerKind, records: Sequence[WorkerRecord], folder: str
+) -> AsyncIterator[Router]:
     """A router of a checkout, which finds these workers."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--server", server, "--serve", folder],
@@ -163,7 +165,9 @@ async def main(arguments: argparse.Namespace) -> str:
         records: Sequence[WorkerRecord] = await received(pipe)
         here = Path(__file__).resolve().parent.parent
         checkouts = [*arguments.beside, here]
-        routers = [await stack.enter_async_context(router_of(one, arguments.server, records, folder)) for one in checkouts]
+        routers = [
+            await stack.enter_async_context(router_of(one, arguments.server, records, folder)) for one in checkouts
+        ]
         for router in routers:
             await router.requests("1 token", 128, 64)
         loads = [(kind, crowd) for kind in arguments.kinds for crowd in _CROWDS]
