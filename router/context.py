@@ -54,7 +54,7 @@ class RequestQos:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that passes it on to a worker."""
-        if self == RequestQos():
+        if not self.tenant and not self.priority:
             return ()
         return ((TENANT_KEY, self.tenant), (PRIORITY_KEY, str(self.priority)))
 
@@ -70,7 +70,9 @@ class FaultPlan:
     def read(cls, metadata: Metadata | None, *, is_allowed: bool) -> "FaultPlan":
         """Reads the metadata of a call. Raises PermissionDenied if plans are off, InvalidRequest for a wrong plan."""
         text = next((str(value) for key, value in metadata or () if key == FAULT_KEY), "")
-        if text and not is_allowed:
+        if not text:
+            return _NO_FAULTS
+        if not is_allowed:
             raise PermissionDenied(f"{FAULT_KEY} is not allowed here: allow_faults is off")
         return cls(text, tuple(fault for fault in parse(text) if fault.role == "router"))
 
@@ -84,6 +86,9 @@ class FaultPlan:
             if fault.point == point and fault.applies_to(request_id):
                 log.warning("injected a fault", action=fault.action, point=point)
                 await (asyncio.sleep(fault.seconds) if fault.action == "delay" else asyncio.Event().wait())
+
+
+_NO_FAULTS = FaultPlan()
 
 
 class Deadline:
@@ -157,7 +162,8 @@ class RequestContext:
 
     async def inject(self, point: RouterPoint) -> None:
         """Injects the faults that the request plans for this point."""
-        await self.faults.inject(point, self.request_id)
+        if self.faults.faults:
+            await self.faults.inject(point, self.request_id)
 
     async def within_deadline(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which is stopped at the deadline. Raises DeadlineExceeded naming the stage."""

@@ -118,7 +118,7 @@ class RequestExecution:
             await self._ctx.inject("route")
             self._routing_request = await self._placer.with_blocks(self._routing_request)
             placement = self._follow(self._placer.place(self._routing_request))
-            metrics.PLACEMENTS.labels(metrics.CACHE_VIEWS[placement.cache_view]).inc()
+            metrics.PLACED[placement.cache_view].inc()
             set_routing_attributes(placement, span)
         return placement
 

@@ -118,6 +118,7 @@ PLACEMENTS = Counter(
     ["cache_view"],
     registry=REGISTRY,
 )
+PLACED = {view: PLACEMENTS.labels(name) for view, name in CACHE_VIEWS.items()}  # by the message's number
 TTFT_PREDICTION_ERROR = FrequentHistogram(
     "baton_router_ttft_prediction_error_ratio",
     "The error of the predicted time to first token, divided by the actual time.",
@@ -160,8 +161,6 @@ def _begin_at_zero() -> None:
         RETRIES.labels(stage)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
-    for view in CACHE_VIEWS.values():
-        PLACEMENTS.labels(view)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded):
         REFUSALS.labels(kind.reason)
     for reason in ("closed", "draining", "full", "idle", "lost", "relief"):

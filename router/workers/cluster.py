@@ -61,7 +61,7 @@ class Cluster:
     @property
     def workers(self) -> tuple[WorkerHandle, ...]:
         """Every worker that is watched, ready or not."""
-        return tuple(member.worker for member in self._members.values() if member.worker)
+        return tuple([member.worker for member in self._members.values() if member.worker])
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -74,9 +74,9 @@ class Cluster:
 
         Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
         """
-        served = self.models
         if name in self._models:
             return self._models[name]
+        served = self.models
         if not name and len(served) == 1:
             return served[0]
         if not name and served:
