@@ -1,12 +1,12 @@
 """What a request costs the router: its function calls, which no other load changes, and its CPU time.
 
-    python -m benchmarks.request_cost [--server grpcio] [--beside CHECKOUT] [--rounds 5] [--requests 320] [--functions 40]
+    python -m benchmarks.request_cost [--server grpcio] [--beside CHECKOUT] [--rounds 5] [--functions 40]
 
 A request has 512 prompt tokens. For 1 token it calls a prefill worker, for 2 tokens a decode worker too, or a decode
-worker alone (`one worker`). It comes in a crowd of 64, or alone. Workers, routers and this client are
-processes of their own; `--beside` adds a router of another checkout, and the rounds go from one to the other. CPU time is that of the router's process,
-all threads: the median of the rounds. Function calls are those of its event loop's thread, Python's and C's, as cProfile
-counts them. `--functions` prints those that take the most time.
+worker alone (`one worker`). It comes in a crowd of 64, or alone. Workers, routers and this client are processes of
+their own; `--beside` adds a router of another checkout, and the rounds go from one to the other. CPU time is that of
+the router's process, all threads: the median of the rounds. Function calls are those of its event loop's thread,
+Python's and C's, as cProfile counts them. `--functions` prints those that take the most time.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from rpc.server import ServerKind
 
 _PATIENT = ProbeConfig(timeout_seconds=20, hung_seconds=60)
 _PROFILED = 192
+_HERE = Path(__file__).resolve().parent.parent
 _KINDS = {
     "1 token": (1, generate_pb2.TOPOLOGY_DISAGGREGATED),
     "2 tokens": (2, generate_pb2.TOPOLOGY_DISAGGREGATED),
@@ -62,7 +63,8 @@ class Router:
         return await asyncio.to_thread(self._ask, command)
 
     def _ask(self, command: str) -> str:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.write(command.encode() + b"\n")
         self.process.stdin.flush()
         return self.process.stdout.readline().decode().strip()
@@ -134,14 +136,15 @@ async def router_of(
     checkout: Path, server: ServerKind, records: Sequence[WorkerRecord], folder: str
 ) -> AsyncIterator[Router]:
     """A router of a checkout, which finds these workers."""
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: ASYNC220  # once, before anything is measured
         [sys.executable, __file__, "--server", server, "--serve", folder],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdin and process.stdout
+    assert process.stdin
+    assert process.stdout
     try:
         pickle.dump(records, process.stdin)
         process.stdin.flush()
@@ -163,8 +166,7 @@ async def main(arguments: argparse.Namespace) -> str:
         pipe: Connection
         pipe, _ = await stack.enter_async_context(child(run_workers))
         records: Sequence[WorkerRecord] = await received(pipe)
-        here = Path(__file__).resolve().parent.parent
-        checkouts = [*arguments.beside, here]
+        checkouts = [*arguments.beside, _HERE]
         routers = [
             await stack.enter_async_context(router_of(one, arguments.server, records, folder)) for one in checkouts
         ]
