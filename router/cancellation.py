@@ -1,7 +1,7 @@
 """Stops a request from outside: on every worker that has got it, and here."""
 
 import asyncio
-from collections import Counter
+import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -29,10 +29,10 @@ class Cancellation:
         self.call_id = call_id
         self.reason = ""  # why it was cancelled; empty if it was not
         self._workers: list[WorkerHandle] = []
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None  # while it runs the request
+        self._is_stopped = False  # whether we have cancelled that task
         self._closed = asyncio.Event()
-        self._open_channels = ExitStack()
-        self._waiting_for: Counter[SharedCall] = Counter()
+        self._waiting_for: dict[SharedCall, int] = {}
         self._parts: list[Cancellation] = []
 
     def part(self, call_id: str) -> "Cancellation":
@@ -44,14 +44,19 @@ class Cancellation:
         return part
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the request in a task that `cancel` can stop. Raises Cancelled with the reason if it does."""
-        self._task = asyncio.create_task(work)
+        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does."""
+        # In the caller's own task, which a task for each request would only wait for.
+        task = self._task = asyncio.current_task()
         try:
-            await self._task
+            await work
         except (asyncio.CancelledError, Cancelled):
             if self.reason:
                 raise Cancelled(self.reason) from None
             raise
+        finally:
+            self._task = None
+            if self._is_stopped and task is not None and sys.version_info >= (3, 11):
+                task.uncancel()
 
     def add_worker(self, worker: WorkerHandle) -> None:
         """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""
@@ -59,21 +64,25 @@ class Cancellation:
             raise Cancelled(self.reason)
         if worker not in self._workers:
             self._workers.append(worker)
-            self._open_channels.enter_context(worker.keep_open())
+            worker.add_user()
 
     @contextmanager
     def waiting_for(self, call: SharedCall) -> Iterator[None]:
         """Notes that the request waits for a shared call while the context is open."""
-        self._waiting_for[call] += 1
+        self._waiting_for[call] = self._waiting_for.get(call, 0) + 1
         try:
             yield
         finally:
-            self._waiting_for -= Counter({call: 1})
+            self._waiting_for[call] -= 1
+            if not self._waiting_for[call]:
+                del self._waiting_for[call]
 
     def close(self) -> None:
         """Notes that nothing of the request runs here any more."""
-        self._open_channels.close()
-        self._closed.set()
+        if not self._closed.is_set():
+            for worker in self._workers:
+                worker.remove_user()
+            self._closed.set()
 
     async def cancel(self, reason: str) -> Sequence[generate_pb2.CancelReceipt]:
         """Stops the request on its workers, then here. Returns what the workers confirmed."""
@@ -87,6 +96,7 @@ class Cancellation:
             parts = await asyncio.gather(*(part.cancel(reason) for part in self._parts))
             stopped = await stopping
             if self._task is not None:
+                self._is_stopped = True
                 self._task.cancel()
             await self._closed.wait()
             # A call may have been on its way to a worker that had nothing to stop at the first abort.

@@ -1,12 +1,12 @@
 """One request as it passes through the router: `RequestContext`, made once in the servicer and passed as `ctx`."""
 
 import asyncio
+import os
 import time
-import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import structlog
 
@@ -31,6 +31,8 @@ _LARGE_MESSAGE_BYTES = 4096  # checking a larger request on the event loop would
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestQos:
@@ -52,7 +54,7 @@ class RequestQos:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that passes it on to a worker."""
-        if self == RequestQos():
+        if not self.tenant and not self.priority:
             return ()
         return ((TENANT_KEY, self.tenant), (PRIORITY_KEY, str(self.priority)))
 
@@ -68,7 +70,9 @@ class FaultPlan:
     def read(cls, metadata: Metadata | None, *, is_allowed: bool) -> "FaultPlan":
         """Reads the metadata of a call. Raises PermissionDenied if plans are off, InvalidRequest for a wrong plan."""
         text = next((str(value) for key, value in metadata or () if key == FAULT_KEY), "")
-        if text and not is_allowed:
+        if not text:
+            return _NO_FAULTS
+        if not is_allowed:
             raise PermissionDenied(f"{FAULT_KEY} is not allowed here: allow_faults is off")
         return cls(text, tuple(fault for fault in parse(text) if fault.role == "router"))
 
@@ -82,6 +86,9 @@ class FaultPlan:
             if fault.point == point and fault.applies_to(request_id):
                 log.warning("injected a fault", action=fault.action, point=point)
                 await (asyncio.sleep(fault.seconds) if fault.action == "delay" else asyncio.Event().wait())
+
+
+_NO_FAULTS = FaultPlan()
 
 
 class Deadline:
@@ -151,18 +158,18 @@ class RequestContext:
     def part(self) -> "RequestContext":
         """The context of one more answer to the request: workers know it by a call id of its own. Raises Cancelled."""
         stats = RequestStats(self.request_id, Timings(), model=self.stats.model, prompt_tokens=self.stats.prompt_tokens)
-        return replace(self, stats=stats, cancellation=self.cancellation.part(uuid.uuid4().hex))
+        return replace(self, stats=stats, cancellation=self.cancellation.part(_new_id()))
 
     async def inject(self, point: RouterPoint) -> None:
         """Injects the faults that the request plans for this point."""
-        await self.faults.inject(point, self.request_id)
+        if self.faults.faults:
+            await self.faults.inject(point, self.request_id)
 
-    @asynccontextmanager
-    async def within_deadline(self) -> AsyncGenerator[None, None]:
-        """Stops the body at the deadline. Raises DeadlineExceeded naming the stage."""
+    async def within_deadline(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which is stopped at the deadline. Raises DeadlineExceeded naming the stage."""
         try:
             async with timeout(self.deadline.remaining_seconds):
-                yield
+                return await work
         except TimeoutError:
             raise self.deadline.exceeded(self.timings.stage_name) from None
 
@@ -177,7 +184,7 @@ class ContextFactory:
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
         """Reads a call. Raises PermissionDenied or InvalidRequest for wrong metadata."""
-        metadata, request_id = call.invocation_metadata(), request.request_id or uuid.uuid4().hex
+        metadata, request_id = call.invocation_metadata(), request.request_id or _new_id()
         return RequestContext(
             request=request,
             request_id=request_id,
@@ -187,7 +194,7 @@ class ContextFactory:
             qos=self.read_qos(call),
             deadline=Deadline.of(remaining_seconds(call), self.limits),
             stats=RequestStats(request_id, Timings(arrived_at())),
-            cancellation=Cancellation(uuid.uuid4().hex),
+            cancellation=Cancellation(_new_id()),
         )
 
     def read_qos(self, call: Any) -> RequestQos:
@@ -204,18 +211,9 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._running)
 
-    @contextmanager
-    def enter(self, ctx: RequestContext) -> Iterator[None]:
-        """Lists a request while the context is open. Raises RequestExists."""
-        key = (ctx.caller, ctx.request_id)
-        if key in self._running:
-            raise RequestExists(f"a request {ctx.request_id!r} is running")
-        self._running[key] = ctx
-        try:
-            yield
-        finally:
-            del self._running[key]
-            ctx.cancellation.close()
+    def enter(self, ctx: RequestContext) -> "_Listed":
+        """Lists a request while the context is open. Raises RequestExists when it is entered."""
+        return _Listed(self._running, ctx)
 
     def find(self, request_id: str, caller: Caller | None) -> Sequence[RequestContext]:
         """The caller's own request with this id; for operators, all with this id. Raises RequestNotFound.
@@ -229,6 +227,33 @@ class RequestTable:
         if not found:
             raise RequestNotFound(f"no request {request_id!r} runs here")
         return found
+
+
+def _new_id() -> str:
+    """An id that cannot be guessed, in hexadecimal."""
+    return os.urandom(16).hex()
+
+
+class _Listed:
+    """What `RequestTable.enter` returns."""
+
+    __slots__ = ("_ctx", "_key", "_running")
+
+    def __init__(self, running: dict[tuple[Caller | None, str], RequestContext], ctx: RequestContext) -> None:
+        self._running = running
+        self._ctx = ctx
+        self._key = (ctx.caller, ctx.request_id)
+
+    def __enter__(self) -> None:
+        if self._key in self._running:
+            raise RequestExists(f"a request {self._ctx.request_id!r} is running")
+        self._running[self._key] = self._ctx
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._running[self._key]
+        self._ctx.cancellation.close()
 
 
 def _tenant(name: str, caller: Caller | None, proxies: frozenset[str]) -> str:

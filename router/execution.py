@@ -118,7 +118,7 @@ class RequestExecution:
             await self._ctx.inject("route")
             self._routing_request = await self._placer.with_blocks(self._routing_request)
             placement = self._follow(self._placer.place(self._routing_request))
-            metrics.PLACEMENTS.labels(metrics.CACHE_VIEWS[placement.cache_view]).inc()
+            metrics.PLACED[placement.cache_view].inc()
             set_routing_attributes(placement, span)
         return placement
 
@@ -213,12 +213,15 @@ class RequestExecution:
         emitted = len(self._completion.token_ids)
         self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
         timer = DecodeTimer(worker.latency, 0 if handoff else len(prompt.token_ids), emitted)
-        async with self._calls.decode(placement, prompt, handoff, self._completion.token_ids) as call:
-            try:
-                await self._read_stream(call, timer)
-            finally:
-                timer.end()
-                current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
+        read = partial(self._read_call, timer, emitted)
+        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read)
+
+    async def _read_call(self, timer: DecodeTimer, emitted: int, call: DecodeCall) -> None:
+        try:
+            await self._read_stream(call, timer)
+        finally:
+            timer.end()
+            current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
 
     async def _read_stream(self, call: DecodeCall, timer: DecodeTimer) -> None:
         """Reads a decode stream to its end, or to a stop string, which the worker does not see."""

@@ -70,25 +70,25 @@ class Pipeline:
             stage_span("baton.generate") as span,
             self.requests.enter(ctx),
             record_request(ctx.stats, ctx.call_id, self._executor.metrics),
-            reply.with_timings_trailer(ctx.timings),
         ):
             set_request_attributes(ctx.request, span)
             try:
-                await ctx.cancellation.run(self._answer(ctx, reply))
+                await ctx.cancellation.run(ctx.within_deadline(self._answer(ctx, reply)))
             except (asyncio.CancelledError, Cancelled):
                 note_passed_deadline(ctx, span)
                 raise
+            finally:
+                reply.end_with(ctx.timings)
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
-        """Validates, tokenizes, admits, encodes and executes, within the deadline and the tenant's quota."""
-        async with ctx.within_deadline():
-            with self._admission.track_tenant(ctx):
-                model = await self._validate(ctx)
-                prompt = await self._tokenize(ctx, model)
-                async with self._admission.admit(ctx, _estimate(ctx, model)):
-                    with prompt:
-                        await prompt.embed()
-                        await self._execute(ctx, model, prompt, reply)
+        """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""
+        with self._admission.track_tenant(ctx):
+            model = await self._validate(ctx)
+            prompt = await self._tokenize(ctx, model)
+            async with self._admission.admit(ctx, _estimate(ctx, model)):
+                with prompt:
+                    await prompt.embed()
+                    await self._execute(ctx, model, prompt, reply)
 
     async def _validate(self, ctx: RequestContext) -> ServedModel:
         """The model that the request is for. Raises InvalidRequest or Unsupported before any worker is called."""

@@ -132,6 +132,8 @@ def _check_input(request: generate_pb2.GenerateRequest, model: ServedModel, viol
 def _check_sampling(
     sampling: sampling_pb2.SamplingParams, limits: model_pb2.ModelLimits, max_answers: int, violations: Violations
 ) -> None:
+    if not sampling.ByteSize():
+        return
     check_params("sampling", sampling, violations)
     check_bias_ids("sampling", sampling, limits.vocab_size, violations)
     if sampling.HasField("n"):

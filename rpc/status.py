@@ -8,7 +8,6 @@ from functools import cache
 from urllib.parse import quote
 
 import grpc
-import structlog
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -38,6 +37,7 @@ from baton.errors import (
     Unavailable,
     Unsupported,
 )
+from runtime.logs import log_fields
 
 # Subclasses that are not listed have their parent's code.
 CODES: dict[type[BatonError], StatusCode] = {
@@ -92,7 +92,7 @@ def to_status(error: BaseException) -> grpc.Status:
     """The gRPC status of `error`, with `grpc-status-details-bin` in its trailing metadata.
 
     Anything that is not a BatonError is INTERNAL without its text, which may hold what callers must not see. The
-    request id is taken from structlog's context. Long texts are cut, so that the status always arrives.
+    request id is taken from the fields of log lines. Long texts are cut, so that the status always arrives.
     """
     if not isinstance(error, BatonError):
         error = BatonError("internal error")
@@ -136,7 +136,7 @@ def _details(error: BatonError) -> Iterator[Message]:
 
 
 def _origin(error: BatonError) -> dict[str, str]:
-    request_id = str(structlog.contextvars.get_contextvars().get("request_id", ""))
+    request_id = str(log_fields().get("request_id", ""))
     origin = {"stage": error.stage, "worker_id": error.worker_id, "request_id": request_id}
     return {key: _cut(value, _NAME_BYTES) for key, value in origin.items() if value}
 

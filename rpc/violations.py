@@ -39,8 +39,10 @@ class Violations:
 
     def count(self, field: str, number: int, most: int) -> bool:
         """Whether there are at most `most` of something; adds the field if not."""
-        self.require(number <= most, field, f"has {number} of at most {most}")
-        return number <= most
+        if number <= most:
+            return True
+        self.add(field, f"has {number} of at most {most}")
+        return False
 
     def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
         """Adds each id that the vocabulary does not have. The length of the list must be bounded."""

@@ -1,7 +1,9 @@
-"""Structured logs on stderr."""
+"""Structured logs on stderr, and the fields that every line of a call has."""
 
 import logging
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Literal
 
 import structlog
@@ -11,6 +13,9 @@ from runtime.config import Section
 
 LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+# One variable for all fields: structlog has one for each, and looks at all variables of a context for each line.
+_FIELDS: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})  # noqa: B039  # never changed in place
 
 
 class LogConfig(Section):
@@ -24,7 +29,7 @@ def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) 
     """Sends structlog's and the standard library's logs to stderr, one line an event.
 
     Every line has ts (UTC, ISO 8601), level, event, the static fields (such as worker_id and role), and the fields
-    bound to structlog's context variables (such as request_id). Called once, at start; a later call replaces it.
+    of `add_log_fields` (such as request_id). Called once, at start; a later call replaces it.
     """
     shared = _shared_processors(static_fields)
     renderers = _renderers(format)
@@ -46,12 +51,32 @@ def configure_logging(format: LogFormat, level: LogLevel, **static_fields: str) 
     logging.captureWarnings(True)
 
 
+def add_log_fields(**fields: object) -> None:
+    """Adds fields to every line of this task, and of those that it starts from now on."""
+    _FIELDS.set({**_FIELDS.get(), **fields})
+
+
+def log_fields() -> Mapping[str, object]:
+    """The fields of this task's lines."""
+    return _FIELDS.get()
+
+
+def set_log_fields(fields: Mapping[str, object]) -> None:
+    """Replaces the fields of this task's lines."""
+    _FIELDS.set(fields)
+
+
+def merge_log_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """structlog's processor that adds the task's fields to a line."""
+    return {**event, **{name: value for name, value in _FIELDS.get().items() if name not in event}}
+
+
 def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:
     def add_static_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         return {**static_fields, **event}
 
     return [
-        structlog.contextvars.merge_contextvars,
+        merge_log_fields,
         add_static_fields,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),

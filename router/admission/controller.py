@@ -1,9 +1,10 @@
 """Admits requests to the workers: within quotas, when there is room, and if the deadline can be met."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import TracebackType
 from typing import Protocol
 
 from baton.errors import DeadlineUnreachable, QuotaExceeded
@@ -17,6 +18,7 @@ from router.routing.latency import Clock
 from router.telemetry import metrics
 
 _GENERATING = "decode"  # the role whose speed is predicted
+_UNLIMITED: AbstractContextManager[None] = nullcontext()
 
 
 class ChangingFleet(Fleet, Protocol):
@@ -38,7 +40,7 @@ class AdmissionController:
         self._quotas = quotas
         self._fleet = fleet
         self._config = config
-        self._clock = clock
+        self.clock = clock
         self._predictor = LatencyPredictor(fleet, clock)
         self._queues: dict[tuple[str, str], AdmissionQueue] = {}
 
@@ -53,9 +55,12 @@ class AdmissionController:
         """The number of waiting requests of a model."""
         return sum(queue.waiting for (name, _), queue in self._queues.items() if name == model)
 
+    def track_tenant(self, ctx: RequestContext) -> AbstractContextManager[None]:
+        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded when it is entered."""
+        return _UNLIMITED if self._quotas.is_unlimited else self._track_tenant(ctx)
+
     @contextmanager
-    def track_tenant(self, ctx: RequestContext) -> Iterator[None]:
-        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded."""
+    def _track_tenant(self, ctx: RequestContext) -> Iterator[None]:
         with ExitStack() as tracking:
             try:
                 tracking.enter_context(self._quotas.track(ctx.qos.tenant, ctx.stats))
@@ -65,30 +70,34 @@ class AdmissionController:
                     raise
             yield
 
-    @asynccontextmanager
-    async def admit(self, ctx: RequestContext, estimate: RequestEstimate) -> AsyncGenerator[None, None]:
-        """Waits until a request may run on workers, which it does while the context is open.
+    def admit(self, ctx: RequestContext, estimate: RequestEstimate) -> "_Admission":
+        """Entered by `async with`, waits until a request may run on workers, which it does while the context is open.
 
         Raises DeadlineUnreachable, QuotaExceeded, Overloaded if too many wait, and NoWorker if an outage lasts too
         long. A refused request is charged no tokens.
         """
+        return _Admission(self, ctx, estimate)
+
+    async def enter(self, ctx: RequestContext, estimate: RequestEstimate) -> AdmissionQueue:
+        """See `admit`. The request leaves the queue that is returned when it ends."""
         queue = self._queue(estimate.model, estimate.role)
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
             await self._enter(ctx, estimate, queue)
-        entered = self._clock()
-        try:
-            yield
-            if estimate.role == _GENERATING:
-                self._predictor.learn(estimate, ctx.stats.completion_tokens)
-        finally:
-            queue.leave(self._clock() - entered)
+        return queue
+
+    def learn(self, ctx: RequestContext, estimate: RequestEstimate) -> None:
+        """Learns from a complete request how long answers are."""
+        if estimate.role == _GENERATING:
+            self._predictor.learn(estimate, ctx.stats.completion_tokens)
 
     async def _enter(self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue) -> None:
         """Waits until the queue counts the request as running."""
         qos = ctx.qos
-        self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(qos.priority))
-        with self._quotas.charge(qos.tenant, estimate.prompt_tokens):
-            if not await _wait_in(queue, qos.priority):
+        predicts = self._config.predict_deadlines and ctx.deadline.is_callers
+        if predicts:
+            self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(qos.priority))
+        with _UNLIMITED if self._quotas.is_unlimited else self._quotas.charge(qos.tenant, estimate.prompt_tokens):
+            if not await _wait_in(queue, qos.priority) or not predicts:
                 return
             try:
                 self._refuse_hopeless(estimate, ctx.deadline, 0.0)
@@ -97,8 +106,6 @@ class AdmissionController:
                 raise
 
     def _refuse_hopeless(self, estimate: RequestEstimate, deadline: Deadline, waiting_seconds: float) -> None:
-        if not (self._config.predict_deadlines and deadline.is_callers):
-            return
         running_seconds = self._predictor.seconds(estimate) if estimate.role == _GENERATING else None
         predicted = waiting_seconds + (running_seconds or 0.0)
         remaining = deadline.remaining_seconds
@@ -117,7 +124,7 @@ class AdmissionController:
             self._queues = {name: kept for name, kept in self._queues.items() if not kept.is_unused}
             limit = partial(self._limit, model, role)
             config = self._config
-            queue = AdmissionQueue(limit, config.max_waiting, config.outage_seconds, clock=self._clock)
+            queue = AdmissionQueue(limit, config.max_waiting, config.outage_seconds, clock=self.clock)
             self._queues[model, role] = queue
         return queue
 
@@ -136,11 +143,41 @@ class AdmissionController:
         return self._config.max_running_per_worker * len(able)
 
 
+class _Admission:
+    """What `AdmissionController.admit` returns. Not a generator: each request has one."""
+
+    __slots__ = ("_controller", "_ctx", "_entered", "_estimate", "_queue")
+
+    _queue: AdmissionQueue
+    _entered: float
+
+    def __init__(self, controller: AdmissionController, ctx: RequestContext, estimate: RequestEstimate) -> None:
+        self._controller = controller
+        self._ctx = ctx
+        self._estimate = estimate
+
+    async def __aenter__(self) -> None:
+        self._queue = await self._controller.enter(self._ctx, self._estimate)
+        self._entered = self._controller.clock()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._controller.learn(self._ctx, self._estimate)
+        finally:
+            self._queue.leave(self._controller.clock() - self._entered)
+
+
 async def _wait_in(queue: AdmissionQueue, priority: int) -> bool:
     """Returns whether the request had to wait."""
     if queue.enter_now():
         metrics.QUEUE_SECONDS.observe(0.0)
         return False
-    with metrics.QUEUE_SECONDS.time():
+    started = time.perf_counter()
+    try:
         await queue.enter(priority)
+    finally:
+        metrics.QUEUE_SECONDS.observe(time.perf_counter() - started)
     return True

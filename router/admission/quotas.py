@@ -79,7 +79,7 @@ class Quotas:
         self._config = config
         self._clock = clock
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # least recently seen first
-        self._is_unlimited = config == QuotasConfig()
+        self.is_unlimited = config == QuotasConfig()  # for every tenant
 
     @property
     def remembered(self) -> int:
@@ -88,7 +88,7 @@ class Quotas:
 
     def track(self, name: str, stats: RequestStats) -> AbstractContextManager[None]:
         """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded."""
-        return nullcontext() if self._is_unlimited else self._track(name, stats)
+        return nullcontext() if self.is_unlimited else self._track(name, stats)
 
     @contextmanager
     def _track(self, name: str, stats: RequestStats) -> Iterator[None]:
@@ -107,7 +107,7 @@ class Quotas:
 
     def charge(self, name: str, prompt_tokens: int) -> AbstractContextManager[None]:
         """Takes a prompt's tokens, and gives them back if the body fails. Raises QuotaExceeded."""
-        return nullcontext() if self._is_unlimited else self._charge(name, prompt_tokens)
+        return nullcontext() if self.is_unlimited else self._charge(name, prompt_tokens)
 
     @contextmanager
     def _charge(self, name: str, prompt_tokens: int) -> Iterator[None]:

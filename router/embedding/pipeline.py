@@ -51,7 +51,7 @@ class EmbedPipeline:
         ):
             set_embed_attributes(request, span)
             try:
-                await ctx.cancellation.run(self._answer(ctx, request, response))
+                await ctx.cancellation.run(ctx.within_deadline(self._answer(ctx, request, response)))
             except (asyncio.CancelledError, Cancelled):
                 note_passed_deadline(ctx, span)
                 raise
@@ -61,14 +61,13 @@ class EmbedPipeline:
     async def _answer(
         self, ctx: RequestContext, request: embed_pb2.EmbedRequest, response: embed_pb2.EmbedResponse
     ) -> None:
-        """Fills the response, within the deadline and the tenant's quota."""
-        async with ctx.within_deadline():
-            with self._admission.track_tenant(ctx):
-                target = await self._validate(ctx, request)
-                texts = await self._tokenize(ctx, request, target)
-                tokens = ctx.stats.prompt_tokens = sum(len(one.ids) for one in texts)
-                async with self._admission.admit(ctx, RequestEstimate(target.model.name, tokens, None, ROLE)):
-                    response.embeddings.extend(await self._embed(ctx, request, target, texts))
+        """Fills the response, within the tenant's quota."""
+        with self._admission.track_tenant(ctx):
+            target = await self._validate(ctx, request)
+            texts = await self._tokenize(ctx, request, target)
+            tokens = ctx.stats.prompt_tokens = sum(len(one.ids) for one in texts)
+            async with self._admission.admit(ctx, RequestEstimate(target.model.name, tokens, None, ROLE)):
+                response.embeddings.extend(await self._embed(ctx, request, target, texts))
         response.model = target.model.name
         response.usage.prompt_tokens = tokens
 

@@ -25,6 +25,8 @@ def has_media(messages: Sequence[generate_pb2.ChatMessage]) -> bool:
 
 def count_media(request: generate_pb2.GenerateRequest) -> int:
     """The number of media items in a request."""
+    if not request.HasField("chat"):
+        return len(request.media)
     in_chat = sum(part.HasField("media") for turn in request.chat.messages for part in turn.parts)
     return len(request.media) + in_chat
 

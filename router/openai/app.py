@@ -47,6 +47,7 @@ from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import leaf_errors
+from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 
@@ -161,7 +162,7 @@ class OpenAIApp:
                 await behaviour(request, call)
                 return
             span = self._tracer.begin(method.removeprefix("/"), parent, SpanKind.SERVER)
-            structlog.contextvars.bind_contextvars(trace_id=span.trace_id)
+            add_log_fields(trace_id=span.trace_id)
             span.set({"http.route": method.removeprefix(PREFIX)})
             try:
                 with entered(span):
@@ -265,7 +266,7 @@ class OpenAIApp:
             if not call.response_status or isinstance(stream, UnaryCollector):
                 raise
             call.status = code_of(type(error))
-            structlog.contextvars.bind_contextvars(reason=error.reason, error=error.message)
+            add_log_fields(reason=error.reason, error=error.message)
             await stream.fail(error)
 
     def _token_text(self, name: str) -> Callable[[int], str]:
@@ -310,7 +311,7 @@ def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
 
 async def _respond(call: HttpCall, error: BatonError) -> None:
     call.status = code_of(type(error))
-    structlog.contextvars.bind_contextvars(reason=error.reason, error=error.message)
+    add_log_fields(reason=error.reason, error=error.message)
     failure = failure_of(error, call.guided_field)
     if call.response_status:
         # Cut off, since the response cannot be completed: the client notices.

@@ -1,7 +1,6 @@
 """The way back to one client: functions that send, the pace that it asks for, and the timings at the end."""
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from baton.connection.metadata import TIMINGS_KEY
@@ -30,16 +29,12 @@ class Reply:
     set_trailing_metadata: Callable[[tuple[tuple[str, bytes], ...]], None]
     send_now: SendNow | None = None
 
-    @contextmanager
-    def with_timings_trailer(self, timings: Timings) -> Iterator[None]:
-        """Puts the timings into the trailing metadata when the body ends, also if it fails."""
-        try:
-            yield
-        finally:
-            message = timings.message()
-            fits = message.ByteSize() <= _MAX_TRAILER_BYTES
-            trailer = message.SerializeToString() if fits else timings_trailer(timings.close())
-            self.set_trailing_metadata(((TIMINGS_KEY, trailer),))
+    def end_with(self, timings: Timings) -> None:
+        """Puts the timings into the trailing metadata, at the end of the request, also if it fails."""
+        message = timings.message()
+        fits = message.ByteSize() <= _MAX_TRAILER_BYTES
+        trailer = message.SerializeToString() if fits else timings_trailer(timings.close())
+        self.set_trailing_metadata(((TIMINGS_KEY, trailer),))
 
 
 def timings_trailer(stages: tuple[StageTiming, ...]) -> bytes:

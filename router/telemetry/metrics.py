@@ -3,7 +3,7 @@
 from collections import Counter as Count
 from collections.abc import Iterable
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2
@@ -61,12 +61,13 @@ STAGE_SECONDS = FrequentHistogram(
     (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0),
     REGISTRY,
 )
-QUEUE_SECONDS = Histogram(
+QUEUE_SECONDS = FrequentHistogram(
     "baton_router_queue_seconds",
     "How long requests waited for admission; 0 for those admitted at once.",
-    buckets=_SECONDS,
-    registry=REGISTRY,
-)
+    (),
+    _SECONDS,
+    REGISTRY,
+).labels()
 TOKENS = Counter(
     "baton_router_tokens_total",
     "Tokens of ended requests: of prompts, of these found in a prefix cache, of media, and of answers.",
@@ -117,6 +118,7 @@ PLACEMENTS = Counter(
     ["cache_view"],
     registry=REGISTRY,
 )
+PLACED = {view: PLACEMENTS.labels(name) for view, name in CACHE_VIEWS.items()}  # by the message's number
 TTFT_PREDICTION_ERROR = FrequentHistogram(
     "baton_router_ttft_prediction_error_ratio",
     "The error of the predicted time to first token, divided by the actual time.",
@@ -159,8 +161,6 @@ def _begin_at_zero() -> None:
         RETRIES.labels(stage)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
-    for view in CACHE_VIEWS.values():
-        PLACEMENTS.labels(view)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded):
         REFUSALS.labels(kind.reason)
     for reason in ("closed", "draining", "full", "idle", "lost", "relief"):

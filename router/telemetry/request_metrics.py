@@ -1,12 +1,10 @@
 """Measures requests for Prometheus: inter-token latency as tokens come, everything else at the end."""
 
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
+from types import TracebackType
 from typing import Protocol
 
-import structlog
+from prometheus_client import Counter
 
 from baton.inference.v1 import sampling_pb2, timing_pb2
 from router.telemetry import metrics
@@ -15,6 +13,7 @@ from router.telemetry.stages import name_of
 from router.telemetry.stats import RequestStats
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
+from runtime.logs import add_log_fields
 
 # Bounds of the request classes, in prompt tokens. Requests with images have a class of their own.
 _SHORT_TOKENS = 1024
@@ -76,7 +75,7 @@ class RecordedMetrics:
         """Counts the request and its tokens. Its duration counts only if it succeeded: failures are often fast."""
         metrics.RUNNING.dec()
         measured_as = request_class(stats)
-        metrics.REQUESTS.labels(stats.model, measured_as, outcome_of(stats.outcome), _reason(stats)).inc()
+        _ended(stats.model, measured_as, stats.outcome, _reason(stats)).inc()
         if stats.prompt_tokens:
             series = _series(stats.model, measured_as)
             series.count_tokens(stats)
@@ -85,18 +84,28 @@ class RecordedMetrics:
                 series.time(stats)
 
 
-@contextmanager
-def record_request(stats: RequestStats, call_id: str, metrics: RequestMetrics) -> Iterator[None]:
+class record_request:  # noqa: N801  # reads as a function: `with record_request(...):`
     """Measures a request while the context is open; at the end fills its span and the log line of its call."""
-    structlog.contextvars.bind_contextvars(request_id=stats.request_id, call_id=call_id)
-    metrics.begin()
-    try:
-        with stats.recording_outcome():
-            yield
-    finally:
-        metrics.end(stats)
+
+    __slots__ = ("_call_id", "_metrics", "_stats")
+
+    def __init__(self, stats: RequestStats, call_id: str, metrics: RequestMetrics) -> None:
+        self._stats = stats
+        self._call_id = call_id
+        self._metrics = metrics
+
+    def __enter__(self) -> None:
+        add_log_fields(request_id=self._stats.request_id, call_id=self._call_id)
+        self._metrics.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stats = self._stats
+        stats.note_end(error)
+        self._metrics.end(stats)
         set_result_attributes(stats, current_span())
-        structlog.contextvars.bind_contextvars(**stats.log_fields())
+        add_log_fields(**stats.log_fields())
 
 
 class MeasuredLatencies:
@@ -152,14 +161,13 @@ class _ClassSeries:
             number: metrics.STAGE_SECONDS.labels(model, measured_as, name_of(number))
             for number in timing_pb2.Stage.values()[1:]
         }
-        self._tokens = {kind: metrics.TOKENS.labels(model, measured_as, kind) for kind in _TOKEN_KINDS}
+        self._tokens = [metrics.TOKENS.labels(model, measured_as, kind) for kind in _TOKEN_KINDS]
 
     def count_tokens(self, stats: RequestStats) -> None:
-        usage = stats.usage()
-        self._tokens["prompt"].inc(usage.prompt_tokens)
-        self._tokens["cached"].inc(usage.cached_tokens)
-        self._tokens["media"].inc(usage.media_tokens)
-        self._tokens["completion"].inc(usage.completion_tokens)
+        counts = (stats.prompt_tokens, stats.cached_tokens, stats.media_tokens, stats.completion_tokens)
+        for counter, count in zip(self._tokens, counts, strict=True):
+            if count:
+                counter.inc(count)
 
     def time_first_token(self, stats: RequestStats) -> None:
         """Observes the time to the first token, once, if there was one."""
@@ -171,16 +179,22 @@ class _ClassSeries:
     def time(self, stats: RequestStats) -> None:
         """Observes the total and each stage. A stage that ran several times counts as the sum."""
         self._seconds.observe(stats.timings.total_seconds)
-        stages: defaultdict[timing_pb2.Stage.ValueType, float] = defaultdict(float)
+        stages: dict[timing_pb2.Stage.ValueType, int] = {}
         for stage in stats.timings.close():
-            stages[stage.stage] += stage.seconds
-        for number, seconds in stages.items():
-            self._stages[number].observe(seconds)
+            number = stage.stage
+            stages[number] = stages[number] + stage.nanoseconds if number in stages else stage.nanoseconds
+        for number, nanoseconds in stages.items():
+            self._stages[number].observe(nanoseconds / 1e9)
 
 
 @cache  # bounded by the number of models and classes
 def _series(model: str, measured_as: str) -> _ClassSeries:
     return _ClassSeries(model, measured_as)
+
+
+@cache  # bounded like those, and by the number of reasons
+def _ended(model: str, measured_as: str, outcome: str, reason: str) -> Counter:
+    return metrics.REQUESTS.labels(model, measured_as, outcome_of(outcome), reason)
 
 
 def _reason(stats: RequestStats) -> str:

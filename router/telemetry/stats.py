@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Literal
 
 from baton.errors import BatonError
@@ -36,9 +35,18 @@ class RequestStats:
     decode_worker_id: str = ""
     is_first_token_timed: bool = False
 
-    def recording_outcome(self) -> "_OutcomeRecorder":
-        """A context that sets `outcome` to OK, or to the reason of the error that ends its body."""
-        return _OutcomeRecorder(self)
+    def note_end(self, error: BaseException | None) -> None:
+        """Sets `outcome` to OK, or to the reason of the error that ended the request.
+
+        A cancellation leaves it as it is: CANCELLED, or what the canceller has set.
+        """
+        match error:
+            case None:
+                self.outcome = OK
+            case BatonError():
+                self.outcome = error.reason
+            case Exception():
+                self.outcome = BatonError.reason
 
     def add_encode_workers(self, worker_ids: Sequence[str]) -> None:
         """Notes the workers that have encoded media of the request."""
@@ -106,24 +114,3 @@ class RequestStats:
             "prefill_worker_id": self.prefill_worker_id,
             "decode_worker_id": self.decode_worker_id,
         }
-
-
-class _OutcomeRecorder:
-    """Catches nothing. The outcome of a cancelled body stays as it is: CANCELLED, or what the canceller has set."""
-
-    def __init__(self, stats: RequestStats) -> None:
-        self._stats = stats
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        match error:
-            case None:
-                self._stats.outcome = OK
-            case BatonError():
-                self._stats.outcome = error.reason
-            case Exception():
-                self._stats.outcome = BatonError.reason

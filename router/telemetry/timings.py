@@ -7,7 +7,7 @@ from types import TracebackType
 
 from baton.inference.v1 import timing_pb2
 from router.telemetry.stages import CallTiming, StageTiming, name_of
-from rpc.tracing.span import Span, stage_span
+from rpc.tracing.span import Span, current_span, stage_span
 
 
 class Timings:
@@ -54,20 +54,29 @@ class Timings:
         The first stage begins with the call's arrival.
         """
         self.stage = stage
-        return _MeasuredStage(self, stage, time.perf_counter() if self._stages else self._started / 1e9)
+        return _MeasuredStage(self, stage, time.perf_counter_ns() if self._stages else self._started)
 
     @contextmanager
     def measure_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str = "") -> Iterator[CallTiming]:
         """Times a call to a worker, whose report divides it into stages. Failures and cancellations count, too."""
+        call = self.begin_call(stage, worker_id)
+        try:
+            yield call
+        finally:
+            self.end_call(call)
+
+    def begin_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str) -> CallTiming:
+        """What `measure_call` does at its start."""
         self.stage = stage
         call = self._call = CallTiming(stage, worker_id, time.perf_counter_ns())
         if self._text.first_at is not None:
             call.first_token_came(self._text.first_at)
-        try:
-            yield call
-        finally:
-            self._call = None
-            self._stages += call.end(time.perf_counter_ns())
+        return call
+
+    def end_call(self, call: CallTiming) -> None:
+        """What `measure_call` does at its end."""
+        self._call = None
+        self._stages += call.end(time.perf_counter_ns())
 
     def detokenized(self, started: float) -> float:
         """Notes that tokens were turned into text between `started`, of time.perf_counter, and now.
@@ -116,14 +125,17 @@ class Timings:
     def _elapsed(self) -> int:
         return time.perf_counter_ns() - self._started if self._total is None else self._total
 
-    def note(self, stage: timing_pb2.Stage.ValueType, started: float) -> float:
-        """Adds the time since `started` to a stage of the router, which may have run before."""
-        ended = time.perf_counter()
-        took = _ns(ended) - _ns(started)
+    def note(self, stage: timing_pb2.Stage.ValueType, started: int) -> int:
+        """Adds the time since `started`, in nanoseconds, to a stage of the router, which may have run before.
+
+        Returns the time now.
+        """
+        ended = time.perf_counter_ns()
+        took = ended - started
         before = took if self._text.first_at is None else 0
         for index, known in enumerate(self._stages):
             if known.stage == stage and not known.worker_id:
-                self._stages[index] = known.plus(took, before)
+                self._stages[index] = StageTiming(stage, known.nanoseconds + took, known.before_first_token + before)
                 return ended
         self._stages.append(StageTiming(stage, took, before))
         return ended
@@ -132,8 +144,8 @@ class Timings:
         """The rest, before the first token and in all. Detokenizing after it overlaps the workers' stages."""
         text = self._text
         first = self._elapsed if text.first_at is None else text.first_at - self._started
-        missing_first = first - sum(stage.before_first_token for stage in self._stages) - text.first_nanoseconds
-        missing = self._elapsed - sum(stage.nanoseconds for stage in self._stages) - text.first_nanoseconds
+        missing_first = first - sum([stage.before_first_token for stage in self._stages]) - text.first_nanoseconds
+        missing = self._elapsed - sum([stage.nanoseconds for stage in self._stages]) - text.first_nanoseconds
         # Rounding to whole nanoseconds may leave -1.
         missing_first = max(0, missing_first)
         return StageTiming(timing_pb2.STAGE_UNATTRIBUTED, max(missing_first, missing), missing_first)
@@ -144,20 +156,26 @@ class _MeasuredStage:
 
     __slots__ = ("_span", "_stage", "_started", "_timings")
 
-    def __init__(self, timings: Timings, stage: timing_pb2.Stage.ValueType, started: float) -> None:
+    def __init__(self, timings: Timings, stage: timing_pb2.Stage.ValueType, started: int) -> None:
         self._timings = timings
         self._stage = stage
         self._started = started
-        self._span = stage_span(name_of(stage), started=started)
+        self._span: stage_span | None = None
 
     def __enter__(self) -> Span:
+        above = current_span()
+        if not above.is_recording:
+            return above
+        self._span = stage_span(name_of(self._stage), started=self._started / 1e9)
         return self._span.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._span.ended = self._timings.note(self._stage, self._started)
-        self._span.__exit__(kind, error, trace)
+        ended = self._timings.note(self._stage, self._started)
+        if self._span is not None:
+            self._span.ended = ended / 1e9
+            self._span.__exit__(kind, error, trace)
 
 
 class _Text:

@@ -1,12 +1,14 @@
 """The calls of one request to its workers: built here, bounded by the deadline, counted as load, errors annotated."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 
 from opentelemetry.trace import SpanContext, SpanKind
+from typing_extensions import Self
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
@@ -20,7 +22,9 @@ from router.workers.aborts import abort_unanswered
 from router.workers.handle import WorkerHandle
 from rpc.best_effort import best_effort
 from rpc.multiplex.replies import MultiplexedCall
-from rpc.tracing.span import stage_span
+from rpc.tracing.span import Span, stage_span
+
+_ONLY_RANK: AbstractContextManager[None] = nullcontext()
 
 
 class TokenFeed(Protocol):
@@ -37,7 +41,7 @@ class TokenFeed(Protocol):
 class DecodeCall:
     """A running Decode call: the worker's responses, and the timing that takes its report."""
 
-    responses: AsyncGenerator[decode_pb2.DecodeResponse, None]
+    responses: AsyncIterator[decode_pb2.DecodeResponse]
     timing: CallTiming
     feed: TokenFeed | None = None  # gives tokens without a step of the task that reads; None if the call cannot
 
@@ -56,13 +60,10 @@ class WorkerCalls:
         self, worker: WorkerHandle, prompt: prompt_pb2.Prompt, placement: Placement[WorkerHandle]
     ) -> handoff_pb2.KvHandoff:
         """Runs the prompt. The caller releases the handoff, which only the placement's decode worker may read."""
-        tokens = len(prompt.token_ids)
+        tokens, prompts = len(prompt.token_ids), worker.latency.prompts
         with (
-            self._call(timing_pb2.STAGE_PREFILL_COMPUTE, worker) as timing,
-            stage_span("prefill", worker_attributes(worker), kind=SpanKind.CLIENT) as span,
-            worker.track_load(tokens),
-            worker.latency.prompts.computing(tokens),
-            worker.ranks.taking(self._session_key, placement.rank) as rank,
+            _Calling(self._ctx, timing_pb2.STAGE_PREFILL_COMPUTE, "prefill", worker, tokens) as calling,
+            self._rank(worker, placement.rank) as rank,
         ):
             request = prefill_pb2.PrefillRequest(
                 request_id=self._ctx.call_id,
@@ -74,33 +75,37 @@ class WorkerCalls:
             )
             self._prefills += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
+            is_done = False
+            prompts.begin(tokens)
             try:
                 async with worker.fail_if_hung():
                     response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
+                is_done = True
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, self._ctx.call_id)
                 raise
-            span.set(prefill_attributes(response))
-            self._prefill_span = span.context
-            timing.report(response.timings)
-            timing.is_complete = True
+            finally:
+                prompts.end(tokens, is_done=is_done)
+            if calling.span.is_recording:
+                calling.span.set(prefill_attributes(response))
+            self._prefill_span = calling.span.context
+            calling.timing.report(response.timings)
+            calling.timing.is_complete = True
         return response.handoff
 
-    @asynccontextmanager
     async def decode(
         self,
         placement: Placement[WorkerHandle],
         prompt: prompt_pb2.Prompt,
         handoff: handoff_pb2.KvHandoff | None,
         emitted: Sequence[int],
-    ) -> AsyncGenerator[DecodeCall, None]:
-        """Decodes from a handoff, or from the prompt and the ids emitted so far, while the context is open."""
+        read: Callable[[DecodeCall], Awaitable[None]],
+    ) -> None:
+        """Decodes from a handoff, or from the prompt and the ids emitted so far, while `read` reads the call."""
         worker, tokens = placement.decode, 0 if handoff else len(prompt.token_ids)
         with (
-            self._call(timing_pb2.STAGE_DECODE, worker) as timing,
-            stage_span("decode", worker_attributes(worker), kind=SpanKind.CLIENT) as span,
-            worker.track_load(tokens),
-            worker.ranks.taking(self._session_key, placement.decode_rank) as rank,
+            _Calling(self._ctx, timing_pb2.STAGE_DECODE, "decode", worker, tokens) as calling,
+            self._rank(worker, placement.decode_rank) as rank,
         ):
             request = decode_pb2.DecodeRequest(
                 request_id=self._ctx.call_id,
@@ -112,12 +117,20 @@ class WorkerCalls:
                 data_parallel_rank=rank,
             )
             if handoff:
-                span.link(self._prefill_span, "prefill")
+                calling.span.link(self._prefill_span, "prefill")
             self._decodes += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
-            async with worker.fail_if_hung(), aclosing(stream(call)) as responses:
-                yield DecodeCall(responses, timing, call if isinstance(call, MultiplexedCall) else None)
+            async with worker.fail_if_hung():
+                if isinstance(call, MultiplexedCall):
+                    # It raises BatonErrors by itself.
+                    try:
+                        await read(DecodeCall(call, calling.timing, call))
+                    finally:
+                        call.cancel()
+                else:
+                    async with aclosing(stream(call)) as responses:
+                        await read(DecodeCall(responses, calling.timing))
 
     async def release(self, owner: WorkerHandle, handoff: handoff_pb2.KvHandoff) -> None:
         """Frees a handoff's blocks, even during a cancellation. If that fails they are freed with the lease."""
@@ -126,25 +139,57 @@ class WorkerCalls:
         )
         await best_effort(lambda seconds: owner.handoff.Release(request, timeout=seconds), healthy=not owner.problem)
 
-    @property
-    def _session_key(self) -> str:
-        return self._ctx.request.routing.session_key
+    def _rank(self, worker: WorkerHandle, chosen: int | None) -> AbstractContextManager[int | None]:
+        """A data-parallel rank of the worker while the context is open; None if it has only one."""
+        if worker.record.data_parallel_ranks <= 1:
+            return _ONLY_RANK
+        return worker.ranks.taking(self._ctx.request.routing.session_key, chosen)
 
     def _metadata(self, attempt: int) -> tuple[tuple[str, str | bytes], ...]:
         return (*self._ctx.worker_metadata(attempt), *self._ctx.qos.metadata())
 
-    @contextmanager
-    def _call(self, stage: timing_pb2.Stage.ValueType, worker: WorkerHandle) -> Iterator[CallTiming]:
-        """Registers and times a call."""
+
+class _Calling:
+    """A call to a worker while the context is open: registered, timed, traced, counted as load; errors say where.
+
+    Not a generator, and not five of them: each takes eight calls, and a request makes two calls to workers.
+    """
+
+    __slots__ = ("_ctx", "_entered", "_name", "_stage", "_tokens", "_worker", "span", "timing")
+
+    timing: CallTiming
+    span: Span
+
+    def __init__(
+        self, ctx: RequestContext, stage: timing_pb2.Stage.ValueType, name: str, worker: WorkerHandle, tokens: int
+    ) -> None:
+        self._ctx = ctx
+        self._stage = stage
+        self._name = name
+        self._worker = worker
+        self._tokens = tokens
+
+    def __enter__(self) -> Self:
+        worker = self._worker
+        # Keeps the worker's channel open, too.
         self._ctx.cancellation.add_worker(worker)
-        try:
-            with (
-                self._ctx.timings.measure_call(stage, worker.record.worker_id) as timing,
-                annotate_worker_errors(name_of(stage), worker),
-            ):
-                yield timing
-        except DeadlineExceeded:
-            raise self._ctx.deadline.exceeded(self._ctx.timings.stage_name, worker.record.worker_id) from None
+        self.timing = self._ctx.timings.begin_call(self._stage, worker.record.worker_id)
+        self._entered = stage_span(self._name, worker_attributes(worker), kind=SpanKind.CLIENT)
+        self.span = self._entered.__enter__()
+        worker.add_load(self._tokens)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ctx, worker = self._ctx, self._worker
+        worker.remove_load(self._tokens)
+        self._entered.__exit__(kind, error, trace)
+        if isinstance(error, BatonError):
+            _annotate(error, name_of(self._stage), worker)
+        ctx.timings.end_call(self.timing)
+        if isinstance(error, DeadlineExceeded):
+            raise ctx.deadline.exceeded(ctx.timings.stage_name, worker.record.worker_id) from None
 
 
 @contextmanager
@@ -153,8 +198,12 @@ def annotate_worker_errors(stage: str, worker: WorkerHandle) -> Iterator[None]:
     try:
         yield
     except BatonError as error:
-        error.stage = error.stage or stage
-        error.worker_id = error.worker_id or worker.record.worker_id
-        if isinstance(error, Unavailable) and not isinstance(error, (Draining, LoraNotHere, NoWorker)):
-            worker.mark_unhealthy(f"a call to it failed: {error.message}")
+        _annotate(error, stage, worker)
         raise
+
+
+def _annotate(error: BatonError, stage: str, worker: WorkerHandle) -> None:
+    error.stage = error.stage or stage
+    error.worker_id = error.worker_id or worker.record.worker_id
+    if isinstance(error, Unavailable) and not isinstance(error, (Draining, LoraNotHere, NoWorker)):
+        worker.mark_unhealthy(f"a call to it failed: {error.message}")

@@ -67,7 +67,7 @@ class Cluster:
     @property
     def workers(self) -> tuple[WorkerHandle, ...]:
         """Every worker that is watched, ready or not."""
-        return tuple(member.worker for member in self._members.values() if member.worker)
+        return tuple([member.worker for member in self._members.values() if member.worker])
 
     @property
     def models(self) -> tuple[ServedModel, ...]:

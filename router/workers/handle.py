@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from types import TracebackType
 from typing import Literal
 
 from grpc import aio
@@ -125,40 +126,59 @@ class WorkerHandle:
     @contextmanager
     def track_load(self, prompt_tokens: int) -> Iterator[None]:
         """Counts a request, and the prompt tokens that it computes, as load while the context is open."""
-        self._sent_requests += 1
-        self._sent_tokens += prompt_tokens
+        self.add_load(prompt_tokens)
         try:
             with self.keep_open():
                 yield
         finally:
-            self._sent_requests -= 1
-            self._sent_tokens -= prompt_tokens
+            self.remove_load(prompt_tokens)
+
+    def add_load(self, prompt_tokens: int) -> None:
+        """Counts a request until `remove_load`, for callers that keep the channel open themselves."""
+        self._sent_requests += 1
+        self._sent_tokens += prompt_tokens
+
+    def remove_load(self, prompt_tokens: int) -> None:
+        """Undoes `add_load`."""
+        self._sent_requests -= 1
+        self._sent_tokens -= prompt_tokens
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
         """Keeps the channel open, even if the worker leaves the cluster."""
-        self._users += 1
-        self._idle.clear()
+        self.add_user()
         try:
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                self._idle.set()
+            self.remove_user()
 
-    @asynccontextmanager
-    async def fail_if_hung(self) -> AsyncGenerator[None, None]:
-        """Stops the body with Unavailable if the worker is found to hang."""
-        call_timeout = timeout(None)
-        try:
-            async with call_timeout:
-                self._calls.add(call_timeout)
-                try:
-                    yield
-                finally:
-                    self._calls.discard(call_timeout)
-        except TimeoutError:
-            raise Unavailable(f"no response for {self._silent_seconds:.1f} s") from None
+    def add_user(self) -> None:
+        """Keeps the channel open until `remove_user`."""
+        self._users += 1
+        self._idle.clear()
+
+    def remove_user(self) -> None:
+        """Undoes `add_user`."""
+        self._users -= 1
+        if not self._users:
+            self._idle.set()
+
+    def fail_if_hung(self) -> "_Interruptible":
+        """Stops the body of `async with` with Unavailable if the worker is found to hang."""
+        return _Interruptible(self)
+
+    def begin_waiting(self, call: Timeout) -> None:
+        """Adds a call that is stopped, by its timeout, if the worker is found to hang."""
+        self._calls.add(call)
+
+    def end_waiting(self, call: Timeout) -> None:
+        """Undoes `begin_waiting`."""
+        self._calls.discard(call)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long it has not been heard of."""
+        return time.monotonic() - self._heard_at
 
     def mark_unhealthy(self, problem: str) -> None:
         """Marks it unhealthy until its next health check succeeds."""
@@ -197,7 +217,7 @@ class WorkerHandle:
             failures = failures + 1 if problem else 0
             self._note_check(problem)
             # After a pause of this process every call has timed out: one failure proves nothing.
-            if failures > 1 and self._silent_seconds >= probe.hung_seconds:
+            if failures > 1 and self.silent_seconds >= probe.hung_seconds:
                 self._interrupt()
             await asyncio.sleep(max(0.0, started + probe.interval_seconds - time.monotonic()))
 
@@ -235,10 +255,6 @@ class WorkerHandle:
                 self._note_card(f"its model card cannot be read: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())
         self._note_card("")
-
-    @property
-    def _silent_seconds(self) -> float:
-        return time.monotonic() - self._heard_at
 
     def _interrupt(self) -> None:
         """Stops the calls that wait for it: they may continue elsewhere."""
@@ -280,6 +296,29 @@ class WorkerHandle:
             max(0, load.waiting_prefill_tokens - self._sent_tokens),
         )
         self.others_tokens = min(before, self._others_tokens_at_load)
+
+
+class _Interruptible:
+    """What `fail_if_hung` returns. Not a generator: each request has two."""
+
+    __slots__ = ("_timeout", "_worker")
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+        self._timeout = timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._worker.begin_waiting(self._timeout)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.end_waiting(self._timeout)
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise Unavailable(f"no response for {self._worker.silent_seconds:.1f} s") from None
 
 
 @asynccontextmanager

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import structlog
-
 from rpc.auth.access import Access, require
 from rpc.auth.caller import note_caller
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
+from runtime.logs import add_log_fields
 
 
 def authorize(access: Access) -> Wrapper:
@@ -19,7 +18,7 @@ def authorize(access: Access) -> Wrapper:
 
         async def authorized(request: Any, context: Context) -> Any:
             caller = access.identify(context)
-            structlog.contextvars.bind_contextvars(caller=caller.name)
+            add_log_fields(caller=caller.name)
             require(caller, method, roles)
             note_caller(caller)
             return await behaviour(request, context)

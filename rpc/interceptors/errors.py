@@ -11,6 +11,7 @@ from baton.errors import BatonError
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.status import to_status
 from runtime.aio import leaf_errors
+from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +67,7 @@ async def _answer(method: str, error: Exception, context: Context) -> None:
 
 async def _abort(context: Context, error: BatonError) -> None:
     status = to_status(error)
-    structlog.contextvars.bind_contextvars(reason=error.reason, error=status.details)
+    add_log_fields(reason=error.reason, error=status.details)
     # The servicer's trailing metadata is sent with the error too.
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
     await context.abort(status.code, status.details, trailing)

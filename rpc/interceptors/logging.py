@@ -9,6 +9,7 @@ from grpc import aio
 
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.metadata import client_request_id
+from runtime.logs import add_log_fields, log_fields, set_log_fields
 
 log = structlog.get_logger(__name__)
 
@@ -23,24 +24,26 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
 
     async def logged(request: Any, context: Context) -> Any:
         started = time.monotonic()
-        with structlog.contextvars.bound_contextvars(method=method, **identity(request, context)):
-            ended = False
-            try:
-                response = await behaviour(request, context)
-                ended = True
-                return response
-            except aio.AbortError:
-                ended = True
-                raise
-            finally:
-                code = _code_name(context) if ended else _abandoned_code_name(context)
-                _log_end(code, time.monotonic() - started)
+        before = log_fields()
+        add_log_fields(method=method, **identity(request, context))
+        ended = False
+        try:
+            response = await behaviour(request, context)
+            ended = True
+            return response
+        except aio.AbortError:
+            ended = True
+            raise
+        finally:
+            code = _code_name(context) if ended else _abandoned_code_name(context)
+            _log_end(code, time.monotonic() - started)
+            set_log_fields(before)
 
     return logged
 
 
 def _log_end(code: str, seconds: float) -> None:
-    routine = code in ("OK", "CANCELLED") and "request_id" not in structlog.contextvars.get_contextvars()
+    routine = code in ("OK", "CANCELLED") and "request_id" not in log_fields()
     write = log.debug if routine else log.info
     write("call ended", code=code, seconds=round(seconds, 6))
 

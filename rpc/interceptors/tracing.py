@@ -3,7 +3,6 @@
 from types import TracebackType
 from typing import Any
 
-import structlog
 from grpc import StatusCode, aio
 from opentelemetry.trace import SpanKind
 
@@ -16,6 +15,7 @@ from rpc.tracing.propagation import is_undecided, read_context
 from rpc.tracing.span import Span, entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import leaf_errors
+from runtime.logs import add_log_fields
 
 
 def trace_calls(tracer: Tracer) -> Wrapper:
@@ -34,7 +34,7 @@ def trace_calls(tracer: Tracer) -> Wrapper:
             if parent is None and not tracer.is_on:
                 return await behaviour(request, context)
             span = tracer.begin(name, parent, SpanKind.SERVER)
-            structlog.contextvars.bind_contextvars(trace_id=span.trace_id)
+            add_log_fields(trace_id=span.trace_id)
             if not span.is_recording:
                 with entered(span):
                     return await behaviour(request, context)

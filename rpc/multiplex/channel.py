@@ -162,7 +162,7 @@ class _Stream:
                 continue
             call = calls.get(number)
             if call is not None:
-                call.take_token(token_id)
+                call.take(token_id)
         for answer in response.answers:
             call = calls.get(answer.call)
             if call is None:
@@ -171,7 +171,7 @@ class _Stream:
                 del calls[answer.call]
                 call.end(_error_of(answer.status))
             else:
-                call.take_message(answer.message)
+                call.take(answer.message)
 
 
 def _as_lost(error: BatonError) -> BatonError:

@@ -96,12 +96,19 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         return self._only().__await__()
 
     async def _only(self) -> Response:
-        response = None
-        async for each in self:
-            response = each
-        if response is None:
+        # Not by `__anext__`: the message and the end mostly come together.
+        while not self._is_over:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if self._error is not None:
+            raise self._error
+        last = self._arrived.pop() if self._arrived else None
+        if not isinstance(last, bytes):
             raise Unavailable("the call ended without a response")
-        return response
+        return self._parse(last)
 
     def stop(self) -> None:
         """Cancels the call; who reads it finds its end."""
@@ -116,18 +123,18 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
 
     # What the stream does.
 
-    def take_token(self, token_id: int) -> None:
-        """A token has come that is not relayed."""
-        self._add(token_id)
-
     def fail(self, error: Exception) -> None:
         """Ends the call on this side; its reader raises the error."""
         self._link.cancel(self._number)
         self.end(error)
 
-    def take_message(self, message: bytes) -> None:
-        """A response has come."""
-        self._add(message)
+    def take(self, each: int | bytes) -> None:
+        """A token that is not relayed has come, or a response."""
+        self._arrived.append(each)
+        if len(self._arrived) == _PAUSE_AT and not self._is_paused and not self._is_over:
+            self._is_paused = True
+            self._link.pause(self._number, is_paused=True)
+        self._wake()
 
     def end(self, error: Exception | None) -> None:
         """The call is over, with an error or without."""
@@ -137,13 +144,6 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         self._error = error
         if self._timer is not None:
             self._timer.cancel()
-        self._wake()
-
-    def _add(self, each: int | bytes) -> None:
-        self._arrived.append(each)
-        if len(self._arrived) == _PAUSE_AT and not self._is_paused and not self._is_over:
-            self._is_paused = True
-            self._link.pause(self._number, is_paused=True)
         self._wake()
 
     def _wake(self) -> None:

@@ -17,17 +17,13 @@ class Span:
     Its owner ends it, once. Times are seconds of time.perf_counter; unset is now.
     """
 
-    __slots__ = ("_metadata", "_recording", "context")
+    __slots__ = ("_metadata", "_recording", "context", "is_recording")
 
     def __init__(self, context: SpanContext | None, recording: Recording | None = None) -> None:
         self.context = context
+        self.is_recording = recording is not None  # whether it will be exported
         self._recording = recording
         self._metadata: Metadata | None = None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether it will be exported."""
-        return self._recording is not None
 
     @property
     def trace_id(self) -> str:
@@ -158,8 +154,10 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
         self.ended: float | None = None
 
     def __enter__(self) -> Span:
-        self._before = _current.get()
-        self._span = self._before.child(self._name, kind=self._kind, started=self._started)
+        before = self._before = self._span = _current.get()
+        if not before.is_recording:
+            return before
+        self._span = before.child(self._name, kind=self._kind, started=self._started)
         if self._attributes:
             self._span.set(self._attributes)
         _current.set(self._span)
@@ -168,9 +166,9 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.set(self._before)
         if self._span is self._before:
             return
+        _current.set(self._before)
         if error is not None:
             self._span.fail(error)
         self._span.end(self.ended)

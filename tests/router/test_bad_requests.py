@@ -7,11 +7,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_status import rpc_status
-from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.cluster.in_process import Bench, bench, simulated
 
 from baton.inference.v1 import generate_pb2, model_pb2, tokenize_pb2
+from runtime.logs import merge_log_fields
 
 INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 
@@ -73,7 +73,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_each_wrong_field_is_named_and_no_worker_is_called(pair: Bench) -> None:
-    with capture_logs(processors=[merge_contextvars]) as lines:
+    with capture_logs(processors=[merge_log_fields]) as lines:
         for field, request in WRONG:
             error = await refusal(pair, **request)
             assert (error.code(), wrong_fields(error)) == (INVALID, [field]), field

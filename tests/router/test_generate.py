@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from google.protobuf import json_format
-from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, bench, simulated
 from support.cluster.server_kind import of_grpcio
@@ -12,6 +11,7 @@ from support.eventually import eventually
 
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
 from router.config import RoutingConfig
+from runtime.logs import merge_log_fields
 
 SEEDED = {"temperature": 1.0, "seed": 7}
 
@@ -301,7 +301,7 @@ async def test_the_only_model_needs_no_name(pair: Bench, name: str) -> None:
 
 
 async def test_a_request_has_one_log_line_that_says_what_became_of_it(pair: Bench) -> None:
-    with capture_logs(processors=[merge_contextvars]) as lines:
+    with capture_logs(processors=[merge_log_fields]) as lines:
         await pair.generate(prompt="hello", request_id="mine", stopping={"max_tokens": 7})
     (line,) = [line for line in lines if line.get("method") == "/baton.inference.v1.InferenceService/Generate"]
     expected = {"request_id": "mine", "model": "demo", "outcome": "OK", "prompt_tokens": 5, "completion_tokens": 7}

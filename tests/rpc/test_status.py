@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-import structlog
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 from support.servers.scripted_router import scripted, status_of
@@ -14,6 +13,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import BatonError, FieldViolation, InvalidRequest, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2, model_pb2
 from rpc.status import to_status
+from runtime.logs import add_log_fields
 
 # The contract with clients in other languages: not derived from the code under test.
 WIRE = {
@@ -69,7 +69,7 @@ def example(kind: type[BatonError]) -> BatonError:
 
 async def over_the_wire(error: BaseException) -> aio.AioRpcError:
     async def get_model(request: model_pb2.GetModelRequest, context: object) -> model_pb2.GetModelResponse:
-        structlog.contextvars.bind_contextvars(request_id="request-1")
+        add_log_fields(request_id="request-1")
         raise error
 
     async with scripted(GetModel=get_model) as peer:

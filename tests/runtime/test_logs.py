@@ -1,13 +1,15 @@
 """Log lines and metrics, as an operator's tools read them."""
 
+import asyncio
 import json
 import logging
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 import structlog
 
-from runtime.logs import LogFormat, configure_logging
+from runtime.logs import LogFormat, add_log_fields, configure_logging, log_fields
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -28,11 +30,15 @@ def test_a_line_begins_with_time_level_and_event(capsys: pytest.CaptureFixture[s
     assert list(lines(capsys)[0]) == ["ts", "level", "event", "worker_id"]
 
 
-def test_what_is_bound_to_the_context_is_on_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fields_of_a_task_are_on_every_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json", "info")
-    with structlog.contextvars.bound_contextvars(request_id="r-1"):
+
+    def write() -> None:
+        add_log_fields(request_id="r-1")
         structlog.get_logger().info("one")
         logging.getLogger("grpc").warning("two")
+
+    copy_context().run(write)
     assert [line["request_id"] for line in lines(capsys)] == ["r-1", "r-1"]
 
 
@@ -90,3 +96,14 @@ def test_a_traceback_shows_no_values_of_variables(capsys: pytest.CaptureFixture[
     logged = capsys.readouterr().err
     assert "Traceback" in logged
     assert logged.count("own-words") == 1  # in int's message alone
+
+
+async def test_the_fields_of_one_task_are_on_no_line_of_another() -> None:
+    async def add(name: str) -> dict[str, object]:
+        add_log_fields(request_id=name)
+        await asyncio.sleep(0)
+        return dict(log_fields())
+
+    found = await asyncio.gather(add("r-1"), add("r-2"))
+    assert [fields["request_id"] for fields in found] == ["r-1", "r-2"]
+    assert "request_id" not in log_fields()

@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
-from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.clients.scraping import since
 from support.cluster.in_process import DECODE, FAST_ROUTER, Bench, bench, simulated
@@ -18,6 +17,7 @@ from baton.engine.v1 import embed_pb2 as engine_pb2
 from baton.errors import BatonError
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig
+from runtime.logs import merge_log_fields
 
 E1, E2 = simulated("e1", "embed"), simulated("e2", "embed")
 
@@ -169,7 +169,7 @@ async def test_the_model_list_says_what_vectors_a_model_makes() -> None:
 async def test_a_request_is_counted_and_logged_as_others_are() -> None:
     labels = {"model": "demo", "request_class": "embed", "outcome": "ok", "reason": "OK"}
     requests = since("baton_router_requests_total", **labels)
-    with capture_logs(processors=[merge_contextvars]) as logs:
+    with capture_logs(processors=[merge_log_fields]) as logs:
         async with bench(E1) as running:
             await embed(running, "x", request_id="mine")
     assert requests.grown == 1

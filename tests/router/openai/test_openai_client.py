@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, client_of, openai_bench
 from support.cluster.demo import demo_worker
@@ -21,6 +20,7 @@ from discovery.memory import MemoryRegistry
 from router.config import OpenAIConfig, QuotaConfig, QuotasConfig
 from router.server import host_router
 from rpc.auth.access import AuthConfig
+from runtime.logs import merge_log_fields
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = {"messages": [{"role": "user", "parts": [{"text": "hello"}]}]}
@@ -360,7 +360,7 @@ async def test_a_tenant_over_its_quota_is_told_when_to_retry(served: Bench) -> N
 
 
 async def test_the_request_id_is_on_the_response_and_in_the_log(served: Bench) -> None:
-    with capture_logs(processors=[merge_contextvars]) as lines:
+    with capture_logs(processors=[merge_log_fields]) as lines:
         answer = await client_of(served).chat.completions.create(
             model="demo", messages=MESSAGES, max_tokens=7, extra_headers={"x-request-id": "mine"}
         )

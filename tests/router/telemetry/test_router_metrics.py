@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import pytest
 from grpc import aio
-from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.clients.scraping import sample, since
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, simulated
@@ -15,6 +14,7 @@ from support.images.simulated_workers import IMAGE_TOKENS, about, multimodal
 
 from baton.inference.v1 import generate_pb2, timing_pb2
 from router.config import AdmissionConfig, RouterConfig
+from runtime.logs import merge_log_fields
 
 SHORT = {"model": "demo", "request_class": "short"}
 REQUESTS = "baton_router_requests_total"
@@ -135,7 +135,7 @@ async def test_a_router_that_serves_no_metrics_measures_no_requests() -> None:
 async def test_the_first_tokens_time_is_the_one_of_the_log(pair: Bench) -> None:
     seconds = since("baton_router_time_to_first_token_seconds_sum", **SHORT)
     count = since("baton_router_time_to_first_token_seconds_count", **SHORT)
-    with capture_logs(processors=[merge_contextvars]) as lines:
+    with capture_logs(processors=[merge_log_fields]) as lines:
         await run(pair)
     (line,) = [line for line in lines if "ttft_seconds" in line]
     assert count.grown == 1
@@ -177,7 +177,7 @@ async def test_tokens_that_come_together_all_have_their_latency(pair: Bench) -> 
 
 async def test_a_requests_whole_time_is_the_one_of_the_log(pair: Bench) -> None:
     seconds = since("baton_router_request_seconds_sum", **SHORT)
-    with capture_logs(processors=[merge_contextvars]) as lines:
+    with capture_logs(processors=[merge_log_fields]) as lines:
         await run(pair)
     (line,) = [line for line in lines if "total_seconds" in line]
     assert seconds.grown == pytest.approx(line["total_seconds"], abs=2e-6)

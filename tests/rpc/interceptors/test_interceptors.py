@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
-import structlog
 from grpc import StatusCode, aio
 from structlog.testing import capture_logs
 from support.eventually import eventually
@@ -17,7 +16,7 @@ from baton.errors import HandoffLost, NoWorker
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import model_pb2
 from runtime.aio import TaskGroup
-from runtime.logs import configure_logging
+from runtime.logs import add_log_fields, configure_logging
 
 Stream = Callable[[pb.GenerateRequest, Any], Any]
 
@@ -173,7 +172,7 @@ async def test_a_call_of_a_request_is_one_line_with_its_id(capsys: pytest.Captur
 
 async def test_an_id_that_the_servicer_chose_is_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     async def cancel(request: object, context: object) -> pb.CancelGenerationResponse:
-        structlog.contextvars.bind_contextvars(request_id="chosen")
+        add_log_fields(request_id="chosen")
         return pb.CancelGenerationResponse()
 
     configure_logging("json", "info")
