@@ -1,4 +1,4 @@
-"""`python -m services CONFIG.yaml key=value...`: runs a worker until SIGTERM; `--print-config` shows its settings."""
+"""`python -m services CONFIG.yaml key=value...`: runs a worker, or one rank of it; `--print-config` shows settings."""
 
 import argparse
 import asyncio
@@ -16,6 +16,7 @@ from runtime.monitor import serve_monitor
 from runtime.process import run
 from services.config import WorkerConfig
 from services.engines.registry import describe
+from services.rank import follow_as_rank
 from services.server import host_worker
 from services.telemetry.gpu import watched_gpus
 from services.worker import supervise
@@ -57,6 +58,10 @@ async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     serving = serve_monitor(config.metrics_listen, tls)
     with watched_gpus(), serving as monitor, _abandoned_on(stopping) as ready:
+        if config.engine.is_follower:
+            ready.set()  # it notices `stopping` itself
+            await follow_as_rank(config, monitor, stopping)
+            return
         async with host_worker(config) as worker:
             exempt_living_objects()
             ready.set()
