@@ -99,7 +99,7 @@ class Link:
             self._arrived.put(message)
         except TimeoutError:
             self._end(f"it has been silent for {self._lost_seconds:g} s")
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._end("its connection has closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection has failed: {error}")
