@@ -12,23 +12,20 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.manifests import DEPLOY, command_of
+from support.schemas import strictly
 
 from router.config import RouterConfig
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.parallel.followers import check_roles
 
-OVERLAYS = ["kubernetes", "overlays/small", "overlays/gpu", "overlays/multi-node"]
+OVERLAYS = ["kubernetes", "overlays/small", "overlays/gpu", "overlays/multi-node", "overlays/inference-gateway"]
 VERSIONS = ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34"]
 # What no schema of Kubernetes' own describes.
-FOREIGN = {"LeaderWorkerSet", "ServiceMonitor"}
+FOREIGN = {"HTTPRoute", "InferencePool", "LeaderWorkerSet", "ServiceMonitor"}
 VARIABLES = {"POD_NAME": "decode-7d4f", "POD_IP": "10.0.0.7"}
 # What the controller of LeaderWorkerSets sets in every container, of the first group of two.
 RANK = {"LWS_LEADER_ADDRESS": "baton-group-0.baton-group.baton", "LWS_GROUP_SIZE": "2"}
-
-
-def strictly(required: list[str], **properties: object) -> dict[str, object]:
-    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
 
 
 COUNT = {"type": "integer", "minimum": 0}
