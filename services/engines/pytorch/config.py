@@ -53,7 +53,7 @@ class MultiNodeOptions(Section):
     """Of this process. Rank 0 is the worker; the others compute for it, and register nowhere."""
     join_seconds: float = Field(default=1800.0, gt=0)
     """The longest time to wait for the other ranks, while they start."""
-    lost_seconds: float = Field(default=15.0, ge=3)
+    lost_seconds: float = Field(default=30.0, ge=3)
     """A rank that has been silent for so long counts as ended."""
 
     @field_validator("leader")

@@ -24,6 +24,7 @@ from services.server import host_worker
 pytestmark = pytest.mark.timeout(300)
 
 READY_SECONDS = 200
+LOST_SECONDS = 30
 
 
 async def test_a_group_answers_like_one_process_and_loses_its_registration_with_a_rank(
@@ -72,8 +73,8 @@ async def test_every_rank_ends_with_exit_code_1_when_another_is_lost(tmp_path: P
     with rank_process(0, leader, tmp_path) as first, rank_process(1, leader, tmp_path) as second:
         await eventually(lambda: "the group is ready" in second.process.log.read_text(), READY_SECONDS)
         first.process.pause() if frozen else first.process.kill()
-        assert await asyncio.to_thread(second.process.popen.wait, 60) == 1
-        reason = "it has been silent for 5 s" if frozen else "rank 0 has ended: its connection has closed"
+        assert await asyncio.to_thread(second.process.popen.wait, LOST_SECONDS + 60) == 1
+        reason = f"it has been silent for {LOST_SECONDS} s" if frozen else "rank 0 has ended: its connection has closed"
         assert reason in second.process.log.read_text()
 
 
@@ -119,7 +120,8 @@ def rank_process(rank: int, leader: str, folder: Path) -> Iterator[RunningRank]:
 
 
 def group(leader: str, rank: int, join_seconds: float = READY_SECONDS) -> dict[str, object]:
-    return {"leader": leader, "rank": rank, "join_seconds": join_seconds, "lost_seconds": 5}
+    # Busy ranks of tests that share two cores may be silent for long.
+    return {"leader": leader, "rank": rank, "join_seconds": join_seconds, "lost_seconds": LOST_SECONDS}
 
 
 def worker_config(demo: Checkpoint, leader: str, join_seconds: float = READY_SECONDS) -> WorkerConfig:

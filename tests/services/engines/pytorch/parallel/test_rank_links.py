@@ -21,7 +21,7 @@ from services.engines.pytorch.parallel.multi_node.wire import LENGTHS, Join, Ref
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 @pytest.fixture
