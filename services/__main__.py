@@ -1,4 +1,4 @@
-"""`python -m services CONFIG.yaml key=value...`: runs a worker until SIGTERM; `--print-config` shows its settings."""
+"""`python -m services CONFIG.yaml key=value...`: runs a worker, or one rank of it; `--print-config` shows settings."""
 
 import argparse
 import asyncio
@@ -8,21 +8,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineFailed
 from runtime.config import Loaded, load
 from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
-from runtime.monitor import serve_monitor
+from runtime.monitor import MonitorServer, serve_monitor
 from runtime.process import run
 from services.config import WorkerConfig
-from services.engines.registry import describe
+from services.engines.registry import describe, follow
 from services.server import host_worker
 from services.telemetry.gpu import watched_gpus
-from services.worker import supervise
+from services.telemetry.rank_health import RankHealth
+from services.worker import exit_soon, supervise
 
 
 def main() -> None:
-    """Exit codes: 0 after a drain, 1 if the engine fails, 2 if the configuration is wrong."""
+    """Exit codes: 0 after a drain, 1 if the engine fails, also on another rank, 2 if the configuration is wrong."""
     parser = argparse.ArgumentParser(prog="python -m services", description="Runs a Baton worker.")
     parser.add_argument("config", help="a YAML file, such as deploy/config/worker.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
@@ -57,11 +58,28 @@ async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     serving = serve_monitor(config.metrics_listen, tls)
     with watched_gpus(), serving as monitor, _abandoned_on(stopping) as ready:
+        if config.engine.is_follower:
+            ready.set()  # it notices `stopping` itself
+            await _follow(config, monitor, stopping)
+            return
         async with host_worker(config) as worker:
             exempt_living_objects()
             ready.set()
             monitor.answer_with(worker.report)
             await supervise(worker, stopping)
+
+
+async def _follow(config: WorkerConfig, monitor: MonitorServer, stopping: asyncio.Event) -> None:
+    """Computes as a rank above 0, and registers nowhere. If rank 0 is lost, the process ends even if a thread hangs."""
+    health = RankHealth(config.worker_id)
+    monitor.answer_with(health.report)
+    try:
+        await follow(config.engine, health, stopping)
+    except EngineFailed:
+        exit_soon()
+        raise
+    finally:
+        health.end()
 
 
 @contextmanager

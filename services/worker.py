@@ -186,10 +186,15 @@ async def supervise(worker: Worker, stopping: asyncio.Event) -> None:
     try:
         await run_with_background(worker.watch_engines(), _first(stopping.wait(), worker.drainer.finished()))
     except EngineFailed:
-        timer = threading.Timer(_SHUTDOWN_SECONDS, _exit)
-        timer.daemon = True
-        timer.start()
+        exit_soon()
         raise
+
+
+def exit_soon() -> None:
+    """Ends the process with exit code 1 in a few seconds, if it has not ended by then: a broken engine may hang."""
+    timer = threading.Timer(_SHUTDOWN_SECONDS, _exit)
+    timer.daemon = True
+    timer.start()
 
 
 async def poll_changes(read: Callable[[], Value], interval_seconds: float) -> AsyncGenerator[Value, None]:

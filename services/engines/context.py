@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from runtime.config import Section
 from services.engines.memory.allocation import UNSHARED, RoomRules
@@ -17,12 +18,34 @@ class EngineConfig(Section):
         """Whether requests may contain fault plans."""
         return False
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether this process only computes for the engine of another one, which is the worker."""
+        return False
+
     def max_node_ids(self, roles: Sequence[str]) -> int:
         """Returns how many workers of a namespace may have node ids; 0 if this engine needs none. See
         EngineContext.node.
         """
         del roles
         return 0
+
+
+class RankProgress(Protocol):
+    """What a rank above 0 tells the process that it runs in, from any thread."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `ready` has been called."""
+
+    def loaded(self, seconds: float) -> None:
+        """Its part of the model is loaded."""
+
+    def ready(self) -> None:
+        """Its group is ready."""
+
+    def stepped(self, tokens: int) -> None:
+        """A step with so many tokens, padding included, has been started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The kinds of engines, of Baton and of other distributions. Imports only the chosen one."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -8,7 +9,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from services.engines.base import Encoder, Engine
-from services.engines.context import EngineConfig, EngineContext
+from services.engines.context import EngineConfig, EngineContext, RankProgress
 from services.engines.embedding import TextEmbedder
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated.config import SimulatedConfig
@@ -16,6 +17,9 @@ from services.engines.trtllm.config import TrtllmConfig
 from services.engines.vllm.config import VllmConfig
 
 ENTRY_POINTS = "baton.engines"
+
+Follow = Callable[[Any, RankProgress, asyncio.Event], Awaitable[None]]
+"""Computes for the engine of another process, until that ends. Raises ConfigError and EngineFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class EngineKind:
     open_encoder: Callable[[Any, EngineContext], AbstractAsyncContextManager[Encoder]] | None = None
     open_embedder: Callable[[Any, EngineContext], AbstractAsyncContextManager[TextEmbedder]] | None = None
     describe: Callable[[Any], list[str]] | None = None  # lines for --print-config, beyond the settings themselves
+    follow: Follow | None = None  # for configurations with `is_follower`
 
 
 def engine_kind(kind: str) -> EngineKind:
@@ -82,6 +87,13 @@ def open_embedder(config: EngineConfig, context: EngineContext) -> AbstractAsync
     return opens(config, context)
 
 
+def follow(config: EngineConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:
+    """Computes for the engine of another process. See Follow."""
+    follows = engine_kind(config.kind).follow
+    assert follows is not None, f"{config.kind} has followers and does not say how"
+    return follows(config, progress, stopping)
+
+
 def describe(config: EngineConfig) -> list[str]:
     """Returns lines for `--print-config`: values that an engine derives from its settings."""
     describes = engine_kind(config.kind).describe
@@ -90,10 +102,16 @@ def describe(config: EngineConfig) -> list[str]:
 
 def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
     from services.engines.pytorch.engine import PyTorchEngine
-    from services.engines.pytorch.parallel.leader import check_roles
+    from services.engines.pytorch.parallel.followers import check_roles
 
     check_roles(config, context.roles)
     return PyTorchEngine(config, room=context.room)
+
+
+def _follow_pytorch(config: PyTorchConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:
+    from services.engines.pytorch.parallel.multi_node.follower import follow as follow_rank_0
+
+    return follow_rank_0(config, progress, stopping)
 
 
 def _open_pytorch_encoder(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
@@ -167,7 +185,9 @@ def _describe_vllm(config: VllmConfig) -> list[str]:
 
 
 ENGINES: dict[str, EngineKind] = {
-    "pytorch": EngineKind(PyTorchConfig, _open_pytorch, _open_pytorch_encoder, _open_pytorch_embedder),
+    "pytorch": EngineKind(
+        PyTorchConfig, _open_pytorch, _open_pytorch_encoder, _open_pytorch_embedder, follow=_follow_pytorch
+    ),
     "simulated": EngineKind(SimulatedConfig, _open_simulated, _open_simulated_encoder, _open_simulated_embedder),
     "trtllm": EngineKind(TrtllmConfig, _open_trtllm, _open_trtllm_encoder, describe=_describe_trtllm),
     "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_vllm),

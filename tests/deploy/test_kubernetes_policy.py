@@ -7,16 +7,48 @@ import subprocess
 from functools import cache
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 from support.manifests import DEPLOY, command_of
+from support.schemas import strictly
 
-OVERLAYS = ["kubernetes", "overlays/small", "overlays/gpu", "overlays/multi-node"]
+from router.config import RouterConfig
+from services.config import WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.parallel.followers import check_roles
+
+OVERLAYS = ["kubernetes", "overlays/small", "overlays/gpu", "overlays/multi-node", "overlays/inference-gateway"]
 VERSIONS = ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34"]
 # What no schema of Kubernetes' own describes.
-FOREIGN = {"ServiceMonitor"}
+FOREIGN = {"HTTPRoute", "InferencePool", "LeaderWorkerSet", "ServiceMonitor"}
 VARIABLES = {"POD_NAME": "decode-7d4f", "POD_IP": "10.0.0.7"}
+# What the controller of LeaderWorkerSets sets in every container, of the first group of two.
+RANK = {"LWS_LEADER_ADDRESS": "baton-group-0.baton-group.baton", "LWS_GROUP_SIZE": "2"}
+
+
+COUNT = {"type": "integer", "minimum": 0}
+SHARE = {"anyOf": [COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
+# The parts of leaderworkerset.x-k8s.io/v1 that are used here; pods are checked as those of StatefulSets.
+LEADER_WORKER_SET = strictly(
+    ["leaderWorkerTemplate"],
+    replicas=COUNT,
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    rolloutStrategy=strictly(
+        ["type"],
+        type={"enum": ["RollingUpdate"]},
+        rollingUpdateConfiguration=strictly([], maxUnavailable=SHARE, maxSurge=SHARE, partition=COUNT),
+    ),
+    networkConfig=strictly(["subdomainPolicy"], subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+    leaderWorkerTemplate=strictly(
+        ["workerTemplate"],
+        size={"type": "integer", "minimum": 1},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+        leaderTemplate=strictly(["metadata", "spec"], metadata={"type": "object"}, spec={"type": "object"}),
+        workerTemplate=strictly(["metadata", "spec"], metadata={"type": "object"}, spec={"type": "object"}),
+    ),
+)
 
 pytestmark = pytest.mark.skipif(
     shutil.which("kubectl") is None and "CI" not in os.environ, reason="renders with `kubectl kustomize`"
@@ -37,7 +69,31 @@ def of_kind(name: str, *kinds: str) -> list[Any]:
 
 
 def workloads(name: str) -> list[Any]:
-    return of_kind(name, "Deployment", "StatefulSet")
+    return of_kind(name, "Deployment", "StatefulSet") + ranks_of(name)
+
+
+def ranks_of(name: str) -> list[Any]:
+    """Rank 0 and the other ranks of each LeaderWorkerSet, as the workloads that its controller makes of them."""
+    made = []
+    for group in of_kind(name, "LeaderWorkerSet"):
+        for rank, part in enumerate(("leaderTemplate", "workerTemplate")):
+            template = group["spec"]["leaderWorkerTemplate"][part]
+            metadata = {**group["metadata"], "name": f"{group['metadata']['name']}-{rank}"}
+            spec = {
+                "serviceName": "baton-group",
+                "template": template,
+                "selector": {"matchLabels": template["metadata"]["labels"]},
+            }
+            made.append({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec})
+    return made
+
+
+def config_of(workload: Any) -> RouterConfig | WorkerConfig:
+    """The configuration that the workload's only process has."""
+    (container,) = pod(workload)["containers"]
+    variables = {**VARIABLES, **RANK, "LWS_WORKER_INDEX": workload["metadata"]["name"].rpartition("-")[2]}
+    words = [*container["command"], *container["args"]]
+    return command_of(workload["metadata"]["name"], words, variables).load()
 
 
 def pod(workload: Any) -> Any:
@@ -53,7 +109,7 @@ def labels(workload: Any) -> dict[str, str]:
 def test_what_is_rendered_is_valid_strictly(version: str) -> None:
     # Most manifests are the same in several overlays.
     different = {json.dumps(each): each for name in OVERLAYS for each in rendered(name) if each["kind"] not in FOREIGN}
-    for manifest in different.values():
+    for manifest in [*different.values(), *ranks_of("overlays/multi-node")]:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
@@ -100,8 +156,7 @@ class TestPolicy:
             (container,) = pod(workload)["containers"]
             if container["command"][0] != "python":
                 continue
-            words = [*container["command"], *container["args"]]
-            config = command_of(workload["metadata"]["name"], words, VARIABLES).load()
+            config = config_of(workload)
             before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
             before += getattr(config, "announce_seconds", 0)
             assert pod(workload)["terminationGracePeriodSeconds"] > before + config.drain_seconds
@@ -130,6 +185,48 @@ def test_the_single_etcd_of_small_waits_for_no_other_member() -> None:
     (etcd,) = of_kind("overlays/small", "StatefulSet")
     (members,) = [each for each in pod(etcd)["containers"][0]["args"] if each.startswith("--initial-cluster=")]
     assert members == "--initial-cluster=etcd-0=http://etcd-0.etcd-peers.baton.svc:2380"
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_leader_worker_set_is_valid_strictly(name: str) -> None:
+    for group in of_kind(name, "LeaderWorkerSet"):
+        assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+        jsonschema.validate(group["spec"], LEADER_WORKER_SET)
+
+
+def test_the_ranks_of_a_group_are_one_worker_of_whole_requests() -> None:
+    first, other = map(config_of, ranks_of("overlays/multi-node"))
+    assert isinstance(first, WorkerConfig)
+    assert isinstance(other, WorkerConfig)
+    assert isinstance(first.engine, PyTorchConfig)
+    assert (first.engine.is_follower, other.engine.is_follower) == (False, True)
+    assert first.engine.tensor_parallel_size == 2
+    assert first.engine.multi_node is not None
+    assert first.engine.multi_node.leader == "baton-group-0.baton-group.baton:29500"
+    check_roles(first.engine, first.roles)
+    assert of_kind("overlays/multi-node", "PodDisruptionBudget")
+    deployments = [each["metadata"]["name"] for each in of_kind("overlays/multi-node", "Deployment")]
+    assert sorted(deployments) == ["baton-encode", "baton-envoy", "baton-router"]
+
+
+def test_ranks_reach_one_another_at_every_port() -> None:
+    (policy,) = [
+        each for each in of_kind("overlays/multi-node", "NetworkPolicy") if each["metadata"]["name"] == "baton-workers"
+    ]
+    rule = policy["spec"]["ingress"][-1]
+    (roles,) = [
+        each for each in rule["from"][0]["podSelector"]["matchExpressions"] if each["key"].endswith("component")
+    ]
+    assert "ports" not in rule
+    for workload in ranks_of("overlays/multi-node"):
+        assert labels(workload)["app.kubernetes.io/component"] in roles["values"]
+
+
+def test_other_ranks_are_ready_when_their_group_is() -> None:
+    _, other = ranks_of("overlays/multi-node")
+    (container,) = pod(other)["containers"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "metrics"}
+    assert container["livenessProbe"]["httpGet"]["path"] == "/metrics"
 
 
 def test_several_nodes_may_not_share_a_role() -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 from typing_extensions import Self
 
 from runtime.config import Section
@@ -40,6 +40,29 @@ class SpeculationOptions(Section):
     """How many of the last tokens must have occurred before."""
     max_sequences: int = Field(default=8, ge=1)
     """Steps with more decoding sequences get no drafts: they are used well without."""
+
+
+class MultiNodeOptions(Section):
+    """The key `engine.multi_node`: each rank of a split model is a process started for itself, on any host."""
+
+    leader: str
+    """host:port at which rank 0 waits for the others. Rank 0 listens there if the host is an IP address, and on all its
+    addresses if it is a name.
+    """
+    rank: int = Field(ge=0)
+    """Of this process. Rank 0 is the worker; the others compute for it, and register nowhere."""
+    join_seconds: float = Field(default=1800.0, gt=0)
+    """The longest time to wait for the other ranks, while they start."""
+    lost_seconds: float = Field(default=30.0, ge=3)
+    """A rank that has been silent for so long counts as ended."""
+
+    @field_validator("leader")
+    @classmethod
+    def _has_host_and_port(cls, leader: str) -> str:
+        host, _, port = leader.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"expected host:port, not {leader!r}")
+        return leader
 
 
 class PyTorchConfig(EngineConfig):
@@ -102,11 +125,23 @@ class PyTorchConfig(EngineConfig):
     """Processes, and on CUDA GPUs, among which the model is split; by the fused kernels only. `kv_cache_bytes` is then
     what each GPU takes.
     """
+    multi_node: MultiNodeOptions | None = None
+    """Ranks as processes of their own, on one host or several; null has rank 0 start the others on its host."""
 
     @model_validator(mode="after")
     def _step_holds_every_sequence(self) -> Self:
         if self.max_step_tokens is not None and self.max_step_tokens <= self.max_sequences:
             raise ValueError("max_step_tokens must be greater than max_sequences")
+        return self
+
+    @model_validator(mode="after")
+    def _rank_is_one_of_the_group(self) -> Self:
+        if self.multi_node is None:
+            return self
+        if self.tensor_parallel_size == 1:
+            raise ValueError("multi_node: tensor_parallel_size must be greater than 1")
+        if self.multi_node.rank >= self.tensor_parallel_size:
+            raise ValueError(f"multi_node.rank: must be less than tensor_parallel_size, {self.tensor_parallel_size}")
         return self
 
     @model_validator(mode="after")
@@ -119,6 +154,11 @@ class PyTorchConfig(EngineConfig):
         if self.execution == "library":
             raise ValueError("tensor_parallel_size: transformers' modules are not split; execution must not be library")
         return self
+
+    @property
+    def is_follower(self) -> bool:
+        """See EngineConfig."""
+        return self.multi_node is not None and self.multi_node.rank > 0
 
     @property
     def served_name(self) -> str:

@@ -21,7 +21,7 @@ from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT, LoraLayers
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.loading import LoadedModel, load_model
-from services.engines.pytorch.parallel.leader import Followers
+from services.engines.pytorch.parallel.followers import Followers
 from services.engines.pytorch.parallel.pool_part import part_of_pool
 from services.engines.pytorch.parallel.shards import WHOLE
 from services.engines.pytorch.runners.batch import Chunk
@@ -87,11 +87,11 @@ class EngineCore:
 
     @property
     def exposes_kv(self) -> bool:
-        """Whether the memory contains the KV of all heads; not where a model is split among GPUs."""
-        return self.followers is None or self.device == "cpu"
+        """Whether the memory contains the KV of all heads; not where each rank has a pool of its own."""
+        return self.followers is None or self.followers.shard.shares_pool
 
     def close(self) -> None:
-        """Frees the memory, and ends the other ranks' processes."""
+        """Frees the memory, and ends the other ranks."""
         if self.followers is not None:
             if isinstance(self.runner, FusedRunner):
                 self.runner.free_graphs()

@@ -29,7 +29,10 @@ from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.adapters import LoraAdapters
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.peft_folder import LowRank
-from services.engines.pytorch.parallel.leader import Followers
+from services.engines.pytorch.parallel.followers import Followers
+from services.engines.pytorch.parallel.local_leader import LocalFollowers
+from services.engines.pytorch.parallel.messages import Ready
+from services.engines.pytorch.parallel.multi_node.leader import gather
 from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
@@ -54,7 +57,13 @@ class PyTorchEngine(Engine):
         self._room = room
 
     async def __aenter__(self) -> Self:
-        self._core = await asyncio.to_thread(self._build)
+        remote = await gather(self._config)
+        try:
+            self._core = await asyncio.to_thread(self._build, remote)
+        except asyncio.CancelledError:
+            if remote is not None:
+                remote.close()  # which ends the waits of the thread
+            raise
         pulse = StallDetector(self._core.module, self._config.stall_seconds)
         self._loop = EngineLoop(self._core, self._config.threads, pulse)
         self._cache_events.loop = self._loop
@@ -147,7 +156,7 @@ class PyTorchEngine(Engine):
         """Reserves blocks for a pull of `num_tokens` tokens of `prompt.context`. See DecodeEngine."""
         check_prompt(prompt, self.facts)
         if not self.facts.takes_handoffs:
-            raise Unsupported("engine.tensor_parallel_size: on GPUs a split model takes no KV of other workers")
+            raise Unsupported("engine.tensor_parallel_size: a split model without a shared pool takes no KV of others")
         if not 0 < num_tokens <= len(prompt.context):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
@@ -216,13 +225,18 @@ class PyTorchEngine(Engine):
             async for _ in events:
                 pass
 
-    def _build(self) -> EngineCore:
+    def _build(self, remote: Followers | None) -> EngineCore:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         with torch.inference_mode():
-            followers = Followers(self._config) if self._config.tensor_parallel_size > 1 else None
+            followers = remote
+            if followers is None and self._config.tensor_parallel_size > 1:
+                followers = LocalFollowers(self._config)
             try:
-                return EngineCore(self._config, self._cache_events, self._room, followers)
+                core = EngineCore(self._config, self._cache_events, self._room, followers)
+                if followers is not None:
+                    followers.tell(Ready())
+                return core
             except BaseException:
                 if followers is not None:
                     followers.close()

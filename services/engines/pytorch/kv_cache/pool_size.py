@@ -14,9 +14,9 @@ _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 def layout_of(config: PyTorchConfig, model: LoadedModel) -> KvLayout:
-    """Returns the layout of the pool. Ranks on CPUs share one with all heads; on GPUs each has one with its own."""
+    """Returns the layout of the pool. Ranks either share one with all heads, or each has one with its own."""
     shape = model.shape
-    kv_heads = shape.kv_heads * (model.shard.size if model.device.type == "cpu" else 1)
+    kv_heads = shape.kv_heads * (model.shard.size if model.shard.shares_pool else 1)
     block_tokens = config.block_tokens or _DEFAULT_BLOCK_TOKENS[model.device.type]
     return KvLayout(
         model=checkpoint.fingerprint(config.model),

@@ -1,9 +1,12 @@
 """Tensor parallelism: one process a rank, each with a part of every layer and the KV of its own heads.
 
-shards.py      a rank's part of the weights
-pool_part.py   a rank's heads in a pool that all share
-ranks.py       the operations between ranks: sums, broadcasts, and the columns of logits
-messages.py    what rank 0 tells the others
-leader.py      rank 0's side: starts the others, tells them each step, notices their end
-follower.py    the process of a rank above 0
+shards.py          a rank's part of the weights
+pool_part.py       a rank's heads in a pool that all share
+ranks.py           the operations between ranks: sums, broadcasts, and the columns of logits
+messages.py        what rank 0 tells the others
+followers.py       what rank 0 needs of the others, wherever they run, and what it refuses
+local_leader.py    ranks on rank 0's host: it starts their processes and notices their end
+follower.py        a rank above 0: loads its part, joins, and computes each step that rank 0 announces
+local_follower.py  the process of such a rank that rank 0 has started
+multi_node/        ranks that are started for themselves, on any host, and join rank 0 over TCP
 """

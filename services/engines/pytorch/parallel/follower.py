@@ -1,119 +1,52 @@
-"""The process of a rank above 0: computes each step that rank 0 announces. It registers nowhere and serves nothing."""
+"""A rank above 0: it loads its part, joins the others, and computes each step that rank 0 announces."""
 
-import logging
-import mmap
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
-from pathlib import Path
+from typing import Any, Protocol
 
-import structlog
 import torch
 
 from baton.errors import BatonError
-from services.engines.kv import KvLayout
+from services.engines.context import RankProgress
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.kv_cache.memory import DTYPES, DeviceMemory, block_shape
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks
-from services.engines.pytorch.model.loading import LoadedModel, choose_device, load_model
-from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, ZeroBlocks
-from services.engines.pytorch.parallel.pool_part import part_of_pool
-from services.engines.pytorch.parallel.ranks import join
+from services.engines.pytorch.model.loading import LoadedModel, load_model
+from services.engines.pytorch.parallel.messages import Loaded, NotLoaded, Ready, ZeroBlocks
 from services.engines.pytorch.parallel.shards import Shard
 from services.engines.pytorch.runners.fused_runner import FusedRunner
-from services.engines.pytorch.runners.selection import fused_runner
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
 
-_log = structlog.get_logger(__name__)
+
+class LeaderConnection(Protocol):
+    """The way to rank 0. `recv` raises EOFError when rank 0 has ended."""
+
+    def send(self, message: Any, /) -> None: ...
+
+    def recv(self) -> Any: ...
 
 
-def follow(shard: Shard, config: PyTorchConfig, meeting: Path, pipe: Connection) -> None:
-    """Runs until rank 0 says so, or ends. Rank 0 decides when: signals that whole process groups get are ignored."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    _end_with_parent()
-    _log_to_stderr()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    with torch.inference_mode():
-        loaded = _load(shard, config, pipe)
-        if loaded is None:
-            return
-        runner, pool = _begin(loaded, config, meeting, pipe)
-        _obey(runner, pool, pipe)
-    sys.stderr.flush()
-    os._exit(0)  # NCCL would wait for the other ranks
-
-
-def _end_with_parent() -> None:
-    """Ends this process when rank 0's has ended, also amid an operation that waits for rank 0."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="baton-parent", daemon=True).start()
-
-
-def _log_to_stderr() -> None:
-    level = structlog.make_filtering_bound_logger(logging.WARNING)
-    structlog.configure(wrapper_class=level, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-
-
-def _load(shard: Shard, config: PyTorchConfig, pipe: Connection) -> LoadedModel | None:
-    """Loads this rank's part and tells rank 0; None if it cannot."""
+def load_part(shard: Shard, config: PyTorchConfig, leader: LeaderConnection) -> LoadedModel:
+    """Loads this rank's part and tells rank 0, also of a failure, which it then raises."""
     try:
-        if choose_device(config).type == "cuda":
-            torch.cuda.set_device(shard.rank)
         model = load_model(config, shard)
-        pipe.send(Loaded(num_blocks(config, model, layout_of(config, model))))
+        leader.send(Loaded(num_blocks(config, model, layout_of(config, model))))
     except (BatonError, RuntimeError, OSError) as error:
-        pipe.send(NotLoaded(str(error)))
-        return None
+        leader.send(NotLoaded(str(error)))
+        raise
     return model
 
 
-def _begin(
-    model: LoadedModel, config: PyTorchConfig, meeting: Path, pipe: Connection
-) -> tuple[FusedRunner, torch.Tensor]:
-    begin = pipe.recv()
-    assert isinstance(begin, Begin)
-    layout = layout_of(config, model)
-    if model.device.type == "cpu":
-        pool = part_of_pool(_mapped(layout, begin.num_blocks, reduction.recv_handle(pipe)), model.shard)
-    else:
-        pool = DeviceMemory(layout, begin.num_blocks, model.device).tensor
-    ranks = join(model.shard, meeting, model.device)
-    return fused_runner(model, pool, begin.sizes, ranks), pool
-
-
-def _mapped(layout: KvLayout, blocks: int, descriptor: int) -> torch.Tensor:
-    """Maps rank 0's pool."""
-    mapping = mmap.mmap(descriptor, blocks * layout.block_bytes)
-    os.close(descriptor)
-    return torch.frombuffer(mapping, dtype=DTYPES[layout.dtype]).view(blocks, *block_shape(layout))
-
-
-def _obey(runner: FusedRunner, pool: torch.Tensor, pipe: Connection) -> None:
-    while True:
-        try:
-            order = pipe.recv()
-        except EOFError:
-            return
+def obey(
+    runner: FusedRunner, pool: torch.Tensor, shard: Shard, leader: LeaderConnection, progress: RankProgress
+) -> None:
+    """Computes what rank 0 announces, until it says that this is the end. Raises EOFError if rank 0 ends before."""
+    while (order := leader.recv()) is not None:
         match order:
-            case DecodeArrays():
+            case DecodeArrays(size):
                 runner.replay(order)
-            case StepArrays():
+                progress.stepped(size)
+            case StepArrays(_, shape):
                 runner.compute(order)
-            case ZeroBlocks(block_ids):
-                # On a CPU the pool is rank 0's, which has zeroed all heads.
-                if pool.device.type != "cpu":
-                    pool[list(block_ids)] = 0
-            case None:
-                return
+                progress.stepped(shape[0])
+            case ZeroBlocks(block_ids) if not shard.shares_pool:  # rank 0 has zeroed a shared one
+                pool[list(block_ids)] = 0
+            case Ready():
+                progress.ready()

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, over a pipe between processes of one host."""
+"""What the ranks of a group tell each other: over a pipe between processes of one host, or over TCP."""
 
 from dataclasses import dataclass
 
@@ -22,10 +22,14 @@ class NotLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The pool's size and the limits of steps, as rank 0 has them. On a CPU the pool's file follows."""
+    """The pool's size and the limits of steps, as rank 0 has them.
+
+    Where the pool is shared, its file follows. Otherwise `store_port` is the port of rank 0's store.
+    """
 
     num_blocks: int
     sizes: Sizes
+    store_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +39,10 @@ class ZeroBlocks:
     block_ids: tuple[int, ...]
 
 
-Order = Begin | DecodeArrays | StepArrays | ZeroBlocks | None
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The group is ready: rank 0's engine has warmed up, and every rank with it."""
+
+
+Order = Begin | DecodeArrays | StepArrays | ZeroBlocks | Ready | None
 """None ends the follower."""

@@ -14,10 +14,14 @@ FIELD = "engine.tensor_parallel_size"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`; a model that is not split is rank 0 of 1."""
+    """Rank `rank` of `size`; a model that is not split is rank 0 of 1.
+
+    `shares_pool` says that all ranks map one pool, with the heads of all; else each has a pool of its own heads.
+    """
 
     rank: int = 0
     size: int = 1
+    shares_pool: bool = False
 
     def part(self, whole: int) -> slice:
         """Returns this rank's part of `whole` rows; the last part may be shorter."""

@@ -1,4 +1,4 @@
-"""Rank 0's side of a split model: starts the other ranks, tells them each step, and notices their end."""
+"""Ranks on rank 0's host: it starts their processes, tells them each step, and notices their end."""
 
 import multiprocessing
 import threading
@@ -14,21 +14,16 @@ from tempfile import TemporaryDirectory
 import structlog
 import torch
 
-from baton.errors import ConfigError, EngineFailed
+from baton.errors import EngineFailed
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.model.fused_model import why_not
-from services.engines.pytorch.model.loading import choose_device, read_config
-from services.engines.pytorch.model.support import text_shape
-from services.engines.pytorch.parallel.follower import follow
+from services.engines.pytorch.parallel.followers import LOAD_SECONDS, check_split, shard_of
+from services.engines.pytorch.parallel.local_follower import follow
 from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Order, ZeroBlocks
-from services.engines.pytorch.parallel.ranks import Ranks, join
-from services.engines.pytorch.parallel.shards import FIELD, Shard, check_divisible
+from services.engines.pytorch.parallel.ranks import Ranks, SameHost, join
 from services.engines.pytorch.runners.fused_runner import Sizes
 
 _log = structlog.get_logger(__name__)
 
-LOAD_SECONDS = 1800.0
-"""The longest time to wait for another rank to load its weights."""
 _CLOSE_SECONDS = 5.0
 
 
@@ -39,35 +34,15 @@ class _Follower:
     pipe: Connection
 
 
-def check_split(config: PyTorchConfig) -> None:
-    """Raises ConfigError, naming the field, if this model cannot be split here as configured."""
-    size = config.tensor_parallel_size
-    model = read_config(config.model)
-    check_divisible(model, text_shape(model, config.max_context_tokens), size)
-    if obstacle := why_not(model):
-        raise ConfigError(f"{FIELD}: the model cannot be split: {obstacle}")
-    if choose_device(config).type == "cuda" and torch.cuda.device_count() < size:
-        raise ConfigError(f"{FIELD}: {size} GPUs are needed, and this process sees {torch.cuda.device_count()}")
+class LocalFollowers:
+    """Followers in processes that the constructor starts, so that all ranks load at the same time.
 
-
-def check_roles(config: PyTorchConfig, roles: Sequence[str]) -> None:
-    """Raises ConfigError if a worker with these roles would hand over KV that rank 0 has a part of only."""
-    if config.tensor_parallel_size > 1 and "prefill" in roles and choose_device(config).type == "cuda":
-        raise ConfigError(
-            f"{FIELD}: on GPUs a split model hands no KV over: roles must be [decode], for whole requests"
-        )
-
-
-class Followers:
-    """The processes of the ranks above 0. They end with this process, and when `close` is called.
-
-    Entering the engine's calls in this order: the constructor starts them, so that all ranks load at the same time;
-    `begin` waits until they have; then `tell` sends steps. Any end of a follower sets `failure`, for good.
+    They end with this process, and when `close` is called. On a CPU all map one pool's file.
     """
 
     def __init__(self, config: PyTorchConfig) -> None:
         check_split(config)
-        self.shard = Shard(0, config.tensor_parallel_size)
+        self.shard = shard_of(config, 0)
         self.failure: str | None = None
         self._folder = TemporaryDirectory(prefix="baton-ranks-")
         self._meeting = Path(self._folder.name) / "meeting"
@@ -79,34 +54,31 @@ class Followers:
         self._watcher.start()
 
     def least_blocks(self, num_blocks: int) -> int:
-        """Waits until all ranks have loaded, and returns the blocks that every one has memory for.
-
-        Raises EngineFailed if one of them cannot be loaded.
-        """
+        """See Followers."""
         return min(num_blocks, *(self._loaded(follower) for follower in self._followers))
 
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
-        """Gives the others their pool, and joins them. On a CPU all map the same file."""
+        """See Followers."""
         for follower in self._followers:
             self._send(follower, Begin(num_blocks, sizes))
-            if pool_file is not None:
+            if self.shard.shares_pool and pool_file is not None:
                 reduction.send_handle(follower.pipe, pool_file, follower.process.pid)
-        self._ranks = join(self.shard, self._meeting, device)
+        self._ranks = join(self.shard, SameHost(self._meeting), device)
         return self._ranks
 
     def tell(self, order: Order) -> None:
-        """Sends an order to all ranks. Raises RuntimeError if one has ended."""
+        """See Followers."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
         for follower in self._followers:
             self._send(follower, order)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """Zeroes blocks in the other ranks' pools."""
+        """See Followers."""
         self.tell(ZeroBlocks(tuple(block_ids)))
 
     def close(self) -> None:
-        """Ends the processes; waits for them, but not for long."""
+        """See Followers."""
         self._closing = True
         for follower in self._followers:
             if self.failure is None:
@@ -124,7 +96,7 @@ class Followers:
 
     def _start(self, context: "multiprocessing.context.SpawnContext", rank: int, config: PyTorchConfig) -> _Follower:
         ours, theirs = context.Pipe()
-        shard = Shard(rank, self.shard.size)
+        shard = shard_of(config, rank)
         process = context.Process(target=follow, args=(shard, config, self._meeting, theirs), name=f"baton-rank-{rank}")
         process.start()
         theirs.close()

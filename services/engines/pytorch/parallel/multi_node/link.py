@@ -1,0 +1,138 @@
+"""The connection between rank 0 and another rank: messages in order, and a heartbeat in both directions."""
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from services.engines.pytorch.parallel.multi_node.wire import LENGTHS, End, Heartbeat, decode, encode
+
+HANDSHAKE_BYTES = 1 << 16
+_FRAME_BYTES = 1 << 28
+_BEAT_SECONDS = 1.0
+
+
+def send_message(connected: socket.socket, message: Any) -> None:
+    """Sends one message, within the socket's timeout. Raises OSError."""
+    connected.sendall(encode(message))
+
+
+def receive_message(connected: socket.socket, limit: int = _FRAME_BYTES) -> Any:
+    """Receives one message, within the socket's timeout. Raises OSError, EOFError at the end, and ValueError for what
+    is no message, or larger than `limit` bytes.
+    """
+    body_bytes, header_bytes = LENGTHS.unpack(_exactly(connected, LENGTHS.size))
+    if body_bytes > limit:
+        raise ValueError(f"a message of {body_bytes} bytes")
+    return decode(_exactly(connected, body_bytes), header_bytes)
+
+
+class Link:
+    """A joined rank's connection, which it owns. A peer that is silent for `lost_seconds` has ended.
+
+    `ended` is why the connection ended, empty while it lasts. Closing it here is no end of the peer.
+    """
+
+    def __init__(self, connected: socket.socket, rank: int, lost_seconds: float) -> None:
+        self.rank = rank
+        self.ended = ""
+        self.own_address, self.peer_address = address_of(connected.getsockname()), address_of(connected.getpeername())
+        self._socket = connected
+        self._lost_seconds = lost_seconds
+        self._sending = threading.Lock()
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._closing = False
+        self._gate = threading.Lock()
+        self._listener: Callable[[str], None] = lambda _reason: None
+        connected.settimeout(lost_seconds)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._threads = [
+            threading.Thread(target=run, name=f"baton-rank-{rank}-{name}", daemon=True)
+            for name, run in (("reader", self._read), ("heartbeat", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def on_end(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with the reason, on another thread, when the connection ends; at once if it has."""
+        with self._gate:
+            self._listener = listener
+            reason = self.ended
+        if reason:
+            listener(reason)
+
+    def send(self, message: Any, /) -> None:
+        """Sends a message; None is the end. Any thread may call it. Raises OSError."""
+        with self._sending:
+            send_message(self._socket, End() if message is None else message)
+
+    def recv(self, timeout: float | None = None) -> Any:
+        """Returns the next message, None at the end. Raises EOFError if the peer has ended, and TimeoutError."""
+        try:
+            message = self._arrived.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"rank {self.rank} has sent nothing for {timeout:g} s") from None
+        if isinstance(message, EOFError):
+            self._arrived.put(message)
+            raise message
+        return None if isinstance(message, End) else message
+
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """Closes the connection, once the peer has, or after the patience. May be called twice."""
+        self._closing = True
+        self._threads[0].join(patience_seconds)
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while not isinstance(message := receive_message(self._socket), End):
+                if not isinstance(message, Heartbeat):
+                    self._arrived.put(message)
+            self._arrived.put(message)
+        except TimeoutError:
+            self._end(f"it has been silent for {self._lost_seconds:g} s")
+        except (EOFError, ConnectionResetError):
+            self._end("its connection has closed")
+        except (OSError, ValueError) as error:
+            self._end(f"its connection has failed: {error}")
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT_SECONDS):
+            try:
+                self.send(Heartbeat())
+            except OSError:  # the reader says why
+                return
+
+    def _end(self, reason: str) -> None:
+        self._over.set()
+        with self._gate:
+            if not self._closing:
+                self.ended = reason
+            listener = self._listener
+        self._arrived.put(EOFError(reason))
+        if not self._closing:
+            listener(reason)
+
+
+def address_of(name: Any) -> str:
+    """Returns the IP address of a socket's name; an IPv4 one also where the socket is of IPv6."""
+    return str(name[0]).removeprefix("::ffff:")
+
+
+def _exactly(connected: socket.socket, size: int) -> bytearray:
+    found = bytearray(size)
+    rest = memoryview(found)
+    while rest:
+        count = connected.recv_into(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return found

@@ -1,0 +1,42 @@
+"""The health and the metrics of a rank above 0, which is no worker of its own."""
+
+from dataclasses import dataclass
+
+import structlog
+
+from runtime.monitor import Report, status
+from services.telemetry import metrics
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class RankHealth:
+    """What /health and /metrics say of a rank. See RankProgress; its methods may be called on any thread."""
+
+    worker_id: str
+    is_ready: bool = False
+
+    def report(self) -> Report:
+        """Returns the body of /health: SERVING while the group is ready."""
+        return {"status": status(self.is_ready), "worker_id": self.worker_id, "roles": ()}
+
+    def loaded(self, seconds: float) -> None:
+        """See RankProgress."""
+        metrics.MODEL_LOAD_SECONDS.set(seconds)
+
+    def ready(self) -> None:
+        """See RankProgress."""
+        self.is_ready = True
+        metrics.RANK_READY.set(1)
+        _log.info("the group is ready", worker_id=self.worker_id)
+
+    def stepped(self, tokens: int) -> None:
+        """See RankProgress."""
+        metrics.RANK_STEPS.inc()
+        metrics.RANK_STEP_TOKENS.inc(tokens)
+
+    def end(self) -> None:
+        """Notes that the rank has ended, and its group with it."""
+        self.is_ready = False
+        metrics.RANK_READY.set(0)
