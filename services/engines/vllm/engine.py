@@ -16,7 +16,6 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.canary import Canary
-from services.engines.closing_stream import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.lora.adapters import LoraAdapters
@@ -38,6 +37,7 @@ from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGen
 from services.engines.vllm.requests.guided import GuideChecks
 from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
+from services.engines.vllm.requests.stream import RunningStream
 from services.handoff.engine_transfer import RemoteKv
 from services.telemetry.request_context import current_freed_kv
 
@@ -227,7 +227,12 @@ class VllmEngine(Engine):
             undo.push_async_callback(self._drop, generation)
             await self._arrival(generation)
             undo.pop_all()
-        return ClosingStream(self._yielded(generation, prompt, chosen, fetched=True), partial(self._drop, generation))
+        return RunningStream(
+            self._yielded(generation, prompt, chosen, fetched=True),
+            partial(self._drop, generation),
+            generation,
+            partial(finished, generation, prompt, chosen, self._facts, fetched=True),
+        )
 
     async def _arrival(self, generation: VllmGeneration) -> None:
         try:
