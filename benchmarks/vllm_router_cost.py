@@ -4,14 +4,16 @@
 
 Three processes: the workers, a prefill and a decode worker of each engine; the router; and this one, which is the
 client. The engines take turns, so that what else the machine does disturbs both. CPU time is that of the router's
-process alone. benchmarks/results/vllm.md has a run.
+process alone, without what it needs in as many idle seconds: the slower engine has more of them.
+benchmarks/results/vllm.md has a run.
 """
 
 import asyncio
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +34,7 @@ STREAMS = 8
 TOKENS = 100
 PROMPT_TOKENS = 100
 START_SECONDS = 900.0
+IDLE_SECONDS = 20.0
 ENGINES = ("vllm", "pytorch")
 ARGUMENTS = {"max_model_len": 2048, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 2048}
 
@@ -42,7 +45,13 @@ class Cost:
 
     tokens: int
     messages: int
-    microseconds: float
+    all_microseconds: float
+    seconds: float
+    idle: float = 0.0
+
+    @property
+    def microseconds(self) -> float:
+        return self.all_microseconds - self.idle * self.seconds
 
     @property
     def per_token(self) -> float:
@@ -96,6 +105,13 @@ def _worker(engine: str, role: str, checkpoint: Path) -> WorkerConfig:
     )
 
 
+async def _idle(pid: int) -> float:
+    """The router's CPU time for a second without requests, in microseconds."""
+    before = cpu_nanoseconds(pid)
+    await asyncio.sleep(IDLE_SECONDS)
+    return (cpu_nanoseconds(pid) - before) / 1e3 / IDLE_SECONDS
+
+
 async def _round(stub: inference_service_pb2_grpc.InferenceServiceStub, pid: int, engine: str, number: int) -> Cost:
     async def stream(index: int) -> tuple[int, int]:
         ids = [(number * 31 + index * 17 + position * position) % 300 + 5 for position in range(PROMPT_TOKENS)]
@@ -112,10 +128,11 @@ async def _round(stub: inference_service_pb2_grpc.InferenceServiceStub, pid: int
                 messages += 1
         return tokens, messages
 
-    before = cpu_nanoseconds(pid)
+    started, before = time.perf_counter(), cpu_nanoseconds(pid)
     counted = await asyncio.gather(*map(stream, range(STREAMS)))
     spent = cpu_nanoseconds(pid) - before
-    return Cost(sum(tokens for tokens, _ in counted), sum(messages for _, messages in counted), spent / 1e3)
+    seconds = time.perf_counter() - started
+    return Cost(sum(tokens for tokens, _ in counted), sum(messages for _, messages in counted), spent / 1e3, seconds)
 
 
 async def main() -> None:
@@ -130,11 +147,13 @@ async def main() -> None:
         stack.push_async_callback(channel.close)
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         costs: dict[str, list[Cost]] = {engine: [] for engine in ENGINES}
+        idle = await _idle(pid)
         for number in range(ROUNDS + 1):
             for engine in ENGINES if number % 2 else reversed(ENGINES):
                 cost = await _round(stub, pid, engine, number)
                 if number:
-                    costs[engine].append(cost)
+                    costs[engine].append(replace(cost, idle=idle))
+    print(f"the router, idle: {idle / 1e3:.1f} ms of CPU time a second")
     for engine, found in costs.items():
         print(f"{engine}: {_row(found)}")
     print(f"vllm / pytorch, by rounds: {_ratios(costs)}")
@@ -144,7 +163,10 @@ def _row(costs: Sequence[Cost]) -> str:
     token = statistics.median(cost.per_token for cost in costs)
     message = statistics.median(cost.per_message for cost in costs)
     together = sum(cost.tokens for cost in costs) / sum(cost.messages for cost in costs)
-    return f"{token:.1f} us/token, {message:.1f} us/message, {together:.2f} tokens/message (medians of {len(costs)})"
+    seconds = statistics.median(cost.seconds for cost in costs)
+    whole = statistics.median(cost.all_microseconds / cost.tokens for cost in costs)
+    timed = f"{whole:.1f} with idle time, {seconds:.1f} s a round"
+    return f"{token:.1f} us/token ({timed}), {message:.1f} us/message, {together:.2f} tokens/message"
 
 
 def _ratios(costs: dict[str, list[Cost]]) -> str:
