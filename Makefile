@@ -59,7 +59,7 @@ IMAGE_OPTIONS = $(if $(BASE),--base $(BASE)) $(if $(filter undefined,$(origin TO
 VLLM_PYTHON ?= python3.11
 VLLM_VENV := .venv-vllm
 ON_VLLM := tests/services/engines/contract tests/services/engines/vllm/test_vllm_handoff.py \
-	tests/services/engines/vllm/test_vllm_options.py
+	tests/services/engines/vllm/test_vllm_options.py tests/services/engines/vllm/test_vllm_lora.py
 # Two engines serve all tests of a run, so all of them share an event loop.
 VLLM_LOOP := -o asyncio_default_test_loop_scope=session -o asyncio_default_fixture_loop_scope=session
 

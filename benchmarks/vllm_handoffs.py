@@ -39,7 +39,7 @@ LENGTHS = (5, 31, 32, 33, 63, 64, 65, 96, 128, 255, 256, 257, 511, 512, 513, 102
 PROMPTS = 40
 TOKENS = 12
 TTFT_LENGTHS = (100, 500, 1500)
-TTFT_RUNS = 20
+TTFT_PAIRS = 40
 REQUESTS = 200
 AT_ONCE = 8
 KILL_AFTER = 150
@@ -89,16 +89,20 @@ def _report(name: str, found: Sequence[tuple[int, ...]], whole: Sequence[tuple[i
 
 
 async def added_ttft(prefill: VllmEngine, decode: VllmEngine) -> None:
-    """The time to the first confirmed token, by turns with vLLM's own two-step flow."""
+    """The time to the first confirmed token, in pairs with vLLM's own two-step flow, whose order changes with each."""
     draw = random.Random(9)
     async with LeaseTable(lease_seconds=600) as leases:
         for length in TTFT_LENGTHS:
             alone: list[float] = []
             behind: list[float] = []
-            for run in range(TTFT_RUNS + 2):
+            for run in range(TTFT_PAIRS + 2):
                 prompts = [tuple(draw.randrange(3, 300) for _ in range(length)) for _ in range(2)]
-                taken = await _two_steps(prefill, decode, prompts[0], f"{length}-{run}")
-                leased = await _leased(prefill, decode, Prompt(prompts[1]), leases)
+                if run % 2:
+                    taken = await _two_steps(prefill, decode, prompts[0], f"{length}-{run}")
+                    leased = await _leased(prefill, decode, Prompt(prompts[1]), leases)
+                else:
+                    leased = await _leased(prefill, decode, Prompt(prompts[1]), leases)
+                    taken = await _two_steps(prefill, decode, prompts[0], f"{length}-{run}")
                 if run >= 2:
                     alone.append(taken)
                     behind.append(leased)
@@ -107,8 +111,11 @@ async def added_ttft(prefill: VllmEngine, decode: VllmEngine) -> None:
 
 def _compared(alone: Sequence[float], behind: Sequence[float]) -> str:
     first, second = statistics.median(alone), statistics.median(behind)
+    ratios = sorted(ours / theirs for theirs, ours in zip(alone, behind, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
     best = f"best {min(alone) * 1e3:.1f} and {min(behind) * 1e3:.1f} ms ({min(behind) / min(alone) - 1:+.1%})"
-    return f"vLLM {first * 1e3:.1f} ms, Baton {second * 1e3:.1f} ms ({second / first - 1:+.1%}); {best}"
+    paired = f"median of {len(ratios)} paired ratios {middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+    return f"{paired}; medians: vLLM {first * 1e3:.1f} ms, Baton {second * 1e3:.1f} ms; {best}"
 
 
 async def _two_steps(prefill: VllmEngine, decode: VllmEngine, ids: Sequence[int], name: str) -> float:

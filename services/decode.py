@@ -142,7 +142,11 @@ class Decoder:
             async with using_lora(self._engine, work.prompt):
                 yield _Prepared(Accepted(tuple(call.clock.timings)), generate)
         elif self._fetcher is not None:
-            async with self._fetcher.decode_remote(work.handoff, work.prompt, work.sampling, call) as fetched:
+            # The adapter before the KV, which the engine takes and goes on from in one request.
+            async with (
+                using_lora(self._engine, work.prompt),
+                self._fetcher.decode_remote(work.handoff, work.prompt, work.sampling, call) as fetched,
+            ):
                 call.clock.add(fetched.timings)
                 yield _Prepared(Accepted(fetched.timings), lambda: fetched.events)
         else:

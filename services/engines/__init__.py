@@ -8,6 +8,7 @@ answer.py         tokens, and the end of a generation
 kv.py             KV blocks: layout, memory, owners
 loras.py          adapters: what an engine has, and how requests use them
 kv_events.py      events of prefix caches
+lora/             adapters in PEFT's layout: reading them, and keeping account of them
 external/         what engines have in common that transfer KV themselves
 canary.py         test requests to an idle engine
 embedding.py      the Protocol of embedders, which turn texts into vectors

@@ -20,7 +20,7 @@ model/            checkpoints and language models
 kernels/          operations of the fused model, in PyTorch and in Triton
 kv_cache/         the block pool, its memory, held KV, CUDA IPC
 parallel/         a model split among processes: tensor parallelism
-lora/             adapters: reading, keeping and computing them
+lora/             adapters: computing them, several in one step
 speculation/      drafts of several tokens, verified in one step
 sampling/         choosing the next tokens
 vision/           images, vision tower, and the encoder

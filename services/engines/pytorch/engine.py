@@ -1,7 +1,7 @@
 """The embedded engine: asynchronous calls into the engine's thread, and their abort."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
@@ -15,6 +15,8 @@ from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.canary import Canary
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
+from services.engines.lora.adapters import LoraAdapters
+from services.engines.lora.peft_folder import LowRank
 from services.engines.memory.allocation import UNSHARED, RoomRules
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
@@ -26,9 +28,8 @@ from services.engines.pytorch.kv_cache.blocks import CacheListener
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, ReservedBlocks
 from services.engines.pytorch.kv_cache.kv_events import CacheEvents
 from services.engines.pytorch.kv_cache.prefix import HashChain
-from services.engines.pytorch.lora.adapters import LoraAdapters
 from services.engines.pytorch.lora.layers import NO_SLOT
-from services.engines.pytorch.lora.peft_folder import LowRank
+from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
 from services.engines.pytorch.parallel.followers import Followers
 from services.engines.pytorch.parallel.local_leader import LocalFollowers
 from services.engines.pytorch.parallel.messages import Ready
@@ -115,7 +116,7 @@ class PyTorchEngine(Engine):
         return self._loop.healthy and not self._canary.is_overdue
 
     @property
-    def loras(self) -> LoraAdapters | None:
+    def loras(self) -> LoraAdapters[dict[str, LowRank]] | None:
         """Its adapters; None without `engine.lora`."""
         return self._loras
 
@@ -248,16 +249,14 @@ class PyTorchEngine(Engine):
 
         return self._core.new_sequence(prompt, sampling, sink, hold=hold, lora_slot=self._lora_slot(prompt))
 
-    async def _open_loras(self) -> LoraAdapters | None:
+    async def _open_loras(self) -> LoraAdapters[dict[str, LowRank]] | None:
         options, layers = self._config.lora, self._core.lora
         if options is None or layers is None:
             return None
 
-        async def install(slot: int, matrices: Mapping[str, LowRank]) -> None:
-            await self._loop.call(lambda _core: layers.install(slot, matrices))
-
+        slots = EmbeddedLoraSlots(self._loop, layers, options.max_rank)
         try:
-            return await LoraAdapters(options, layers, install).__aenter__()
+            return await LoraAdapters(options, slots).__aenter__()
         except BaseException:
             await self._loop.__aexit__(None, None, None)
             self._core.close()

@@ -9,6 +9,7 @@ package.py        vLLM as it is installed, inspected where versions differ
 loading.py        the environment and the arguments that it is started with; start and end
 orphans.py        ends vLLM's processes when the worker's process is killed
 facts.py          what the engine says about its model
+lora_slots.py     adapters inside vLLM
 requests/         one request: sampling, submission, output, abort
 handoff/          KV between two engines: what is held, and the state that a reader gets
 monitoring/       statistics, metrics and KV events

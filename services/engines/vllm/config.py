@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from runtime.config import Section
 from services.engines.context import EngineConfig
+from services.engines.lora.options import LoraOptions
 
 BLOCK_MULTIPLE = 32
 
@@ -93,6 +94,7 @@ class VllmConfig(EngineConfig):
     guided_decoding: bool = Field(
         default=False, description="vLLM loads the checkpoint's tokenizer too, and follows grammars by llguidance."
     )
+    lora: LoraOptions | None = Field(default=None, description="Adapters; null serves none.")
     kv_events: bool = Field(default=True, description="Whether the contents of the prefix cache are reported.")
     kv_event_steps: int = Field(default=10_000, ge=1, description="Steps of events that vLLM keeps for a replay.")
     max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")

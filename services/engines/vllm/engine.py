@@ -16,15 +16,16 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.canary import Canary
-from services.engines.closing_stream import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
+from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.handoff.held import HeldByVllm, VllmHeldKv
 from services.engines.vllm.handoff.state import Remembered, read_state
 from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_over, end, start
+from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets
 from services.engines.vllm.monitoring.statistics import VllmStatistics
@@ -36,6 +37,7 @@ from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGen
 from services.engines.vllm.requests.guided import GuideChecks
 from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
+from services.engines.vllm.requests.stream import RunningStream
 from services.handoff.engine_transfer import RemoteKv
 from services.telemetry.request_context import current_freed_kv
 
@@ -54,6 +56,8 @@ class VllmEngine(Engine):
         self._roles = tuple(roles)
         self._statistics = VllmStatistics()
         self._hands_over = can_hand_over(config, roles)
+        self._slots: VllmLoraSlots | None = None
+        self._loras: LoraAdapters[CopiedLora] | None = None
 
     async def __aenter__(self) -> Self:
         facts = vllm_facts(self._config, self._args, self._package, takes_handoffs=self._hands_over)
@@ -70,6 +74,7 @@ class VllmEngine(Engine):
                 load_seconds=time.monotonic() - started,
                 max_context_tokens=int(self._llm.vllm_config.model_config.max_model_len),
             )
+            await self._open_loras(stack)
             self._prepare(stack)
             async with timeout(_FIRST_STEP_SECONDS):
                 await self._warm_up()
@@ -96,11 +101,18 @@ class VllmEngine(Engine):
         stack.callback(self._held.close)
         self._guides = GuideChecks()
         stack.callback(self._guides.close)
-        self._builder = VllmRequestBuilder(self._package, self._facts, self._blocks)
+        self._builder = VllmRequestBuilder(self._package, self._facts, self._blocks, self._slots)
         most = self._args.max_num_seqs * self._args.data_parallel_size + self._config.max_waiting
         limits = VllmLimits(most, size, self._config.slow_reader_seconds, self._config.abort_seconds)
         self._requests = VllmRequests(self._llm, self._package, limits)
         stack.push_async_callback(self._requests.close)
+
+    async def _open_loras(self, stack: AsyncExitStack) -> None:
+        if (options := self._config.lora) is None:
+            return
+        shapes = await asyncio.to_thread(linear_shapes, self._config.model)
+        self._slots = stack.enter_context(VllmLoraSlots(self._llm, self._package, shapes, options.max_rank))
+        self._loras = await stack.enter_async_context(LoraAdapters(options, self._slots))
 
     def _new_canary(self) -> Canary:
         seconds, patience = self._config.canary_seconds, self._config.canary_patience_seconds
@@ -125,6 +137,11 @@ class VllmEngine(Engine):
     @property
     def kv_events(self) -> "VllmEngine | None":
         return self if self._has_events else None
+
+    @property
+    def loras(self) -> LoraAdapters[CopiedLora] | None:
+        """Its adapters; None without `engine.lora`."""
+        return self._loras
 
     @property
     def healthy(self) -> bool:
@@ -210,7 +227,12 @@ class VllmEngine(Engine):
             undo.push_async_callback(self._drop, generation)
             await self._arrival(generation)
             undo.pop_all()
-        return ClosingStream(self._yielded(generation, prompt, chosen, fetched=True), partial(self._drop, generation))
+        return RunningStream(
+            self._yielded(generation, prompt, chosen, fetched=True),
+            partial(self._drop, generation),
+            generation,
+            partial(finished, generation, prompt, chosen, self._facts, fetched=True),
+        )
 
     async def _arrival(self, generation: VllmGeneration) -> None:
         try:

@@ -9,7 +9,7 @@ from services.engines.base import Engine
 from services.engines.context import EngineContext
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.engine import VllmEngine
-from services.engines.vllm.loading import ResolvedVllm
+from services.engines.vllm.loading import RANKS, ResolvedVllm
 from services.engines.vllm.package import open_vllm_package
 
 
@@ -42,5 +42,9 @@ def _faults(config: VllmConfig, args: VllmArguments, roles: Sequence[str], lease
         yield f"engine.guided_decoding: {config.model} has no tokenizer.json"
     if config.guided_decoding and args.speculative_config is not None:
         yield "engine.guided_decoding: not with speculative_config, since the two have not been run together"
+    if config.lora is not None and config.lora.max_rank > RANKS[-1]:
+        yield f"engine.lora.max_rank: {config.lora.max_rank} is over vLLM's largest, {RANKS[-1]}"
+    if config.lora is not None and args.speculative_config is not None:
+        yield "engine.lora: not with speculative_config, since the two have not been run together"
     if args.speculative_config is not None and not config.whole_requests:
         yield "speculative_config: only with engine.whole_requests, since it has not been run with handoffs"

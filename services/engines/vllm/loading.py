@@ -14,6 +14,7 @@ import structlog
 from baton.errors import ConfigError, EngineFailed
 from runtime.daemon_call import daemon_call
 from services.engines.argument_places import MergedArguments
+from services.engines.lora.options import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.guided import BACKEND
@@ -26,6 +27,8 @@ _EXTENSION = "services.engines.vllm.inside.worker.BatonWorker"
 _SHUTDOWN_SECONDS = 20.0
 # Set even where they are defaults: routers and the other side of a handoff count on them.
 _ALWAYS = {"max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching", "max_logprobs", "seed"}
+# The ranks that vLLM reserves memory for.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM reads a part of its settings from the environment, which two engines of one process share.
 _STARTING = threading.Lock()
 
@@ -90,6 +93,8 @@ def _arguments(
     arguments["skip_tokenizer_init"] = not config.guided_decoding
     if config.guided_decoding:
         arguments["structured_outputs_config"] = package.structured_outputs_config(backend=BACKEND)
+    if config.lora is not None:
+        arguments |= _lora_arguments(config.lora, package)
     if package.is_cpu:
         arguments |= _whole_prompts(effective.value, package, starting.context_tokens)
     if package.is_cpu and not given & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
@@ -107,6 +112,15 @@ def _arguments(
             buffer_steps=config.kv_event_steps,
         )
     return arguments
+
+
+def _lora_arguments(options: LoraOptions, package: VllmPackage) -> dict[str, Any]:
+    """On CPUs there is one place more, the last, which stays empty: vLLM's operations there give tokens without an
+    adapter the index -1, and so the last place's adapter, in each batch that has another token with one.
+    """
+    rank = next(each for each in RANKS if each >= options.max_rank)
+    places = options.max_loaded + 1 if package.is_cpu else options.max_loaded
+    return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
 
 
 def _whole_prompts(args: VllmArguments, package: VllmPackage, context_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with gRPC's threads may hang
 }
-_METHODS = ("generate", "shutdown", "collective_rpc", "check_health", "is_sleeping")
+_METHODS = ("generate", "shutdown", "collective_rpc", "check_health", "is_sleeping", "add_lora", "remove_lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class VllmPackage:
     kv_transfer_config: Any
     kv_events_config: Any
     stat_logger: Any
+    lora_request: Any
     client_error: type[Exception]
     overflow_error: type[Exception]
     dead_error: type[Exception]
@@ -77,6 +78,7 @@ def open_vllm_package() -> VllmPackage:
         kv_transfer_config=config.KVTransferConfig,
         kv_events_config=config.KVEventsConfig,
         stat_logger=_import("vllm.v1.metrics.loggers").StatLoggerBase,
+        lora_request=_import("vllm.lora.request").LoRARequest,
         client_error=errors.VLLMClientError,
         overflow_error=errors.GracefulHTTPError,
         dead_error=_import("vllm.v1.engine.exceptions").EngineDeadError,

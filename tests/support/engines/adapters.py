@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from safetensors.torch import save_file
 from support.engines.checkpoints import PlainModel
 from transformers import AutoConfig
@@ -51,6 +50,8 @@ def save_adapter(
 
 def merged(model: Path, adapter: Path) -> PlainModel:
     """The plain library's model with `peft`'s own reading of the adapter merged into its weights."""
+    from peft import PeftModel  # not in the environment of `make vllm`
+
     plain = PlainModel(model)
     plain._model = PeftModel.from_pretrained(plain._model, str(adapter)).merge_and_unload().eval()
     return plain

@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 from typing import Literal
 
 import pytest
+from support.engines.adapters import save_adapter
 from support.engines.checkpoints import save_qwen3
 from support.engines.engine_calls import CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
 
@@ -28,6 +29,7 @@ HEAD_DIM = 32
 # vLLM's own lease on the blocks of a prefill, and Baton's, which is shorter.
 HELD_SECONDS = 15.0
 LEASE_SECONDS = 12.0
+ADAPTERS = ("first", "second", "third")
 LOCAL = {"ucx_tls": "cma,sm,tcp,self", "ucx_net_devices": "lo"}
 
 
@@ -57,6 +59,11 @@ def settings(
     }
 
 
+def adapters_of(checkpoint: Path) -> Path:
+    """The folder of the adapters of a shared engine."""
+    return checkpoint / "adapters"
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """Skips the test unless vLLM is installed: `make vllm` has it."""
@@ -80,14 +87,22 @@ class SharedVllm:
         if not self._free:
             assert self._started < 2, "tests may use two engines of vLLM"
             self._started += 1
-            self._folder = self._folder or save_qwen3(Path(mkdtemp(prefix="baton-vllm-")), HEAD_DIM)
-            config = VllmConfig.model_validate(settings(self._folder))
+            checkpoint = self._checkpoint()
+            lora = {"folder": str(adapters_of(checkpoint)), "max_loaded": 2, "max_rank": 8}
+            config = VllmConfig.model_validate({**settings(checkpoint), "lora": lora})
             self._free.append(await self._stack.enter_async_context(open_vllm(config, EngineContext())))
         engine = self._free.pop(0)
         try:
             yield engine
         finally:
             self._free.insert(0, engine)
+
+    def _checkpoint(self) -> Path:
+        if self._folder is None:
+            self._folder = save_qwen3(Path(mkdtemp(prefix="baton-vllm-")), HEAD_DIM)
+            for seed, name in enumerate(ADAPTERS):
+                save_adapter(adapters_of(self._folder) / name, self._folder, seed=seed, rank=4)
+        return self._folder
 
     async def close(self) -> None:
         """Ends the engines."""

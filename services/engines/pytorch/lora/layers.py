@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from baton.errors import ConfigError
-from services.engines.pytorch.lora.peft_folder import LowRank
+from services.engines.lora.peft_folder import LowRank
 
 NO_SLOT = -1
 

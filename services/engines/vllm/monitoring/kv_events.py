@@ -1,8 +1,8 @@
 """The contents of vLLM's prefix cache, by the hash chain that routers know from other engines.
 
 vLLM's own hashes mean nothing outside it. Each stored block names its parent, so that our chain is built link by link;
-the root of a chain is that of its salt. Chains with LoRA or images are left out, and those of handoffs, whose salt no
-other request has.
+the root of a chain is that of its salt and its adapter, whose name in vLLM is our seed of it. Chains with images are
+left out, and those of handoffs, whose salt no other request has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,15 +48,17 @@ class CachedChains:
     def _is_taken(self, event: Mapping[str, Any]) -> bool:
         plain = event.get("medium") in _MEDIA and event.get("kv_cache_spec_kind") in _KINDS
         whole = event.get("block_size") == self._block_tokens
-        return plain and whole and not event.get("group_idx") and not event.get("lora_name")
+        return plain and whole and not event.get("group_idx")
 
     def _stored(self, event: Mapping[str, Any]) -> None:
         hashes, tokens, size = event["block_hashes"], event["token_ids"], self._block_tokens
         keys: Sequence[Any] = event.get("extra_keys") or [None] * len(hashes)
         if len(tokens) != size * len(hashes) or len(keys) != len(hashes):
             return
+        lora = event.get("lora_name") or ""
+        keys = [_without(lora, each) for each in keys]
         parent = event.get("parent_block_hash")
-        previous = _root(keys[0]) if parent is None else self._ours.get(parent)
+        previous = _root(keys[0], lora) if parent is None else self._ours.get(parent)
         for index, theirs in enumerate(hashes):
             # The first block's key is the salt; a later one's is an image.
             if previous is None or (keys[index] and not (index == 0 and parent is None)):
@@ -70,12 +72,18 @@ class CachedChains:
             self._publisher.removed(ours, self._rank)
 
 
-def _root(keys: Any) -> bytes | None:
+def _without(lora: str, keys: Any) -> list[Any]:
+    """The keys of a block without its adapter's, which vLLM puts first."""
+    found = list(keys or ())
+    return found[1:] if lora and found[:1] == [lora] else found
+
+
+def _root(keys: Sequence[Any], lora: str) -> bytes | None:
     """The root of a chain whose first block has these keys; None for one that is left out."""
-    match list(keys or ()):
+    match keys:
         case []:
-            return root_hash("")
+            return root_hash("", lora)
         case [str(salt)] if not salt.startswith(HANDOFF_SALT):
-            return root_hash(salt)
+            return root_hash(salt, lora)
         case _:
             return None

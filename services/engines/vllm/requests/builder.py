@@ -8,6 +8,7 @@ from typing import Any
 from baton.errors import InvalidRequest, Unsupported
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
+from services.engines.vllm.lora_slots import VllmLoraSlots
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmRequest
 from services.engines.vllm.requests.guided import check_guided, special_ids
@@ -43,9 +44,10 @@ def seeded(sampling: Sampling) -> Sampling:
 class VllmRequestBuilder:
     """Builds the requests of one engine."""
 
-    def __init__(self, package: VllmPackage, facts: ModelFacts, num_blocks: int) -> None:
+    def __init__(self, package: VllmPackage, facts: ModelFacts, num_blocks: int, slots: VllmLoraSlots | None) -> None:
         self._package = package
         self._facts = facts
+        self._slots = slots
         self._special_ids = special_ids(facts.files.tokenizer_json) if facts.guided_decoding else {}
         self._pool_tokens = num_blocks * facts.layout.block_tokens
 
@@ -63,6 +65,8 @@ class VllmRequestBuilder:
         # vLLM without a tokenizer does not check them, and its process ends by an index out of range.
         if outside := next((each for each in prompt.context if not 0 <= each < self._facts.vocab_size), None):
             raise InvalidRequest.of("prompt", f"id {outside} is not within the vocabulary of {self._facts.vocab_size}")
+        if prompt.lora is not None and self._slots is None:
+            raise Unsupported("the engine is configured without adapters (engine.lora)")
         if prompt.media:
             raise Unsupported("the vllm engine takes no images")
 
@@ -102,6 +106,8 @@ class VllmRequestBuilder:
         }
         if prompt.data_parallel_rank is not None and self._facts.data_parallel_ranks > 1:
             arguments["data_parallel_rank"] = prompt.data_parallel_rank
+        if prompt.lora is not None and self._slots is not None:
+            arguments["lora_request"] = self._slots.request(prompt.lora)
         if traceparent := current_traceparent():
             arguments["trace_headers"] = {"traceparent": traceparent}
         reported = len(prompt.token_ids)

@@ -43,11 +43,14 @@ class Stages:
 
 
 class VllmGeneration:
-    """Follows a request until it ends. `changed` is set whenever there is more; `error` says why it ended early."""
+    """Follows a request until it ends. `changed` is set, and `listener` called, whenever there is more; `error` says
+    why it ended early.
+    """
 
     def __init__(self, request: VllmRequest, reader_seconds: float) -> None:
         self.request = request
         self.changed = asyncio.Event()
+        self.listener: Callable[[], None] | None = None
         self.error: BatonError | None = None
         self.finish_reason: str | None = None
         self.kv_transfer: Mapping[str, Any] | None = None
@@ -86,7 +89,7 @@ class VllmGeneration:
             self.changed.clear()
         if self.error is not None:
             raise self.error
-        self.changed.set()
+        self._tell()
 
     def start(self, outputs: Any, progressed: Callable[[], None]) -> "asyncio.Task[None]":
         """Begins to read. The task ends when vLLM has, and raises what vLLM raised."""
@@ -99,7 +102,12 @@ class VllmGeneration:
                 progressed()
                 self._note(output)
                 self._reader.has_output()
-                self.changed.set()
+                self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        if self.listener is not None:
+            self.listener()
 
     def _note(self, output: Any) -> None:
         completion = output.outputs[0]
@@ -133,7 +141,7 @@ class VllmGeneration:
         self.error = error
         if error is None and self.finish_reason is None:
             self.error = EngineFailed("vLLM ended the request without a reason")
-        self.changed.set()
+        self._tell()
 
     def take(self) -> Tokens | None:
         """All ids that were not taken yet, without the known ones."""

@@ -67,6 +67,7 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_file(tmp_path: Path) -> No
             ("decode",),
             "speculative",
         ),
+        ({"lora": {"folder": "some/adapters", "max_rank": 1000}}, ("decode",), "max_rank"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

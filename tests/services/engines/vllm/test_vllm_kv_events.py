@@ -43,8 +43,8 @@ def _stored(hashes: list[int], tokens: list[int], parent: int | None = None, **c
     return {**event, **changed}
 
 
-def _chain(salt: str, *blocks: list[int]) -> list[bytes]:
-    chain, previous = [], root_hash(salt)
+def _chain(salt: str, *blocks: list[int], lora: str = "") -> list[bytes]:
+    chain, previous = [], root_hash(salt, lora)
     for tokens in blocks:
         previous = block_hash(previous, tokens)
         chain.append(previous)
@@ -67,6 +67,15 @@ async def test_a_salt_is_the_root_of_its_chain() -> None:
     assert await cache.held() == set(_chain("tenant", FIRST, SECOND))
 
 
+@pytest.mark.parametrize("salt", ["", "tenant"])
+async def test_an_adapter_is_in_the_root_of_its_chain(salt: str) -> None:
+    cache, lora = Cache(), "digest:one"
+    first = (lora, salt) if salt else (lora,)
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND, lora_name=lora, extra_keys=[first, (lora,)]))
+    cache.chains.feed(_stored([73], THIRD, parent=72, lora_name=lora, extra_keys=[(lora,)]))
+    assert await cache.held() == set(_chain(salt, FIRST, SECOND, THIRD, lora=lora))
+
+
 async def test_removed_blocks_are_gone() -> None:
     cache = Cache()
     cache.chains.feed(_stored([71, 72], FIRST + SECOND))
@@ -84,8 +93,8 @@ async def test_a_cleared_cache_is_empty() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"lora_name": "adapter"},
         {"extra_keys": [("adapter", "tenant")]},
+        {"lora_name": "digest:one", "extra_keys": [("digest:one", "tenant", "more")]},
         {"extra_keys": [(["image", 3],)]},
         {"extra_keys": [(f"{HANDOFF_SALT}12",)]},
         {"medium": "CPU"},

@@ -10,9 +10,9 @@ from support.engines.embedded import Checkpoint
 from support.eventually import eventually
 
 from baton.errors import ConfigError, InvalidRequest, LoraNotHere, Overloaded
+from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Lora
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.lora.adapters import LoraAdapters
 
 NAMES = ("one", "three", "two")
 

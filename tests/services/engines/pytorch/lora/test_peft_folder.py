@@ -9,7 +9,7 @@ from support.engines.adapters import save_adapter
 from support.engines.embedded import Checkpoint
 
 from baton.errors import ConfigError
-from services.engines.pytorch.lora.peft_folder import read_peft_config, read_weights
+from services.engines.lora.peft_folder import read_peft_config, read_weights
 
 
 @pytest.mark.parametrize(

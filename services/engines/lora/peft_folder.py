@@ -128,6 +128,17 @@ def read_weights(folder: Path, config: PeftConfig) -> dict[str, LowRank]:
     return {module: _pair(module, pair, config) for module, pair in pairs.items()}
 
 
+def read_adapter(folder: Path, max_rank: int, digest: str) -> dict[str, LowRank]:
+    """Returns the matrices, as `read_weights` does, of the content that has this digest. Blocking.
+
+    Raises ConfigError also if the files have other content.
+    """
+    weights = read_weights(folder, read_peft_config(folder, max_rank))
+    if content_digest(folder) != digest:
+        raise ConfigError("its files have changed since the folder was read; load it again")
+    return weights
+
+
 def _pair(module: str, pair: Mapping[str, torch.Tensor], config: PeftConfig) -> LowRank:
     for which in "AB":
         if which not in pair:

@@ -1,29 +1,43 @@
 """Which adapters are in memory, which requests use them, and how they come and go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 from typing_extensions import Self
 
 from baton.errors import ConfigError, InvalidRequest, LoraNotHere, Overloaded
 from runtime.aio import TaskGroup
+from services.engines.lora.catalog import NOTHING, CatalogEntry, read_catalog
+from services.engines.lora.options import LoraOptions
 from services.engines.loras import LoraInventory, LoraRejection
 from services.engines.prompt import Lora
-from services.engines.pytorch.config import LoraOptions
-from services.engines.pytorch.lora.catalog import NOTHING, CatalogEntry, read_catalog
-from services.engines.pytorch.lora.layers import LoraLayers
-from services.engines.pytorch.lora.peft_folder import LowRank, content_digest, read_peft_config, read_weights
 
 _log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
 
-# Writes an adapter to a slot, between two steps of the engine.
-Install = Callable[[int, Mapping[str, LowRank]], Awaitable[None]]
+Weights = TypeVar("Weights")
+
+
+class LoraSlots(Protocol[Weights]):
+    """An engine's places for adapters, numbered from 0. All but `read` are used in the event loop, one at a time."""
+
+    def read(self, entry: CatalogEntry) -> Weights:
+        """Reads the content that the catalog names, and checks that it fits the model. Blocking.
+
+        Raises ConfigError naming the key or the weight, or if the files have changed.
+        """
+
+    async def install(self, slot: int, weights: Weights) -> None:
+        """Writes an adapter to a slot that no request uses. Raises ConfigError if the engine refuses it."""
+
+    async def clear(self, slot: int) -> None:
+        """Frees what a slot's adapter occupies; no request uses it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,16 +52,15 @@ class _Loaded:
     freed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class LoraAdapters:
-    """ServesLoras for the embedded engine. An async context manager: entering reads the folder and loads `load`.
+class LoraAdapters(Generic[Weights]):
+    """ServesLoras for the slots of an engine. An async context manager: entering reads the folder and loads `load`.
 
     Used in the event loop. Leaving waits for loads that have begun.
     """
 
-    def __init__(self, options: LoraOptions, layers: LoraLayers, install: Install) -> None:
+    def __init__(self, options: LoraOptions, slots: LoraSlots[Weights]) -> None:
         self._options = options
-        self._layers = layers
-        self._install = install
+        self._slots = slots
         self._catalog = NOTHING
         self._loaded: dict[str, _Loaded] = {}
         self._free = list(range(options.max_loaded))
@@ -138,6 +151,10 @@ class LoraAdapters:
         if (loaded := self._loaded.get(name)) is not None:
             self._retire(loaded)
             await loaded.freed.wait()
+            async with self._placing:
+                # Unless another adapter has taken it by now.
+                if loaded.slot in self._free:
+                    await self._slots.clear(loaded.slot)
             _log.info("adapter unloaded", adapter=name)
 
     async def _acquire(self, lora: Lora) -> _Loaded:
@@ -170,11 +187,11 @@ class LoraAdapters:
         old = self._loaded.get(lora.name)
         if old is not None and old.entry.ranked.lora == lora:
             return
-        matrices = await asyncio.to_thread(self._read, entry)
+        weights = await asyncio.to_thread(self._slots.read, entry)
         async with self._placing:
             slot = self._take_slot(lora.name)
             try:
-                await self._install(slot, matrices)
+                await self._slots.install(slot, weights)
             except BaseException:
                 self._free.append(slot)
                 raise
@@ -182,14 +199,6 @@ class LoraAdapters:
             self._retire(old)
         self._loaded[lora.name] = _Loaded(entry, slot, last_used=self._uses)
         _log.info("adapter loaded", adapter=lora.name, digest=lora.digest[:12], rank=entry.ranked.rank)
-
-    def _read(self, entry: CatalogEntry) -> dict[str, LowRank]:
-        """Reads the weights of the content that the catalog names. Blocking."""
-        config = read_peft_config(entry.folder, self._options.max_rank)
-        matrices = self._layers.placed(read_weights(entry.folder, config))
-        if content_digest(entry.folder) != entry.ranked.lora.digest:
-            raise ConfigError("its files have changed since the folder was read; load it again")
-        return matrices
 
     def _take_slot(self, name: str) -> int:
         """A free slot, or that of the adapter whose last use is the longest ago. Raises Overloaded."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from services.engines.lora.peft_folder import CONFIG, WEIGHTS, content_digest, read_peft_config
 from services.engines.loras import LoraRejection, RankedLora
 from services.engines.prompt import Lora
-from services.engines.pytorch.lora.peft_folder import CONFIG, WEIGHTS, content_digest, read_peft_config
 
 # A name is part of a model's name, `<model>:<adapter>`.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")

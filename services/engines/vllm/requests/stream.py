@@ -1,0 +1,41 @@
+"""An answer that vLLM is generating already, for its reader: a generator, or a StepStream without a task for each."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+from services.engines.answer import Finished, Tokens
+from services.engines.closing_stream import ClosingStream
+from services.engines.vllm.requests.generation import VllmGeneration
+
+
+class RunningStream(ClosingStream):
+    """Yields `events`, those of the generation, or is subscribed to; `finished` makes its end. Closing it aborts it."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Tokens | Finished, None],
+        drop: Callable[[], Awaitable[None]],
+        generation: VllmGeneration,
+        finished: Callable[[], Finished],
+    ) -> None:
+        super().__init__(events, drop)
+        self._generation = generation
+        self._finished = finished
+
+    async def aclose(self) -> None:
+        self._generation.listener = None
+        await super().aclose()
+
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """See StepStream."""
+        self._generation.listener = ready
+        if self._generation.changed.is_set():
+            ready()
+
+    def take(self) -> tuple[Sequence[int], Finished | None]:
+        """See StepStream."""
+        self._generation.changed.clear()
+        if self._generation.error is not None:
+            raise self._generation.error
+        has_ended = self._generation.has_ended
+        tokens = self._generation.take()
+        return tokens.ids if tokens else (), self._finished() if has_ended else None
