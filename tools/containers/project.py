@@ -91,6 +91,11 @@ def open_project(engine: Engine, mode: str) -> Iterator[Project]:
     try:
         project.compose("up", "--detach", "--no-build", *services(mode))
         yield project
+    except BaseException:
+        # What was added by scaling is in no file: `down` would leave it, and it would be started again and again.
+        if containers := project.containers():
+            engine.run("rm", "--force", "--volumes", "--time", "0", *containers)
+        raise
     finally:
         project.compose("down", "--volumes", seconds=DOWN_SECONDS)
 
