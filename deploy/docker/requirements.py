@@ -10,6 +10,8 @@ from pathlib import Path
 import tomllib
 
 PROJECTS = (Path("pyproject.toml"), Path("packaging/client/pyproject.toml"))
+# The first process of every container, which passes signals on.
+INIT = "dumb-init"
 # Installed from this checkout, after the others.
 OURS = {"baton-client"}
 # By the image's target. Routers compute nothing. Another torch or transformers would break the TensorRT-LLM of its
@@ -26,7 +28,7 @@ def requirements(target: str) -> list[str]:
     """The requirements of an image, extras left out. Raises KeyError for an unknown target."""
     without = LEFT_OUT[target] | OURS
     declared = {each for path in PROJECTS for each in tomllib.loads(path.read_text())["project"]["dependencies"]}
-    return sorted(each for each in declared if _name(each) not in without)
+    return sorted({INIT, *(each for each in declared if _name(each) not in without)})
 
 
 def _name(requirement: str) -> str:

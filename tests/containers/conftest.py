@@ -7,6 +7,8 @@ import pytest
 from tools.containers import base, images
 from tools.containers.engine import Engine, find_engine
 
+TARGETS = ("router", "cpu")
+
 
 @pytest.fixture(scope="session")
 def engine() -> Engine:
@@ -17,8 +19,15 @@ def engine() -> Engine:
 def built(engine: Engine) -> Iterator[None]:
     """The images `baton:router` and `baton:cpu` of this checkout, on a base from Debian's packages."""
     base.ensure(engine, base.NAME)
-    for target in ("router", "cpu"):
+    before = _named(engine)
+    for target in TARGETS:
         images.build(engine, target, images.Choices(base=base.NAME, torch_index="", uses_host_pip=True))
+    # Those that a newer one replaced; layers of stages stay, for the next build.
+    replaced = before - _named(engine)
     yield
-    # Layers that a newer build replaced.
-    engine.run("image", "prune", "--force")
+    if replaced:
+        engine.run("rmi", "--force", *replaced)
+
+
+def _named(engine: Engine) -> set[str]:
+    return {line for target in TARGETS for line in engine.run("images", "--quiet", f"baton:{target}").split()}

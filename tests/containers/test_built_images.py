@@ -12,6 +12,7 @@ from tools.containers import base, images
 from tools.containers.engine import CommandFailed, Engine
 
 RESTRICTED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
+STOP_SECONDS = 120
 CHOICES = images.Choices(base=base.NAME, torch_index="", uses_host_pip=True)
 
 
@@ -73,6 +74,24 @@ def test_a_process_reads_its_configuration(engine: Engine, target: str, module: 
     assert "0.0.0.0:7070" in run(
         engine, target, "python", "-m", module, config, "listen=0.0.0.0:7070", "--print-config"
     )
+
+
+@pytest.mark.parametrize("seconds", [0, 0.3, 1, 3])
+@pytest.mark.parametrize(("target", "module"), [("router", "router"), ("cpu", "services")])
+def test_a_process_that_still_starts_ends_at_sigterm(engine: Engine, target: str, module: str, seconds: float) -> None:
+    config = f"deploy/config/{'router' if module == 'router' else 'worker'}.yaml"
+    # Of its own network, without a registry: a router that waits for one starts for as long.
+    options = ["--detach", "--network", "none", "--no-healthcheck", *RESTRICTED]
+    container = engine.run("run", *options, f"baton:{target}", "python", "-m", module, config).strip()
+    try:
+        time.sleep(seconds)
+        started = time.monotonic()
+        engine.run("stop", "--time", str(STOP_SECONDS), container)
+        print(f"\n{module}: stopped {seconds} s after its start, gone in {time.monotonic() - started:.1f} s", end="")
+        # Not 137: SIGKILL, after STOP_SECONDS. 143 says SIGTERM before it served.
+        assert int(engine.run("inspect", "--format", "{{.State.ExitCode}}", container)) in (0, 143)
+    finally:
+        engine.run("rm", "--force", container)
 
 
 def test_a_change_of_code_leaves_the_layers_of_dependencies(engine: Engine, tmp_path: Path) -> None:

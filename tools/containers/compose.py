@@ -28,8 +28,8 @@ SCALED = {"agg": "worker", "disagg": "prefill", "epd": "prefill", "envoy": "pref
 WITH_PICTURES = ("epd",)
 CLIENTS = 2
 CHECK_SECONDS = 5.0
-HEALTHY_SECONDS = 300.0
-READY_SECONDS = 240.0
+HEALTHY_SECONDS = 600.0
+READY_SECONDS = 600.0
 REQUEST_SECONDS = 120.0
 LOAD_SECONDS = 10.0
 

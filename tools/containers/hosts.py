@@ -54,11 +54,17 @@ class Host:
     def stop(self) -> int:
         """Sends SIGTERM and waits for its drain; the exit code."""
         self.engine.run("stop", "--time", "60", self.container)
+        return self.exit_code()
+
+    def exit_code(self) -> int:
+        """How its process ended: 128 and the signal's number, if that ended it."""
         return int(self.engine.run("inspect", "--format", "{{.State.ExitCode}}", self.container))
 
-    def limit_memory(self, megabytes: int) -> None:
-        """Sets the limit of its cgroup, to no less than it has now; beyond it the kernel kills its largest process."""
-        self.engine.run("update", "--memory", f"{megabytes}m", self.container)
+    def exceed_memory(self) -> None:
+        """Fills its /tmp, which counts as its memory, until the kernel ends a process for the limit of its cgroup."""
+        command = self.engine.command("exec", self.container, "dd", "if=/dev/zero", "of=/tmp/full", "bs=1M")
+        # It is ended too.
+        subprocess.run(command, capture_output=True, env=self.engine.environment)
 
     def is_running(self) -> bool:
         """Whether its process still runs."""
@@ -127,12 +133,16 @@ class Cluster:
         return self._start(name, RESTRICTED, "baton:router", command)
 
     def add_worker(self, name: str, *options: str, arguments: Sequence[str] = ()) -> Host:
-        """Starts a worker of the role before the hyphen of its name; `options` are the engine's, as `--env=A=B`."""
+        """Starts a worker of the role before the hyphen of its name; `options` are the container's, as `--env=A=B`."""
         role = name.partition("-")[0]
         engine = ("engine.kind=simulated", "engine.model=''", f"engine.decode_step_seconds={TOKEN_SECONDS}")
         common = self._common(f"worker_id={name}", "transports=[shm,tcp]", *engine, *arguments)
         command = ["python", "-m", "services", f"deploy/config/{role}.yaml", *common]
         return self._start(name, [*RESTRICTED, *options], "baton:cpu", command)
+
+    def beside(self, name: str) -> list[str]:
+        """Options of a worker on the host of another: they see each other's processes, and so share memory."""
+        return ["--pid", f"container:{self.hosts[name].container}"]
 
     def _common(self, *arguments: str) -> list[str]:
         return ["listen='[::]:7070'", "registry.endpoints=[etcd:2379]", "log.format=json", *arguments]
@@ -154,7 +164,7 @@ def open_cluster(engine: Engine) -> Iterator[Cluster]:
     try:
         yield cluster
     finally:
-        containers = [host.container for host in cluster.hosts.values()]
-        if containers:
-            engine.run("rm", "--force", "--volumes", "--time", "1", *containers)
+        # The last first, as it may depend on earlier ones.
+        for host in reversed(cluster.hosts.values()):
+            engine.run("rm", "--force", "--volumes", "--time", "0", host.container)
         engine.run("network", "rm", "--force", NETWORK)

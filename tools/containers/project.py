@@ -4,7 +4,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +91,13 @@ def open_project(engine: Engine, mode: str) -> Iterator[Project]:
     try:
         project.compose("up", "--detach", "--no-build", *services(mode))
         yield project
+    except BaseException:
+        # What was added by scaling is in no file: `down` would leave it, and it would be started again and again.
+        # Containers that others depend on cannot be removed yet, and are in the files.
+        if containers := project.containers():
+            with suppress(CommandFailed):
+                engine.run("rm", "--force", "--volumes", *containers)
+        raise
     finally:
         project.compose("down", "--volumes", seconds=DOWN_SECONDS)
 
