@@ -33,7 +33,7 @@ def container(deployment: Any) -> Any:
 
 def command(deployment: Any) -> Command:
     only = container(deployment)
-    words = [*only["command"], *only["args"]]
+    words = [*only.get("command", []), *only["args"]]
     return command_of(deployment["metadata"]["name"], words, {"POD_NAME": "decode-7d4f", "POD_IP": "10.0.0.7"})
 
 

@@ -45,7 +45,7 @@ def test_it_is_found_where_every_process_looks_for_it() -> None:
     for deployment in deployments:
         (only,) = deployment["spec"]["template"]["spec"]["containers"]
         variables = {"POD_NAME": "x", "POD_IP": "127.0.0.1"}
-        command = command_of(deployment["metadata"]["name"], [*only["command"], *only["args"]], variables)
+        command = command_of(deployment["metadata"]["name"], [*only.get("command", []), *only["args"]], variables)
         assert command.load().registry.endpoints == (place,)
 
 

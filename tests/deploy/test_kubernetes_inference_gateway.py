@@ -100,7 +100,7 @@ def test_clients_reach_that_port() -> None:
 
 
 def router_config(container: Any) -> RouterConfig:
-    words = [*container["command"], *container["args"]]
+    words = [*container.get("command", []), *container["args"]]
     config = command_of("baton-router", words, {"POD_NAME": "baton-router-0"}).load()
     assert isinstance(config, RouterConfig)
     return config

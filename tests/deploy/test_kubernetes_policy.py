@@ -92,8 +92,12 @@ def config_of(workload: Any) -> RouterConfig | WorkerConfig:
     """The configuration that the workload's only process has."""
     (container,) = pod(workload)["containers"]
     variables = {**VARIABLES, **RANK, "LWS_WORKER_INDEX": workload["metadata"]["name"].rpartition("-")[2]}
-    words = [*container["command"], *container["args"]]
+    words = [*container.get("command", []), *container["args"]]
     return command_of(workload["metadata"]["name"], words, variables).load()
+
+
+def _is_own(container: Any) -> bool:
+    return "deploy/config" in " ".join(container.get("args", []))
 
 
 def pod(workload: Any) -> Any:
@@ -151,10 +155,16 @@ class TestPolicy:
             spread += pod(workload).get("affinity", {}).get("podAntiAffinity", {}).values()
             assert spread, workload["metadata"]["name"]
 
+    def test_baton_s_images_keep_their_entry_point(self, name: str) -> None:
+        # Which passes signals on from the first moment.
+        own = [each for workload in workloads(name) for each in pod(workload)["containers"] if _is_own(each)]
+        assert own
+        assert [each["name"] for each in own if "command" in each] == []
+
     def test_every_process_drains_before_it_is_killed(self, name: str) -> None:
         for workload in workloads(name):
             (container,) = pod(workload)["containers"]
-            if container["command"][0] != "python":
+            if not _is_own(container):
                 continue
             config = config_of(workload)
             before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
