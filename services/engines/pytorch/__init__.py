@@ -14,6 +14,7 @@ stream.py         the generator that `decode` returns
 config.py         the engine's configuration
 facts.py          what it says of a loaded model
 stall_detector.py detects a thread that hangs
+batch_loop.py     a thread that computes all jobs that wait together, for the encoder and the embedder
 
 runners/          a step of the model: tensors of the batch, CUDA graphs
 model/            checkpoints and language models

@@ -1,0 +1,133 @@
+"""A thread that takes jobs from a queue and computes all that wait together: what encoder and embedder share."""
+
+import asyncio
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import structlog
+import torch
+from typing_extensions import Self
+
+from baton.errors import BatonError, EngineFailed
+from services.engines.base import EncoderLoad
+from services.engines.pytorch.stall_detector import StallDetector
+
+_log = structlog.get_logger(__name__)
+
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(eq=False, slots=True)
+class BatchJob(Generic[Outcome]):
+    """Work of a size, for the thread. Cancelling `result` drops it, if it has not begun."""
+
+    result: "asyncio.Future[Outcome]"
+    size: int = field(default=1, kw_only=True)
+    began: bool = field(default=False, init=False)
+
+
+AnyJob = TypeVar("AnyJob", bound=BatchJob[Any])
+
+
+class BatchLoop(ABC, Generic[AnyJob]):
+    """Computes on a thread while the context is open. `name` is that of what computes, as errors say it.
+
+    Once jobs of the size `most_at_once` or more are together, it takes no further one.
+
+    `healthy` becomes false when the thread ends: then every waiting and later job fails. It is also false while the
+    thread hangs; only the end of the process helps then.
+    """
+
+    def __init__(self, name: str, pulse: StallDetector, most_at_once: int) -> None:
+        self._name = name
+        self._pulse = pulse
+        self._most_at_once = most_at_once
+        self._queue: queue.SimpleQueue[AnyJob | None] = queue.SimpleQueue()
+        self._unfinished: set[AnyJob] = set()
+        self._failure: BatonError | None = None
+        self._thread = threading.Thread(target=self._main, name=f"baton-{name}", daemon=True)
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread runs and does not hang."""
+        return self._failure is None and not self._pulse.is_stuck
+
+    @property
+    def load(self) -> EncoderLoad:
+        """The jobs being computed, and those that wait."""
+        running = sum(job.began for job in self._unfinished)
+        return EncoderLoad(running, len(self._unfinished) - running)
+
+    @abstractmethod
+    def _compute(self, jobs: Sequence[AnyJob]) -> None:
+        """Computes, on the thread, and calls `_post` for each job. Raises RuntimeError if nothing can be computed."""
+
+    def _check_failure(self) -> None:
+        """Raises the error that ended the thread, if it has ended."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _enqueue(self, jobs: Sequence[AnyJob]) -> None:
+        for job in jobs:
+            self._unfinished.add(job)
+            job.result.add_done_callback(partial(self._forget, job))
+            self._queue.put(job)
+
+    def _forget(self, job: AnyJob, _: object) -> None:
+        self._unfinished.discard(job)
+
+    def _post(self, job: AnyJob, outcome: object) -> None:
+        """Gives a job its outcome, a BatonError if it failed, from the thread."""
+        self._loop.call_soon_threadsafe(_set_outcome, job, outcome)
+
+    def _main(self) -> None:
+        failure: BatonError = EngineFailed(f"the {self._name}'s thread has ended")
+        try:
+            with torch.inference_mode():
+                while jobs := self._take():
+                    with self._pulse.beating():
+                        self._compute([job for job in jobs if not job.result.cancelled()])
+            failure = EngineFailed(f"the {self._name} has been closed")
+        except RuntimeError as error:  # PyTorch raises it for almost every failure
+            _log.error(f"{self._name} failed", error=str(error), exc_info=True)
+            failure = EngineFailed(f"the {self._name} failed: {error}")
+        finally:
+            self._loop.call_soon_threadsafe(self._end, failure)
+
+    def _take(self) -> list[AnyJob]:
+        """Returns the waiting jobs, at least one; none if the thread has to end."""
+        jobs: list[AnyJob] = []
+        while not jobs or (sum(job.size for job in jobs) < self._most_at_once and not self._queue.empty()):
+            job = self._queue.get()
+            if job is None:
+                return []
+            jobs.append(job)
+        return jobs
+
+    def _end(self, failure: BatonError) -> None:
+        self._failure = failure
+        for job in tuple(self._unfinished):
+            _set_outcome(job, failure)
+
+
+def _set_outcome(job: BatchJob[Any], outcome: object) -> None:
+    if job.result.done():
+        return
+    if isinstance(outcome, BatonError):
+        job.result.set_exception(outcome)
+    else:
+        job.result.set_result(outcome)
