@@ -1,7 +1,6 @@
 """Stops a request from outside: on every worker that has got it, and here."""
 
 import asyncio
-import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -44,7 +43,10 @@ class Cancellation:
         return part
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does."""
+        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does, or has."""
+        if self.reason:
+            work.close()
+            raise Cancelled(self.reason)
         # In the caller's own task, which a task for each request would only wait for.
         task = self._task = asyncio.current_task()
         try:
@@ -55,8 +57,10 @@ class Cancellation:
             raise
         finally:
             self._task = None
-            if self._is_stopped and task is not None and sys.version_info >= (3, 11):
-                task.uncancel()
+            # Python 3.10 does not count cancellations.
+            uncancel = getattr(task, "uncancel", None)
+            if self._is_stopped and uncancel is not None:
+                uncancel()
 
     def add_worker(self, worker: WorkerHandle) -> None:
         """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""
@@ -85,23 +89,32 @@ class Cancellation:
             self._closed.set()
 
     async def cancel(self, reason: str) -> Sequence[generate_pb2.CancelReceipt]:
-        """Stops the request on its workers, then here. Returns what the workers confirmed."""
+        """Stops the request on its workers, then here. Returns what the workers confirmed.
+
+        If this is cancelled, it stops the request here without waiting for the workers.
+        """
         self.reason = reason
         with ExitStack() as channels:
             for worker in self._workers:
                 channels.enter_context(worker.keep_open())
-            shared = await self._stop_shared_calls()
-            # Together: the first part that ends would take the others with it, before their workers have confirmed.
-            stopping = asyncio.ensure_future(self._abort_on(self._workers))
-            parts = await asyncio.gather(*(part.cancel(reason) for part in self._parts))
-            stopped = await stopping
-            if self._task is not None:
-                self._is_stopped = True
-                self._task.cancel()
+            try:
+                shared = await self._stop_shared_calls()
+                # Together: the first part that ends would take the others with it, before their workers have confirmed.
+                stopping = asyncio.ensure_future(self._abort_on(self._workers))
+                parts = await asyncio.gather(*(part.cancel(reason) for part in self._parts))
+                stopped = await stopping
+            finally:
+                self._stop_task()
             await self._closed.wait()
             # A call may have been on its way to a worker that had nothing to stop at the first abort.
             late = await self._abort_on([worker for worker in self._workers if worker.record.worker_id not in stopped])
         return [*shared, *(receipt for receipts in parts for receipt in receipts), *stopped.values(), *late.values()]
+
+    def _stop_task(self) -> None:
+        """Cancels the task, once: a second cancellation would interrupt what it does to end the request."""
+        if self._task is not None and not self._is_stopped:
+            self._is_stopped = True
+            self._task.cancel()
 
     async def _stop_shared_calls(self) -> Sequence[generate_pb2.CancelReceipt]:
         waiting = self._waiting_for.items()

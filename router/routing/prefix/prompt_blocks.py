@@ -58,7 +58,7 @@ class BlockKeys(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
             start, stop, step = index.indices(self._count)
-            self._extend(max(start, stop))
+            self._extend(stop if step > 0 else start + 1)
             return [self._known[at] for at in range(start, stop, step)] if step != 1 else self._known[start:stop]
         if index < 0:
             index += self._count
@@ -77,8 +77,9 @@ class BlockKeys(Sequence[int]):
         at = 0
         while at < self._count:
             self._extend(at + 1)
-            yield self._known[at:]
-            at = len(self._known)
+            piece = self._known[at:]
+            yield piece
+            at += len(piece)
 
 
 class PromptHasher:

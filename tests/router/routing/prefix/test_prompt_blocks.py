@@ -27,3 +27,14 @@ def test_a_hasher_forgets_what_was_not_used_for_long() -> None:
         ids = [seed * 64 + index for index in range(64)]
         assert list(hasher.keys(ids, 1)) == block_keys(block_hashes(ids, 1))
     assert len(hasher._newer) + len(hasher._older) <= 2 * 4096
+
+
+def test_blocks_may_be_read_in_any_order() -> None:
+    ids = START[: 17 * 16]
+    names = block_keys(block_hashes(ids, 16))
+    assert PromptHasher().keys(ids, 16)[::-1] == names[::-1]
+    keys, read = PromptHasher().keys(ids, 16), []
+    for key in keys:
+        assert keys[len(keys) - 1] == names[-1]
+        read.append(key)
+    assert read == names
