@@ -20,7 +20,7 @@ from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
 from rpc.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from rpc.interceptors.arrival import arrived_at, message_bytes
-from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds
+from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
@@ -99,6 +99,7 @@ class Deadline:
 
     def __init__(self, seconds: float, *, is_callers: bool = True) -> None:
         self.is_callers = is_callers
+        self._seconds = seconds
         self._ends_at = time.monotonic() + seconds
 
     @classmethod
@@ -113,6 +114,12 @@ class Deadline:
     def remaining_seconds(self) -> float:
         """The timeout for the next call."""
         return max(0.0, self._ends_at - time.monotonic())
+
+    @property
+    def has_ended_the_call(self) -> bool:
+        """Whether it is why the caller has just cancelled the call."""
+        remaining = self.remaining_seconds
+        return self.is_callers and was_left_at_its_deadline(remaining, self._seconds - remaining)
 
     def exceeded(self, stage: str, worker_id: str = "") -> DeadlineExceeded:
         """The error for a deadline that passed during this stage."""

@@ -35,8 +35,6 @@ from router.workers.model import ServedModel
 from rpc.tracing.span import Span, stage_span
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
-# The router notices the end of a request's time a moment later than gRPC.
-_TIMER_SECONDS = 0.01
 
 Result = TypeVar("Result")
 
@@ -153,8 +151,7 @@ def _estimate(ctx: RequestContext, model: ServedModel) -> RequestEstimate:
 
 def note_passed_deadline(ctx: RequestContext, span: Span) -> None:
     """Records a cancellation as DEADLINE_EXCEEDED if gRPC made it because the client's deadline passed."""
-    is_late = ctx.deadline.is_callers and ctx.deadline.remaining_seconds < _TIMER_SECONDS
-    if is_late and not ctx.cancellation.reason:
+    if ctx.deadline.has_ended_the_call and not ctx.cancellation.reason:
         error = ctx.deadline.exceeded(ctx.timings.stage_name)
         ctx.stats.outcome = error.reason
         span.fail(error)

@@ -18,6 +18,21 @@ def client_request_id(context: "aio.ServicerContext[Any, Any]") -> str:
     return named.decode("utf-8", "replace") if isinstance(named, bytes) else ""
 
 
+# What a call's way here may take longer than its cancellation's.
+_ON_THE_WAY_SECONDS = 0.05
+# By which gRPC rounds a timeout up before it sends it.
+_ROUNDED_SHARE = 0.01
+
+
 def remaining_seconds(context: "aio.ServicerContext[Any, Any]") -> float | None:
     """The time until the caller's deadline; None if it set none."""
     return context.time_remaining()
+
+
+def was_left_at_its_deadline(remaining: float | None, elapsed: float) -> bool:
+    """Whether a caller that cancelled did so because its deadline passed. Times are in seconds, as this side has them.
+
+    The caller's clock started earlier, with a shorter timeout than it sent, so its cancellation may come before the
+    deadline passes here.
+    """
+    return remaining is not None and remaining <= _ON_THE_WAY_SECONDS + _ROUNDED_SHARE * (elapsed + remaining)

@@ -8,7 +8,7 @@ import structlog
 from grpc import aio
 
 from rpc.interceptors.behaviour import Behaviour, Context
-from rpc.metadata import client_request_id
+from rpc.metadata import client_request_id, remaining_seconds, was_left_at_its_deadline
 from runtime.logs import add_log_fields, log_fields, set_log_fields
 
 log = structlog.get_logger(__name__)
@@ -35,8 +35,8 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
             ended = True
             raise
         finally:
-            code = _code_name(context) if ended else _abandoned_code_name(context)
-            _log_end(code, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            _log_end(_code_name(context) if ended else _abandoned_code_name(context, seconds), seconds)
             set_log_fields(before)
 
     return logged
@@ -54,9 +54,9 @@ def _code_name(context: Context) -> str:
     return code.name if isinstance(code, grpc.StatusCode) else _CODE_NAMES[code or 0]
 
 
-def _abandoned_code_name(context: Context) -> str:
+def _abandoned_code_name(context: Context, seconds: float) -> str:
     """The status of an abandoned call: the caller cancelled it, or its deadline passed."""
-    return "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+    return "DEADLINE_EXCEEDED" if was_left_at_its_deadline(remaining_seconds(context), seconds) else "CANCELLED"
 
 
 def identity(request: Any, context: Context) -> dict[str, str]:

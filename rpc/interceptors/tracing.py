@@ -1,5 +1,6 @@
 """A span for each call of a request, as a child of its caller's."""
 
+import time
 from types import TracebackType
 from typing import Any
 
@@ -9,6 +10,7 @@ from opentelemetry.trace import SpanKind
 from baton.errors import BatonError, DeadlineExceeded
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
 from rpc.interceptors.logging import identity
+from rpc.metadata import remaining_seconds, was_left_at_its_deadline
 from rpc.status import code_of
 from rpc.tracing.failures import is_departure
 from rpc.tracing.propagation import is_undecided, read_context
@@ -53,6 +55,7 @@ class _Served:
     def __init__(self, span: Span, context: Context) -> None:
         self._span = span
         self._context = context
+        self._began = time.monotonic()
         self._entered = entered(span)
 
     def __enter__(self) -> None:
@@ -62,12 +65,15 @@ class _Served:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.__exit__(None, None, None)
-        if error is not None and is_departure(leaf_errors(error)[0]) and self._context.time_remaining() == 0:
+        if error is not None and is_departure(leaf_errors(error)[0]) and self._was_left_at_its_deadline():
             error = DeadlineExceeded("the caller's deadline passed")
         self._span.set({"rpc.response.status_code": self._code(error)})
         if error is not None:
             self._span.fail(error)
         self._span.end()
+
+    def _was_left_at_its_deadline(self) -> bool:
+        return was_left_at_its_deadline(remaining_seconds(self._context), time.monotonic() - self._began)
 
     def _code(self, error: BaseException | None) -> str:
         if error is None:
