@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ async def test_an_owner_that_was_killed_fails_the_pull_at_once(ours: SharedPool)
         reader = await transport.open(owner.endpoint, PoolShape(BLOCKS, BLOCK_BYTES))
         owner.process.kill()
         owner.process.join()
-        async with timeout(5):
+        async with timeout(60):
             with pytest.raises(TransferFailed):
                 await reader.pull(transfer(ours))
         with pytest.raises(TransportUnavailable):
@@ -49,7 +48,7 @@ async def test_an_owner_that_is_killed_in_the_middle_fails_the_pull_or_came_too_
         pulls = [asyncio.create_task(reader.pull(transfer(ours))) for _ in range(50)]
         await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
         owner.process.kill()
-        async with timeout(10):
+        async with timeout(60):
             outcomes = await asyncio.gather(*pulls, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {type(None), TransferFailed}
         reader.close()
@@ -58,8 +57,8 @@ async def test_an_owner_that_is_killed_in_the_middle_fails_the_pull_or_came_too_
 async def test_a_pull_from_a_frozen_owner_is_right_or_fails_at_its_deadline(ours: SharedPool) -> None:
     async with owner_process() as owner, open_transports(("nixl",)) as [transport]:
         reader = await transport.open(owner.endpoint, PoolShape(BLOCKS, BLOCK_BYTES))
-        owner.signal(signal.SIGSTOP)
-        async with timeout(3):
+        owner.pause()
+        async with timeout(60):
             [outcome] = await asyncio.gather(reader.pull(transfer(ours, 0.5)), return_exceptions=True)
         arrived = bytes(ours.block(BLOCKS - 1)) == b"\x01" * BLOCK_BYTES
         assert arrived if outcome is None else isinstance(outcome, TransferFailed)
@@ -83,7 +82,7 @@ def test_reads_that_were_given_up_while_they_were_pending() -> None:
     that used it.
     """
     tests = Path(__file__).with_name("nixl_pending.py")
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-n0", tests], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([sys.executable, "-m", "pytest", "-n0", tests], capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.cluster.processes import ROOT
 from support.cluster.progress import LONGEST_SECONDS, STALLED_SECONDS, Progress
 from support.cluster.server_kind import OVERRIDES
+from support.freezing import freeze
 from support.lifetimes import in_a_thread
 from support.servers.etcd import free_port
 from support.servers.tcp_proxy import TcpProxy
@@ -94,7 +95,8 @@ class Node:
         self._popen.wait(10)
 
     def pause(self) -> None:
-        self.signal(signal.SIGSTOP)
+        assert self._popen is not None
+        freeze(self._popen.pid)
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)

@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.cluster.progress import Progress
 from support.cluster.server_kind import OVERRIDES
+from support.freezing import freeze
 from support.servers.etcd import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +39,7 @@ class Process:
         return self.popen.wait(seconds)
 
     def pause(self) -> None:
-        os.kill(self.popen.pid, signal.SIGSTOP)
+        freeze(self.popen.pid)
 
     def resume(self) -> None:
         os.kill(self.popen.pid, signal.SIGCONT)

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.freezing import freeze
+
 # Not seeded: every test process draws ports of its own, also where hypothesis seeds `random`.
 _random = random.SystemRandom()
 
@@ -136,7 +138,7 @@ class EtcdServer:
 
     def pause(self) -> None:
         """Freezes it: its connections stay open and nothing answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def resume(self) -> None:
         """Continues it after `pause`."""

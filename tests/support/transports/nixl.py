@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import pytest
+from support.freezing import freeze
 from support.transports.grants import HANDOFF_ID
 from support.transports.pools import offered
 
@@ -57,9 +59,13 @@ class Owner:
     process: BaseProcess
     endpoint: handoff_pb2.TransportEndpoint
 
-    def signal(self, number: int) -> None:
+    def pause(self) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        freeze(self.process.pid)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
 
 
 @asynccontextmanager
