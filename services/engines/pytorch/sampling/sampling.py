@@ -102,7 +102,7 @@ class SamplerState:
             self._seen[token_id] = True
 
     def ahead(self, drafts: Sequence[int]) -> "SamplerState":
-        """The state after these tokens, should they be confirmed. It is not for penalties and grammars, nor to append."""
+        """The state after these drafts, if they are confirmed. Not for penalties and grammars, and not to append to."""
         later = copy.copy(self)
         later.position += len(drafts)
         if self._bad_words is not None:

@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.sampling.bad_words import BadWords
+from services.engines.pytorch.sampling.sampling import SamplerState
 
 SAMPLED = Sampling(max_tokens=30, temperature=1.0, seed=11, ignore_eos=True)
 LOOKUP = {"kind": "prompt_lookup", "max_tokens": 4, "ngram": 1, "max_sequences": 64}
@@ -103,17 +104,29 @@ async def test_an_answer_continues_exactly_after_a_handoff_and_a_lost_worker(mod
         assert blocks_used(one) == blocks_used(other) == 0
 
 
-async def test_speculation_gives_the_same_ids(llama: Checkpoint) -> None:
-    prompt = Prompt(tuple(range(20, 26)) * 9)
-    sampled = replace(SAMPLED, temperature=0.4)
-    drafted = 0
-    async with llama.engine() as plain, llama.engine(speculation=LOOKUP) as speculating:
-        for way, sampling in {"greedy": greedy(30), "sampled": sampled}.items():
-            bad = bad_for(await ids_of(plain, prompt, sampling), sampling)
-            found = await collect(speculating.decode(prompt, bad))
-            assert found.ids == await ids_of(plain, prompt, bad), way
-            drafted += found.finished.drafted_tokens
-    assert drafted > 0
+async def test_speculation_gives_the_same_ids(demo: Checkpoint) -> None:
+    prompt = Prompt(tuple(TOKENIZER.encode("Repeat: " + "kite drum lamp " * 6).ids))
+    drafted = accepted = 0
+    async with demo.engine() as plain, demo.engine(speculation=LOOKUP) as speculating:
+        for way in (greedy(30), replace(SAMPLED, temperature=0.5)):
+            free = await ids_of(plain, prompt, way)
+            for start in (3, 8):
+                bad = replace(way, bad_sequences=(free[start : start + 2],))
+                found = await collect(speculating.decode(prompt, bad))
+                assert found.ids == await ids_of(plain, prompt, bad), start
+                drafted += found.finished.drafted_tokens
+                accepted += found.finished.accepted_tokens
+    assert drafted > accepted > 0
+
+
+def test_after_a_draft_a_word_that_begins_with_it_is_banned() -> None:
+    sampling = replace(greedy(9), bad_sequences=((5,), (6, 7), (8, 6, 9)))
+    state = SamplerState(Prompt((1, 6), emitted=(8,)), sampling, frozenset())
+    assert state.banned == {5}
+    assert [state.ahead(drafts).banned for drafts in ((6,), (6, 9), (4, 6))] == [{5, 7, 9}, {5}, {5, 7}]
+    assert state.banned == {5}
+    state.append(6)
+    assert state.banned == {5, 7, 9}
 
 
 async def test_others_in_the_batch_get_what_they_get_alone(model: Checkpoint) -> None:
