@@ -85,7 +85,7 @@ class SeveralAnswers:
     async def _run_answer(
         self, index: int, ctx: RequestContext, prompt: MultimodalPrompt, shared: "_SharedReply"
     ) -> None:
-        sampling = validation.resolve_sampling(ctx.request, prompt.num_tokens, self.model, index)
+        sampling = validation.resolve_sampling(ctx.request, prompt, self.model, index)
         completion = Completion(ctx.request, sampling, self.model, prompt.answer_parser(self.model))
         answer = _Answer(index, completion, ctx.stats, shared, self._is_computed)
         writer = _AnswerWriter(

@@ -23,6 +23,8 @@ class LimitsConfig(Section):
     max_message_parts: int = Field(default=8192, ge=1)  # of all its messages
     max_tools: int = Field(default=128, ge=0)  # of a chat
     max_logit_biases: int = Field(default=1024, ge=0)
+    max_bad_words: int = Field(default=64, ge=0)
+    max_bad_word_length: int = Field(default=256, ge=1)
     max_stop_token_ids: int = Field(default=1024, ge=0)
     max_stop_strings: int = Field(default=16, ge=0)
     max_stop_string_length: int = Field(default=256, ge=1)

@@ -104,11 +104,12 @@ class Pipeline:
         with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
             await ctx.inject("tokenize")
             token_ids = await _token_ids(ctx, model)
+            bad_sequences = await _aside(ctx.is_large, request_input.bad_sequences, ctx.request, model)
         ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
         media = await self._load_media(ctx)
         prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
         multimodal = self._processor.prompt(ctx, model, prompt, media)
-        multimodal.token_ids = token_ids
+        multimodal.token_ids, multimodal.bad_sequences = token_ids, bad_sequences
         return multimodal
 
     async def _load_media(self, ctx: RequestContext) -> Sequence[LoadedMedia]:
@@ -126,7 +127,7 @@ class Pipeline:
             answers = SeveralAnswers(self._executor, self._admission, self._limits, ctx, model, _estimate(ctx, model))
             await answers.run(prompt, reply)
             return
-        sampling = validation.resolve_sampling(ctx.request, prompt.num_tokens, model)
+        sampling = validation.resolve_sampling(ctx.request, prompt, model)
         completion = Completion(ctx.request, sampling, model, prompt.answer_parser(model))
         async with self._writer(ctx, reply) as stream:
             await self._executor.run(ctx, prompt, completion, stream)

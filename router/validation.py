@@ -1,12 +1,14 @@
 """Validates requests before any worker is called, and resolves their defaults."""
 
 import random
+from collections.abc import Sequence
 
 from baton.engine.v1 import prompt_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
 from router.config import LimitsConfig
 from router.multimodal import validation as media
+from router.multimodal.prompt import MultimodalPrompt
 from router.text import request_input
 from router.workers.model import ServedModel
 from rpc.sampling_rules import check_bias_ids, check_params
@@ -38,6 +40,7 @@ def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: Lim
     _check_input(request, model, violations)
     media.check_media(request, limits.max_images, violations)
     _check_sampling(request.sampling, model.limits, limits.max_answers, violations)
+    _check_texts("sampling.bad_words", request.sampling.bad_words, limits.max_bad_word_length, violations)
     _check_stopping(request.stopping, model, limits, violations)
     _check_response(request.response, model.limits, violations)
     violations.raise_any()
@@ -45,12 +48,13 @@ def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: Lim
 
 
 def resolve_sampling(
-    request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel, answer: int = 0
+    request: generate_pb2.GenerateRequest, prompt: MultimodalPrompt, model: ServedModel, answer: int = 0
 ) -> prompt_pb2.Sampling:
     """The sampling of one answer to a validated request, with a seed, and with max_tokens limited by the context.
 
-    `prompt_tokens` includes the media; `answer` counts from 0. Raises InvalidRequest if the prompt does not fit.
+    The prompt has its full length; `answer` counts from 0. Raises InvalidRequest if the prompt does not fit.
     """
+    prompt_tokens = prompt.num_tokens
     request_input.require_room(request, prompt_tokens, model)
     room = model.limits.max_context_tokens - prompt_tokens
     stopping = request.stopping
@@ -71,6 +75,9 @@ def resolve_sampling(
         _bound_prompt_logprobs(request.response.prompt_logprobs, prompt_tokens)
         sampling.prompt_logprobs = request.response.prompt_logprobs
     sampling.params.ClearField("n")  # workers run single answers
+    if prompt.bad_sequences:
+        sampling.params.ClearField("bad_words")  # workers have no text
+        sampling.bad_sequences.extend(generate_pb2.TokenIds(ids=ids) for ids in prompt.bad_sequences)
     if sampling.params.HasField("seed"):
         sampling.params.seed = (sampling.params.seed + answer) % 2**64
     elif "seed" not in model.capabilities.unsupported_sampling:
@@ -92,6 +99,7 @@ def _bound(
     request_input.bound_ids("token_ids.ids", request.token_ids.ids, model, violations)
     request_input.bound_chat(request.chat, limits, violations)
     violations.count("sampling.logit_bias", len(request.sampling.logit_bias), limits.max_logit_biases)
+    violations.count("sampling.bad_words", len(request.sampling.bad_words), limits.max_bad_words)
     violations.count("stopping.stop_token_ids", len(request.stopping.stop_token_ids), limits.max_stop_token_ids)
     violations.count("stopping.stop", len(request.stopping.stop), limits.max_stop_strings)
     violations.raise_any()
@@ -163,11 +171,15 @@ def _check_stopping(
         violations.require(fits, "stopping.min_tokens", f"is above max_tokens, {stopping.max_tokens}")
     most = model.limits.max_context_tokens
     violations.require(stopping.min_tokens < most, "stopping.min_tokens", f"the model's context ends at {most}")
-    for index, string in enumerate(stopping.stop):
-        path, longest = f"stopping.stop[{index}]", limits.max_stop_string_length
-        violations.require(bool(string), path, "is empty")
-        violations.require(len(string) <= longest, path, f"has {len(string)} characters of at most {longest}")
+    _check_texts("stopping.stop", stopping.stop, limits.max_stop_string_length, violations)
     violations.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, model.limits.vocab_size)
+
+
+def _check_texts(path: str, texts: Sequence[str], longest: int, violations: Violations) -> None:
+    """Notes each text that is empty or too long."""
+    for index, text in enumerate(texts):
+        violations.require(bool(text), f"{path}[{index}]", "is empty")
+        violations.require(len(text) <= longest, f"{path}[{index}]", f"has {len(text)} characters of at most {longest}")
 
 
 def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
@@ -178,6 +190,7 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
         "prompt": wanted_input == "prompt" and model.tokenizer is None,
         "chat": wanted_input == "chat" and not model.can_chat,
         "stop strings": bool(request.stopping.stop) and model.tokenizer is None,
+        "sampling.bad_words": bool(request.sampling.bad_words) and model.tokenizer is None,
         "guided decoding": request.HasField("guided") and not capabilities.guided_decoding,
         "tools": bool(request.chat.tools) and not capabilities.tools,
         "logprobs": request.response.HasField("logprobs") and not capabilities.logprobs,
@@ -187,7 +200,7 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
     wanted = [name for name, is_unsupported in unsupported.items() if is_unsupported]
     wanted += [f"sampling.{name}" for name in capabilities.unsupported_sampling if _changes(request.sampling, name)]
     if wanted:
-        raise request_input.unsupported(", ".join(wanted), model)
+        raise request_input.unsupported(", ".join(dict.fromkeys(wanted)), model)
     media.require_modalities(request, model)
 
 

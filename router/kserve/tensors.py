@@ -41,6 +41,7 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "stop_token_ids": ("stopping", "stop_token_ids"),
     "include_stop_str_in_output": ("stopping", "include_stop"),
     "logit_bias": ("sampling", "logit_bias"),
+    "bad_words": ("sampling", "bad_words"),
     "random_seed": ("sampling", "seed"),
     "session_key": ("routing", "session_key"),
     "cache_salt": ("routing", "cache_salt"),
@@ -51,7 +52,7 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "guided_structural_tags": ("guided", "structural_tags"),
 }  # fmt: skip
 # Fields that hold several values. As parameters, which cannot, they are the text of JSON.
-_LISTS = ("stop", "stop_token_ids")
+_LISTS = ("stop", "stop_token_ids", "bad_words")
 _FLAGS = ("ignore_eos", "include_stop")
 # What Triton's clients may add by themselves.
 _OF_CLIENTS = ("triton_enable_empty_final_response", "binary_data_output")

@@ -60,6 +60,8 @@ class MultimodalPrompt:
         self._original = self._prompt = prompt
         # The ids of the prompt as it is now, for those who read them all; empty if only the message has them.
         self.token_ids: Sequence[int] = ()
+        # The ids of the request's bad words.
+        self.bad_sequences: Sequence[Sequence[int]] = ()
         self._placeholder = model.images.placeholder_token_id if model.images else 0
         self._media = media
         self._embedder = embedder
@@ -79,6 +81,7 @@ class MultimodalPrompt:
         prompt = MultimodalPrompt(ctx, model, self._original, self._media, self._embedder)
         if self._prompt is self._original:
             prompt.token_ids = self.token_ids
+        prompt.bad_sequences = self.bad_sequences
         return prompt
 
     def answer_parser(self, model: ServedModel) -> AnswerParser | None:

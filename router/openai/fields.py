@@ -162,6 +162,7 @@ class SamplingFields(Fields):
     repetition_penalty: Number | None = None
     min_tokens: Uint32 | None = None
     stop_token_ids: list[Uint32] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -189,6 +190,7 @@ class SamplingFields(Fields):
             made.sampling.top_k = max(0, self.top_k)  # vLLM's -1 keeps all
         for token_id, bias in (self.logit_bias or {}).items():
             made.sampling.logit_bias[int(token_id)] = bias
+        made.sampling.bad_words.extend(self.bad_words or [])
         made.stopping.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or [])
         made.stopping.stop_token_ids.extend(self.stop_token_ids or [])
         _copy(self, made.stopping, "min_tokens", "ignore_eos")

@@ -46,6 +46,18 @@ def tokenize(
     return ids
 
 
+def bad_sequences(request: generate_pb2.GenerateRequest, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """The ids of a validated request's bad words, each sequence once. Raises InvalidRequest for a word without any."""
+    words = request.sampling.bad_words
+    if not words:
+        return ()
+    encoded = text_tokenizer(model).encode_words(words)
+    for index, ways in enumerate(encoded):
+        if () in ways:
+            raise InvalidRequest.of(f"sampling.bad_words[{index}]", "has no tokens")
+    return tuple(dict.fromkeys(ids for ways in encoded for ids in ways))
+
+
 def encode_chat(
     chat: generate_pb2.ChatInput, model: ServedModel, template_seconds: float = LONGEST_SECONDS
 ) -> tuple[list[int], str]:

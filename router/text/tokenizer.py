@@ -67,6 +67,12 @@ class Tokenizer:
         """The ids of a rendered conversation, which contains its special tokens."""
         return self._encode(text, add_special_tokens=False)
 
+    def encode_words(self, words: Sequence[str]) -> list[list[tuple[int, ...]]]:
+        """The ids of each word, without special tokens around it: as it is, and after a space; each way once."""
+        texts = [text for word in words for text in (word, f" {word}")]
+        ids = [tuple(one.ids) for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [[*dict.fromkeys(pair)] for pair in zip(ids[::2], ids[1::2], strict=True)]
+
     def render(
         self,
         turns: Sequence[Turn],

@@ -49,6 +49,7 @@ class DeploymentOffer:
             max_stop_strings=limits.max_stop_strings,
             max_logit_biases=limits.max_logit_biases,
             max_embed_inputs=limits.max_embed_inputs,
+            max_bad_words=limits.max_bad_words,
         )
 
     def _facades(self) -> list[server_info_pb2.Facade]:

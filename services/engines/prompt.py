@@ -111,6 +111,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # ids that must not be generated one after the other
     logprobs: int | None = None
     guide: Guide | None = None  # the grammar of the whole answer, of which `emitted` is the beginning
     prompt_logprobs: int | None = None  # alternatives of each token of the prompt

@@ -39,21 +39,26 @@ def read_prompt(request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) 
 def read_sampling(message: prompt_pb2.Sampling) -> Sampling:
     """Returns the sampling parameters; unset fields get Sampling's defaults.
 
-    Raises InvalidRequest naming every wrong field, and Unsupported for n other than 1.
+    Raises InvalidRequest naming every wrong field, and Unsupported for n other than 1 and for words as texts.
     """
     params, stop = message.params, message.stop
     violations = Violations()
     check_params("sampling.params", params, violations)
     _check_stop(stop, violations)
+    for index, sequence in enumerate(message.bad_sequences):
+        violations.require(bool(sequence.ids), f"sampling.bad_sequences[{index}].ids", "is empty")
     violations.raise_any()
     if params.HasField("n") and params.n != 1:
         raise Unsupported("sampling.params.n: a worker supports n = 1 only")
+    if params.bad_words:
+        raise Unsupported("sampling.params.bad_words: a worker takes token ids only, as bad_sequences")
     return Sampling(
         max_tokens=stop.max_tokens,
         min_tokens=stop.min_tokens,
         stop_token_ids=frozenset(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
         logit_bias=dict(params.logit_bias),
+        bad_sequences=tuple(tuple(sequence.ids) for sequence in message.bad_sequences),
         guide=read_guide(message.guided) if message.HasField("guided") else None,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
@@ -73,6 +78,8 @@ def check_limits(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
         known = token_id < facts.vocab_size
         path = f"sampling.params.logit_bias[{token_id}]"
         violations.require(known, path, f"the vocabulary ends at {facts.vocab_size - 1}")
+    for index, sequence in enumerate(sampling.bad_sequences):
+        violations.token_ids(f"sampling.bad_sequences[{index}].ids", sequence, facts.vocab_size)
     if len(prompt.context) >= facts.max_context_tokens:
         text = f"{len(prompt.context)} tokens leave no room in a context of {facts.max_context_tokens}"
         violations.add("prompt.token_ids", text)

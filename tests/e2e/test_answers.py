@@ -8,6 +8,7 @@ import pytest_asyncio
 from support.clients.generation import generate, generate_all, greedy_text
 from support.cluster.fleet import PATIENT, Fleet, FleetPlan, overrides, shared_fleet
 from support.engines.checkpoints import DEMO
+from support.engines.guided import TOKENIZER
 from support.servers.etcd import EtcdServer
 
 from baton.inference.v1 import generate_pb2 as pb
@@ -99,6 +100,23 @@ async def test_a_stop_string_over_the_first_and_second_token_ends_the_answer_bef
     assert answer.text == start[0][:-1]
     assert answer.finished.reason == sampling_pb2.FINISH_REASON_STOP_STRING
     assert answer.finished.stop_string == request.stopping.stop[0]
+
+
+@pytest.mark.feature("bad words", engine="pytorch", facade="grpc")
+async def test_bad_words_never_come_of_texts_and_of_ids(stub: InferenceServiceStub) -> None:
+    whole = await generate(stub, greedy_text(STORY, 128))
+    assert " fox" in whole.text
+    request = greedy_text(STORY, 128)
+    request.sampling.bad_words.append("fox")
+    answer = await generate(stub, request)
+    assert answer.finished.topology == pb.TOPOLOGY_DISAGGREGATED
+    assert answer.text[: whole.text.index(" fox")] == whole.text[: whole.text.index(" fox")]
+    [banned] = TOKENIZER.encode(" fox", add_special_tokens=False).ids
+    assert banned in whole.ids
+    assert banned not in answer.ids
+    ids = (await stub.Tokenize(tokenize_pb2.TokenizeRequest(prompt=STORY))).token_ids
+    request.token_ids.ids.extend(ids)
+    assert (await generate(stub, request)).ids == answer.ids
 
 
 @pytest.mark.feature("seeds", engine="pytorch", facade="grpc")

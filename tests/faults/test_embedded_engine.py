@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "seeded": {"temperature": 1.0, "seed": 11, "top_p": 0.95},
     "repetition penalty": {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3},
     "presence and frequency": {"temperature": 0.7, "seed": 9, "presence_penalty": 1.5, "frequency_penalty": 0.9},
+    "bad words": {"temperature": 1.0, "seed": 4, "bad_words": ["Mia", "fox", "e", ". The"]},
     "biased": {"temperature": 1.0, "seed": 2, "logit_bias": {40: 2.0, 41: -5.0}, "top_k": 20},
 }
 

@@ -34,6 +34,7 @@ CHAT: dict[str, Any] = {
     "n": 2,
     "stop": ["x"],
     "logit_bias": {"7": 1},
+    "bad_words": ["fox", ""],
     "seed": 3,
     "stream": True,
     "stream_options": {"include_usage": True},

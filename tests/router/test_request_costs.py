@@ -107,6 +107,7 @@ HOSTILE: dict[str, tuple[str, pb.GenerateRequest]] = {
         pb.GenerateRequest(prompt="x", stopping={"stop_token_ids": [300] * 1_000_000}),
     ),
     "stop strings": ("stopping.stop", pb.GenerateRequest(prompt="x", stopping={"stop": [""] * 30_000})),
+    "bad words": ("sampling.bad_words", pb.GenerateRequest(prompt="x", sampling={"bad_words": [""] * 30_000})),
     "a session key": ("routing.session_key", pb.GenerateRequest(prompt="x", routing={"session_key": "x" * 60_000})),
 }
 

@@ -144,6 +144,25 @@ async def test_a_prompt_that_cannot_fit_is_refused_by_name(decode: Running, text
     assert refused.value.violations[0].field == field
 
 
+@pytest.mark.parametrize(
+    ("ids", "field"), [([], "sampling.bad_sequences[1].ids"), ([5, 300], "sampling.bad_sequences[1].ids[1]")]
+)
+async def test_bad_sequences_are_checked_by_the_vocabulary(decode: Running, ids: list[int], field: str) -> None:
+    request = decode_request()
+    request.sampling.bad_sequences.add(ids=[5])
+    request.sampling.bad_sequences.add(ids=ids)
+    with pytest.raises(InvalidRequest) as refused:
+        await decode.calls.decode(request)
+    assert [violation.field for violation in refused.value.violations] == [field]
+
+
+async def test_a_worker_takes_no_bad_words_as_texts(decode: Running) -> None:
+    request = decode_request()
+    request.sampling.params.bad_words.append("fox")
+    with pytest.raises(Unsupported, match="bad_words"):
+        await decode.calls.decode(request)
+
+
 async def test_more_than_one_answer_is_unsupported(decode: Running) -> None:
     request = decode_request()
     request.sampling.params.n = 2

@@ -36,6 +36,16 @@ def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
             f"has ids outside the vocabulary of {facts.vocab_size}",
         ),
         (
+            "sampling.bad_sequences",
+            all(_within(sequence, facts) for sequence in sampling.bad_sequences),
+            f"has ids outside the vocabulary of {facts.vocab_size}",
+        ),
+        (
+            "sampling.bad_sequences",
+            not sampling.bad_sequences or _most_banned(sampling, facts) < facts.vocab_size,
+            f"with the ends of the answer could ban all tokens of the vocabulary of {facts.vocab_size}",
+        ),
+        (
             "sampling.stop_token_ids",
             _within(sampling.stop_token_ids, facts),
             f"has ids outside the vocabulary of {facts.vocab_size}",
@@ -50,6 +60,11 @@ def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
     violations = [FieldViolation(field, text) for field, holds, text in rules if not holds]
     if violations:
         raise InvalidRequest(violations)
+
+
+def _most_banned(sampling: Sampling, facts: ModelFacts) -> int:
+    """Returns how many tokens may be banned at one position: one by each sequence, and each that ends the answer."""
+    return len(sampling.bad_sequences) + len(sampling.stop_token_ids) + len(facts.eos_token_ids)
 
 
 def _within(ids: Iterable[int], facts: ModelFacts) -> bool:

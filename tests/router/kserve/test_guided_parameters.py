@@ -62,6 +62,19 @@ async def test_an_answer_follows_the_grammar_of_a_parameter(model: Bench) -> Non
     check_json(await text_of(model, sampling={"guided_json": SCHEMA}), SCHEMA)
 
 
+@pytest.mark.feature("bad words", engine="pytorch", facade="kserve")
+@in_shared_loop
+async def test_bad_words_are_those_of_grpc(model: Bench) -> None:
+    free = await text_of(model)
+    bad = free.split()[0]
+    held = await model.text_of(
+        prompt="hello", sampling={"temperature": 0, "bad_words": [bad]}, stopping={"max_tokens": 100}
+    )
+    assert held != free
+    assert await text_of(model, bad_words=bad) == held
+    assert await text_of(model, sampling={"bad_words": [bad]}) == held
+
+
 @in_shared_loop
 async def test_a_wrong_grammar_is_named(model: Bench) -> None:
     wrong = [
@@ -78,6 +91,7 @@ async def test_a_wrong_grammar_is_named(model: Bench) -> None:
         ({"logit_bias": "3"}, "parameters.logit_bias"),
         ({"stop_token_ids": '["a"]'}, "parameters.stop_token_ids"),
         ({"stop_token_ids": "5"}, "parameters.stop_token_ids"),
+        ({"bad_words": ""}, "sampling.bad_words[0]"),
     ]
     for parameters, named in wrong:
         with pytest.raises(grpc.aio.AioRpcError) as refused:

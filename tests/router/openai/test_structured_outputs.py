@@ -98,6 +98,28 @@ async def test_a_stream_parses_to_the_same(model: Bench) -> None:
     assert streamed == whole.choices[0].message.parsed
 
 
+@pytest.mark.feature("bad words", engine="pytorch", facade="openai")
+@in_shared_loop
+async def test_bad_words_are_those_of_grpc(model: Bench) -> None:
+    client, prompt = client_of(model), "Tell a story about Mia and a fox."
+    free = await model.text_of(prompt=prompt, sampling={"temperature": 0}, stopping={"max_tokens": 40})
+    more = {"bad_words": [free.split()[1]]}
+    held = await model.text_of(prompt=prompt, sampling={"temperature": 0, **more}, stopping={"max_tokens": 40})
+    answer = await client.completions.create(
+        model="demo", prompt=prompt, max_tokens=40, n=2, temperature=0, extra_body=more
+    )
+    assert [choice.text for choice in answer.choices] == [held, held]
+    assert held != free
+    chat = {"messages": [{"role": "user", "parts": [{"text": MESSAGES[0]["content"]}]}]}
+    expected = await model.text_of(chat=chat, sampling={"temperature": 0, **more}, stopping={"max_tokens": 40})
+    chatted = await client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=40, temperature=0, extra_body=more
+    )
+    assert chatted.choices[0].message.content == expected
+    with pytest.raises(openai.BadRequestError, match=r"bad_words\[1\]"):
+        await client.completions.create(model="demo", prompt="x", extra_body={"bad_words": ["a", ""]})
+
+
 @in_shared_loop
 async def test_responses_follow_text_format(model: Bench) -> None:
     answer = await client_of(model).responses.parse(

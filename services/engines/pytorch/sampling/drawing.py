@@ -37,6 +37,7 @@ def is_drawable(state: SamplerState, in_flight: int) -> bool:
     return (
         not state.penalises
         and not options.logit_bias
+        and not options.bad_sequences
         and options.logprobs is None
         and state.generated + in_flight >= options.min_tokens
         and not state.needs_all_candidates

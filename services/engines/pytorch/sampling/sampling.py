@@ -1,5 +1,6 @@
 """Samples the next tokens of a batch from its logits."""
 
+import copy
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.guidance.guidance import Guidance, Words
 from services.engines.pytorch.guidance.masks import apply_masks
 from services.engines.pytorch.sampling import truncation
+from services.engines.pytorch.sampling.bad_words import BadWords
 from services.engines.pytorch.sampling.gumbel import gumbel, row_key
 
 
@@ -18,6 +20,7 @@ class SamplerState:
     """The state that sampling keeps from one token of a request to the next."""
 
     __slots__ = (
+        "_bad_words",
         "_counts",
         "_prompt",
         "_seen",
@@ -39,6 +42,7 @@ class SamplerState:
         self.guidance: Guidance | None = None
         # Set once the likeliest candidates were not enough to draw from.
         self.needs_all_candidates = False
+        self._bad_words = BadWords(sampling.bad_sequences, prompt.emitted) if sampling.bad_sequences else None
         self._counts: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
 
@@ -60,6 +64,7 @@ class SamplerState:
             self.sampling.temperature == 0.0
             and not self.penalises
             and not self.sampling.logit_bias
+            and self._bad_words is None
             and self.sampling.logprobs is None
             and self.generated >= self.sampling.min_tokens
             and self.guidance is None
@@ -67,9 +72,11 @@ class SamplerState:
 
     @property
     def banned(self) -> set[int]:
-        """The tokens that must not end the answer now."""
-        ends = set(self.ends) if self.generated < self.sampling.min_tokens else set()
-        return ends.union(self.guidance.eos_token_ids) if self.guidance and self.sampling.ignore_eos else ends
+        """The tokens that must not come now: those that end the answer too early, or complete bad words."""
+        banned = set(self.ends) if self.generated < self.sampling.min_tokens else set()
+        if self._bad_words is not None:
+            banned |= self._bad_words.banned()
+        return banned.union(self.guidance.eos_token_ids) if self.guidance and self.sampling.ignore_eos else banned
 
     def history(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how often each id was generated, and which ids occur at all, for logits of the shape and device of
@@ -86,11 +93,21 @@ class SamplerState:
     def append(self, token_id: int) -> None:
         """Records a sampled token."""
         self.position += 1
+        if self._bad_words is not None:
+            self._bad_words = self._bad_words.after((token_id,))
         if self.guidance is not None:
             self.guidance.append(token_id)
         if self._counts is not None and self._seen is not None:
             self._counts[token_id] += 1
             self._seen[token_id] = True
+
+    def ahead(self, drafts: Sequence[int]) -> "SamplerState":
+        """The state after these drafts, if they are confirmed. Not for penalties and grammars, and not to append to."""
+        later = copy.copy(self)
+        later.position += len(drafts)
+        if self._bad_words is not None:
+            later._bad_words = self._bad_words.after(drafts)
+        return later
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +178,7 @@ class _Report:
 
 
 def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-    """Applies penalties, biases and the ban on ending early, in place; row by row, since few rows use any."""
+    """Applies penalties, biases and bans, in place; row by row, since few rows use any."""
     for row, state in zip(logits, states, strict=True):
         options = state.sampling
         if state.penalises:
@@ -169,8 +186,9 @@ def _adjust(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
         if options.logit_bias:
             ids = torch.tensor(list(options.logit_bias), device=row.device)
             row[ids] += torch.tensor(list(options.logit_bias.values()), device=row.device)
-        if state.generated < options.min_tokens and state.ends and state.guidance is None:
-            row[torch.tensor(state.ends, device=row.device)] = -torch.inf
+        # Of a guided answer, the mask of its grammar has them.
+        if state.guidance is None and (banned := state.banned):
+            row[torch.tensor(sorted(banned), device=row.device)] = -torch.inf
 
 
 def _masks(states: Sequence[SamplerState]) -> dict[int, Words]:

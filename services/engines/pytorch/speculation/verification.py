@@ -5,7 +5,6 @@ with its own noise. As long as the sampled token is the draft, the next position
 ids are therefore those of decoding one by one, greedy or sampled, and not only equal in distribution.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
 
 def sampled_positions(chunks: Sequence[Chunk]) -> list[SamplerState]:
     """Returns the state of each row of logits, as it is if all drafts before it are confirmed."""
-    return [_ahead(chunk.sequence.sampler, index) for chunk in chunks for index in range(1 + len(chunk.drafts))]
+    return [state for chunk in chunks for state in _states(chunk)]
 
 
 def confirmed(chunk: Chunk, rows: Iterator[Chosen]) -> Chosen:
@@ -39,9 +38,8 @@ def confirmed(chunk: Chunk, rows: Iterator[Chosen]) -> Chosen:
     return replace(first, more=tuple(more))
 
 
-def _ahead(state: SamplerState, tokens: int) -> SamplerState:
-    if not tokens:
-        return state
-    later = copy.copy(state)
-    later.position += tokens
-    return later
+def _states(chunk: Chunk) -> Iterator[SamplerState]:
+    state, drafts = chunk.sequence.sampler, chunk.drafts
+    yield state
+    for count in range(1, len(drafts) + 1):
+        yield state.ahead(drafts[:count])

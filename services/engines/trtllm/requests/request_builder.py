@@ -37,6 +37,8 @@ def sampling_params(package: Package, sampling: Sampling, budget: Budget, eos_to
     """Makes the engine's SamplingParams. Raises Unsupported with the parameters that this version lacks."""
     if sampling.logit_bias:
         raise Unsupported("sampling.params.logit_bias: the trtllm engine does not have it")
+    if sampling.bad_sequences:
+        raise Unsupported("sampling.bad_sequences: the trtllm engine does not have bad_words")
     end_id, *more_ends = eos_token_ids
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else more_ends)}
     wanted = {
@@ -75,7 +77,7 @@ def _if_unlike(sampling: Sampling) -> dict[str, Any]:
 def unsupported(package: Package) -> tuple[str, ...]:
     """Returns the fields of SamplingParams for which this version has no parameter."""
     lacking = {*_NEUTRAL, "temperature", "top_p"} - package.sampling_arguments
-    return tuple(sorted({"logit_bias", *lacking}))
+    return tuple(sorted({"logit_bias", "bad_words", *lacking}))
 
 
 @dataclass(frozen=True, slots=True)

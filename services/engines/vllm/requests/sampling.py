@@ -37,7 +37,9 @@ class TokenBudget:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises InvalidRequest for a value that vLLM would replace by another one."""
+    """Raises InvalidRequest for a value that vLLM would replace by another one, and Unsupported for bad words."""
+    if sampling.bad_sequences:
+        raise Unsupported("sampling.bad_sequences: the vllm engine does not have bad_words")
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise InvalidRequest.of(
             "sampling.params.temperature",
@@ -49,7 +51,9 @@ def unsupported_options(package: VllmPackage) -> tuple[str, ...]:
     """Returns the fields of SamplingParams for which this version has no parameter."""
     names = {ours: theirs for ours, theirs, _ in _OPTIONS} | {"seed": "seed", "logit_bias": "logit_bias"}
     names = {ours: theirs for ours, theirs in names.items() if ours not in _OF_ANSWERS}
-    return tuple(sorted(ours for ours, theirs in names.items() if theirs not in package.sampling_arguments))
+    lacking = {ours for ours, theirs in names.items() if theirs not in package.sampling_arguments}
+    # vLLM takes bad words as texts, of which it makes ids itself; ids it has no parameter for.
+    return tuple(sorted({"bad_words", *lacking}))
 
 
 def sampling_params(

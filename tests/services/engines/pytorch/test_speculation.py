@@ -23,6 +23,7 @@ WAYS = {
     "sampled": SAMPLED,
     "top_k and top_p": replace(SAMPLED, top_k=20, top_p=0.9),
     "min_p and bias": replace(SAMPLED, min_p=0.05, logit_bias={5: 2.0}),
+    "bad words": replace(SAMPLED, bad_sequences=tuple((first, second) for first in range(9) for second in range(9))),
     "stop ids": replace(SAMPLED, stop_token_ids=frozenset(range(100, 140))),
     "min_tokens": replace(SAMPLED, min_tokens=20, stop_token_ids=frozenset(range(200))),
     "logprobs": replace(SAMPLED, logprobs=3),

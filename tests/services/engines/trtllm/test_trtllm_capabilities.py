@@ -41,6 +41,14 @@ async def test_a_logit_bias_is_refused_before_any_worker_is_called(served: Bench
     assert b"t1" not in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
 
 
+async def test_bad_words_are_refused_by_name(served: Bench) -> None:
+    ids = generate_pb2.TokenIds(ids=[10, 11])
+    with pytest.raises(aio.AioRpcError) as refused:
+        await served.generate(token_ids=ids, sampling={"bad_words": ["fox"]}, stopping={"max_tokens": 2})
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert re.search(r"does not support sampling\.bad_words; it supports", refused.value.details() or "")
+
+
 async def test_the_model_says_which_sampling_it_lacks(served: Bench) -> None:
     answer = await served.stub.GetModel(model_pb2.GetModelRequest(name="demo"))
     assert "logit_bias" in answer.model.capabilities.unsupported_sampling

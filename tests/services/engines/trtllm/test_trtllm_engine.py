@@ -289,6 +289,8 @@ async def test_a_prompt_over_one_step_is_refused_without_chunked_prefill(newest:
 async def test_what_cannot_be_sampled_is_refused(engine: Engine) -> None:
     with pytest.raises(Unsupported, match="logit_bias"):
         await engine.prefill(PROMPT, Sampling(max_tokens=3, logit_bias={5: 1.0}))
+    with pytest.raises(Unsupported, match="bad_words"):
+        await engine.prefill(PROMPT, Sampling(max_tokens=3, bad_sequences=((5, 6),)))
 
 
 async def test_a_fatal_error_fails_what_runs_and_all_that_comes(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unsupported
 from services.engines.external.logprobs import token_logprob
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
@@ -42,6 +42,11 @@ def test_a_temperature_that_vllm_would_raise_is_refused_by_name(temperature: flo
     with pytest.raises(InvalidRequest) as refused:
         check_sampling(replace(GREEDY, temperature=temperature))
     assert refused.value.violations[0].field == "sampling.params.temperature"
+
+
+def test_bad_words_are_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="bad_words"):
+        check_sampling(replace(GREEDY, bad_sequences=((5, 6),)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
