@@ -1,4 +1,4 @@
-"""The two ranks of a tensor-parallel worker, in a container each: when they register, what they answer, how they end."""
+"""The two ranks of a tensor-parallel worker, each in its own container: registration, answers, and how they end."""
 
 import asyncio
 import time
@@ -77,9 +77,8 @@ async def until_ended(cluster: Cluster, *hosts: Host) -> None:
     started = time.monotonic()
     await until_registered(cluster, set(), LOST_SECONDS + LEASE_SECONDS + MARGIN_SECONDS)
     print(f"\nregistered for {time.monotonic() - started:.1f} s afterwards", end="")
-    for host in hosts:
-        await eventually(lambda: not host.is_running(), LOST_SECONDS + MARGIN_SECONDS)
-        assert host.exit_code() == 1
+    await eventually(lambda: not any(host.is_running() for host in hosts), LOST_SECONDS + MARGIN_SECONDS)
+    assert {host.exit_code() for host in hosts} == {1}
 
 
 def monitor(host: Host) -> str:
