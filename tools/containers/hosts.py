@@ -1,6 +1,7 @@
 """A cluster whose every process is in a container of its own, as if on its own host, and what can go wrong with those.
 
-The containers are on a bridge with IPv4 and IPv6, and know each other by name. Workers run the simulated engine.
+The containers are on a bridge with IPv4 and IPv6, and know each other by name. Workers run the simulated engine, ranks
+the embedded one.
 """
 
 import ipaddress
@@ -18,6 +19,8 @@ NETWORK = "baton-hosts"
 SUBNETS = ("--subnet", "10.123.45.0/24", "--ipv6", "--subnet", "fd00:ba70::/64")
 RESTRICTED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 DIRECTIONS = ("INPUT", "OUTPUT")
+# Of ranks: where rank 0 waits for the others, and where each has its health and metrics.
+LEADER_PORT, METRICS_PORT = 29500, 9464
 TOKEN_SECONDS = 0.02
 # Debian's; a process that loads it sees the clock that FAKETIME says.
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
@@ -95,18 +98,21 @@ class Host:
         self._iptables("--delete", direction, other)
 
     def logs(self) -> str:
-        """The end of what it printed."""
-        command = self.engine.command("logs", "--tail", "20", self.container)
+        """The end of what it printed since it was started last."""
+        started = json.loads(self.engine.run("inspect", self.container))[0]["State"]["StartedAt"]
+        command = self.engine.command("logs", "--tail", "20", "--since", started, self.container)
         done = subprocess.run(command, capture_output=True, text=True, env=self.engine.environment)
         return done.stdout + done.stderr
 
     def _iptables(self, action: str, direction: str, other: "Host") -> None:
         end = "--source" if direction == "INPUT" else "--destination"
         process = self.engine.run("inspect", "--format", "{{.State.Pid}}", self.container).strip()
-        rule = ["iptables", action, direction, end, other.address(), "--jump", "DROP"]
-        done = subprocess.run(["nsenter", "--target", process, "--net", *rule], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise CommandFailed(done.stderr)
+        # Their names have an address of each kind, and a client whose calls fail at one tries the other.
+        for program, address in (("iptables", other.address()), ("ip6tables", other.address_v6())):
+            rule = [program, action, direction, end, address, "--jump", "DROP"]
+            done = subprocess.run(["nsenter", "--target", process, "--net", *rule], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise CommandFailed(done.stderr)
 
     def _network(self) -> dict[str, str]:
         networks = json.loads(self.engine.run("inspect", self.container))[0]["NetworkSettings"]["Networks"]
@@ -121,8 +127,8 @@ class Cluster:
         self._engine = engine
         self.hosts: dict[str, Host] = {}
 
-    def add_etcd(self, megabytes: int = 64) -> Host:
-        """Starts etcd, with a disk of this size."""
+    def add_etcd(self, megabytes: int = 160) -> Host:
+        """Starts etcd, with a disk of this size. It allocates two files of 64 MB at its start, and may end without."""
         urls = ["--listen-client-urls=http://[::]:2379", "--advertise-client-urls=http://etcd:2379"]
         command = ["etcd", "--data-dir=/data/etcd", "--log-level=error", *urls]
         return self._start("etcd", ["--tmpfs", f"/data:size={megabytes}m"], stand_ins.IMAGES["etcd"], command)
@@ -139,6 +145,16 @@ class Cluster:
         common = self._common(f"worker_id={name}", "transports=[shm,tcp]", *engine, *arguments)
         command = ["python", "-m", "services", f"deploy/config/{role}.yaml", *common]
         return self._start(name, [*RESTRICTED, *options], "baton:cpu", command)
+
+    def add_rank(self, rank: int, lost_seconds: float) -> Host:
+        """Starts one of the two ranks of a worker on the demonstration model, which meet at rank 0's name."""
+        name = f"rank-{rank}"
+        group = [f"leader=rank-0:{LEADER_PORT}", f"rank={rank}", f"lost_seconds={lost_seconds}"]
+        engine = ["engine.tensor_parallel_size=2", *(f"engine.multi_node.{each}" for each in group)]
+        engine += ["engine.device=cpu", "engine.threads=1", "engine.max_sequences=8"]
+        common = self._common(f"worker_id={name}", "transports=[tcp]", f"metrics_listen='[::]:{METRICS_PORT}'", *engine)
+        command = ["python", "-m", "services", "deploy/config/decode.yaml", *common]
+        return self._start(name, RESTRICTED, "baton:cpu", command)
 
     def beside(self, name: str) -> list[str]:
         """Options of a worker on the host of another: they see each other's processes, and so share memory."""
