@@ -15,7 +15,7 @@ import pytest_asyncio
 from baton import AsyncClient, BatonError
 from baton.errors import Unavailable
 from baton.inference.v1.cluster_service_pb2 import WORKER_STATE_READY, Worker
-from baton.inference.v1.generate_pb2 import GenerateRequest
+from baton.inference.v1.generate_pb2 import TOPOLOGY_DISAGGREGATED, GenerateRequest
 from baton.inference.v1.timing_pb2 import STAGE_HANDOFF_TRANSFER
 from tools.containers.engine import Engine
 from tools.containers.hosts import DIRECTIONS, FAKETIME, Cluster, open_cluster
@@ -189,6 +189,8 @@ async def handed_over(client: AsyncClient, number: int) -> tuple[str, str, str]:
     request.routing.session_key = f"session-{number}"
     # So that no cache has any of it.
     request.routing.cache_salt = f"salt-{number}"
+    # Else a prompt that cannot be handed over would be run whole; so the test ends with the reason.
+    request.routing.topology = TOPOLOGY_DISAGGREGATED
     stream = client.generate(request, timeout_seconds=DEADLINE_SECONDS)
     (finished,) = [event.finished async for event in stream if event.WhichOneof("event") == "finished"]
     transports = [each.transport for each in finished.timings if each.stage == STAGE_HANDOFF_TRANSFER]
