@@ -49,6 +49,10 @@ _RENAMED = (
     (re.compile(r"^stopping\."), ""),
     (re.compile(r"^response\.logprobs"), "top_logprobs"),
     (re.compile(r"^chat\.template_variables"), "chat_template_kwargs"),
+    (
+        re.compile(r"^chat\.messages(\[\d+\])\.parts(\[\d+\])\.media(\.(uri|data))?"),
+        r"messages\1.content\2.image_url.url",
+    ),
     (re.compile(r"^chat\.messages(\[\d+\])?\.parts(\[\d+\])?"), r"messages\1.content\2"),
     (re.compile(r"^chat\."), ""),
     (re.compile(r"^routing\.session_key"), "prompt_cache_key"),
@@ -56,6 +60,8 @@ _RENAMED = (
     (re.compile(r"^token_ids\.ids"), "prompt"),
     (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),
 )
+# How the message of an error begins that is about one picture.
+_PICTURE = re.compile(r"^chat\.messages\[\d+\]\.parts\[\d+\]\.media\S*(?=: )")
 # What a grammar is in GenerateRequest, and a tag's schema in it.
 _IS_GUIDED = re.compile(r"^guided(\.|$)")
 _GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|structural_tags)")
@@ -108,6 +114,9 @@ def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]
         renamed = [(_param(one.field, guided_field), one.description) for one in error.violations]
         param = renamed[0][0]
         message = "; ".join(f"{field}: {description}" for field, description in renamed)
+    elif picture := _PICTURE.match(message):
+        param = _param(picture[0], guided_field)
+        message = param + message[picture.end() :]
     return {
         "message": message,
         "type": _TYPES.get(_status(error), "server_error"),

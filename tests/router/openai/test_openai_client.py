@@ -1,7 +1,6 @@
 """The official `openai` package against the router: what it parses is what Baton answers by gRPC."""
 
 import asyncio
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, client_of, openai_bench
-from support.cluster.demo import demo_worker
 from support.cluster.in_process import Bench, bench, simulated
-from support.engines.checkpoints import DEMO
 from support.engines.written_engine import REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
 
@@ -26,7 +23,6 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = {"messages": [{"role": "user", "parts": [{"text": "hello"}]}]}
 SEEDED: Any = {"temperature": 1.0, "seed": 7}
 KEYS = [("ann", "client"), ("bob", "client"), ("cook", "worker")]
-PICTURE = DEMO / "examples" / "circle-and-square.png"
 TOOL: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}},
@@ -35,10 +31,6 @@ TOOL: Any = {
 
 def key_client(address: str, key: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0, default_headers=ALONE)
-
-
-def data_url(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 @pytest.mark.feature("chats", engine="simulated", facade="openai")
@@ -225,34 +217,6 @@ async def test_the_reasoning_of_a_response_is_an_item_of_its_own() -> None:
             turns: Any = [*MESSAGES, *(item.model_dump(exclude_none=True) for item in whole.output), *MESSAGES]
             again = await client.responses.create(model="demo", input=turns)
             assert again.output_text == "Yes."
-
-
-@pytest.mark.feature("images", engine="pytorch", facade="openai")
-async def test_the_demonstration_model_sees_a_picture() -> None:
-
-    async with openai_bench(demo_worker("encode"), demo_worker("prefill"), demo_worker("decode")) as it:
-        parts: Any = [
-            {"type": "image_url", "image_url": {"url": data_url(PICTURE)}},
-            {"type": "text", "text": "What is in the picture?"},
-        ]
-        answer = await client_of(it).chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": parts}], temperature=0
-        )
-        assert answer.choices[0].message.content == "a red circle and a blue square"
-        seen = await client_of(it).responses.create(
-            model="demo",
-            temperature=0,
-            input=[
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "input_image", "image_url": data_url(PICTURE), "detail": "auto"},
-                        {"type": "input_text", "text": "What is in the picture?"},
-                    ],
-                }
-            ],
-        )
-        assert seen.output_text == "a red circle and a blue square"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
