@@ -22,6 +22,11 @@ _MOST_RATIO = 4.0
 _CHANCE = 0.25
 # The weight of a new measurement in a worker's slowness.
 _FACTOR_STEP = 0.05
+# After so many seconds without a measurement so much is left of what the earlier ones say: of a usual cost, and of one
+# worker's slowness, which is measured less often.
+_UNUSED_SECONDS = 10.0
+_USUAL_LEFT = 0.5
+_SLOWNESS_LEFT = 0.8
 
 
 class LinearCost:
@@ -34,7 +39,7 @@ class LinearCost:
         self._prior = (base, rate, typical)
         self._weight = 1.0  # of the prior
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self.count = 0
+        self.count = self._count_seen = 0
         self.base, self.rate = base, rate
 
     def seconds(self, amount: float) -> float:
@@ -51,6 +56,18 @@ class LinearCost:
         self._xx = self._xx * _KEPT + amount * amount
         self._xy = self._xy * _KEPT + amount * seconds
         self._fit()
+
+    def fade(self) -> None:
+        """Comes closer to the prior, if nothing was measured since the last call.
+
+        A cost that is believed to be high is not measured again, since its work is done elsewhere: it must not stay.
+        """
+        if self.count == self._count_seen:
+            self._weight = 1.0 - _USUAL_LEFT * (1.0 - self._weight)
+            self._n, self._x, self._y = self._n * _USUAL_LEFT, self._x * _USUAL_LEFT, self._y * _USUAL_LEFT
+            self._xx, self._xy = self._xx * _USUAL_LEFT, self._xy * _USUAL_LEFT
+            self._fit()
+        self._count_seen = self.count
 
     def _fit(self) -> None:
         base, rate, typical = self._prior
@@ -94,11 +111,12 @@ class RelativeCost:
     `slowness` is the ratio to the usual cost. Small differences are mostly chance and count as none.
     """
 
-    __slots__ = ("_measured", "slowness", "usual")
+    __slots__ = ("_is_new", "_measured", "slowness", "usual")
 
     def __init__(self, usual: LinearCost) -> None:
         self.usual = usual
         self._measured = self.slowness = 1.0
+        self._is_new = False  # whether there was a measurement since the last `fade`
 
     def seconds(self, amount: float) -> float:
         """The predicted time for an amount."""
@@ -110,10 +128,20 @@ class RelativeCost:
         usual = self.usual.seconds(amount)
         seconds = min(seconds, _MOST_RATIO * usual)
         self.usual.add(amount, seconds)
+        self._is_new = True
         if self.usual.count >= _BELIEVED:
             ratio = max(1 / _MOST_RATIO, seconds / max(usual, 1e-9))
-            self._measured += _FACTOR_STEP * (ratio - self._measured)
-            self.slowness = self._measured if abs(self._measured - 1.0) > _CHANCE else 1.0
+            self._set_measured(self._measured + _FACTOR_STEP * (ratio - self._measured))
+
+    def fade(self) -> None:
+        """Comes closer to the usual cost, if nothing was measured since the last call."""
+        if not self._is_new:
+            self._set_measured(1.0 + _SLOWNESS_LEFT * (self._measured - 1.0))
+        self._is_new = False
+
+    def _set_measured(self, slowness: float) -> None:
+        self._measured = slowness
+        self.slowness = slowness if abs(slowness - 1.0) > _CHANCE else 1.0
 
 
 class Way(RelativeCost):
@@ -165,6 +193,8 @@ class Costs:
     def __init__(self, priors: Priors | None = None, clock: Clock = time.monotonic) -> None:
         self.priors = priors or Priors()
         self.shares = WorkShares(clock)
+        self._clock = clock
+        self._fades_at = clock() + _UNUSED_SECONDS
         self._groups: dict[str, _Usual] = {}
         self._workers: dict[str, WorkerCost] = {}
         # By the id of the record, which WorkerCost keeps alive.
@@ -191,6 +221,19 @@ class Costs:
                 record, process, RelativeCost(usual.prefill), RelativeCost(usual.entry), usual.transfer, tuple(ranks)
             )
         return found
+
+    def fade(self) -> None:
+        """Lets go, little by little, of what is not measured any more. Call it with each decision."""
+        now = self._clock()
+        if now < self._fades_at:
+            return
+        self._fades_at = now + _UNUSED_SECONDS
+        for usual in self._groups.values():
+            for cost in (usual.prefill, usual.entry, usual.transfer):
+                cost.fade()
+        for worker in self._workers.values():
+            for relative in (worker.prefill, worker.entry, *worker.ways.values()):
+                relative.fade()
 
     def forget(self, process: str) -> None:
         """Forgets a worker that has left."""

@@ -64,6 +64,7 @@ class PredictedSeconds:
         """The best place, which counts as busy with the prompt until the placement's progress is closed."""
         matched = self.caches.match(request.blocks.keys)
         self._arrivals.count()
+        self.costs.fade()
         options = self._options(request, candidates, matched)
         chosen = self._predict(self._pick(options, request.session_key), request)
         forecast = Forecast(self.caches, self.costs, request, chosen, matched, self._clock)

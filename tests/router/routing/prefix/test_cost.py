@@ -107,3 +107,32 @@ def test_shares_of_work_follow_a_change_and_never_overflow() -> None:
     for _ in range(3000):
         shares.give(first, 1.0)
     assert first.given_seconds > second.given_seconds
+
+
+def test_what_a_frozen_worker_took_is_not_believed_forever() -> None:
+    clock = ManualClock()
+    costs = Costs(clock=clock)
+    handoff = way(costs, "a", "b")
+    for _ in range(100):
+        handoff.add(1_000_000, 0.004)
+    usual = handoff.seconds(1_000_000)
+    for _ in range(50):
+        handoff.add(1_000_000, 30.0)
+    frozen = handoff.seconds(1_000_000)
+    assert frozen > 20 * usual
+    # From now on its work is done elsewhere, and decisions go on.
+    for _ in range(180):
+        clock.advance(1.0)
+        costs.fade()
+    assert handoff.seconds(1_000_000) < 2 * usual
+
+
+def test_what_is_measured_again_and_again_does_not_fade() -> None:
+    clock = ManualClock()
+    costs = Costs(clock=clock)
+    prefill = costs.of(record("a")).prefill
+    for _ in range(300):
+        clock.advance(1.0)
+        prefill.add(1000, 3.0)
+        costs.fade()
+    assert prefill.seconds(1000) == pytest.approx(3.0, rel=0.15)
