@@ -89,10 +89,10 @@ async def test_a_request_that_waits_for_a_place_in_the_batch_had_nothing() -> No
 
 
 async def test_a_prefill_in_the_middle_gives_back_what_it_had_computed() -> None:
-    slow = prefill(prefill_chunk_tokens=16, prefill_base_seconds=0.2)
+    slow = prefill(prefill_chunk_tokens=16, prefill_base_seconds=1.0)
     async with stuck("", slow, decode()) as (running, call):
         await eventually(lambda: running.workers["p1"].engine.load().running == 1)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)
         stage, tokens, blocks = facts((await cancel(running, call))["p1"])
         assert stage == "prefill_compute"
         assert tokens in (16, 32, 48)
@@ -125,7 +125,8 @@ async def test_a_decode_gives_back_prompt_and_answer() -> None:
         stage, discarded, blocks = facts(receipts["d1"])
         assert stage == "decode"
         assert discarded >= PROMPT_TOKENS + 16
-        assert blocks == -(-discarded // 16)
+        # The next token may have a block already.
+        assert -(-discarded // 16) <= blocks <= discarded // 16 + 1
 
 
 async def test_an_answer_that_its_client_does_not_read_is_stopped_too() -> None:
