@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.certificates import Authority, Pair
+from support.images.site import Site
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,8 @@ def folder(tmp_path: Path) -> Path:
     allowed = tmp_path / "allowed"
     allowed.mkdir()
     return allowed
+
+
+@pytest.fixture
+def site(authority: Authority, certificate: Pair) -> Site:
+    return Site(authority, certificate)
