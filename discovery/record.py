@@ -17,6 +17,9 @@ MULTIPLEX = "multiplex"
 # The capability of workers that serve adapters, and tell which by WorkerService.WatchLoras.
 LORA = "lora"
 
+# The capability of workers whose engine allocates for a prompt before another worker computes it.
+ALLOCATES_FIRST = "allocates_first"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

@@ -22,13 +22,14 @@ from router.multimodal.prompt import MultimodalPrompt
 from router.routing.latency import DecodeTimer
 from router.routing.placement import Placer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest
-from router.routing.retry import Retries
+from router.routing.retry import Attempts, Retries
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.telemetry.request_metrics import RequestMetrics
 from router.telemetry.spans import set_routing_attributes
 from router.text.completion import Completion, Finish
 from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
+from router.workers.destinations import Destination, DestinationLost, allocates_first
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
 from rpc.tracing.span import current_span
@@ -96,6 +97,8 @@ class RequestExecution:
         self._progress: Progress = IgnoredProgress()
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._held: _HeldHandoff | None = None
+        # Of engines that allocate first: until their decode has accepted it.
+        self._destination: Destination | None = None
 
     async def run(self) -> None:
         """Places the request, then prefill → handoff → decode."""
@@ -145,9 +148,13 @@ class RequestExecution:
             try:
                 await self._prefill(placement.prefill, placement, prompt)
                 return placement
+            except DestinationLost as lost:
+                # Without it the prompt is run by whichever decode worker takes the request.
+                return await self._continue_elsewhere(placement, lost.error, attempts)
             except (*_RETRYABLE, EmbeddingLost) as error:
                 self._progress.close()
                 attempts.allow(error)
+                await self._release_handoff()
                 if isinstance(error, EmbeddingLost):
                     self._prompt.invalidate()
                     continue
@@ -159,7 +166,12 @@ class RequestExecution:
         return placement
 
     async def _prefill(self, worker: WorkerHandle, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
-        handoff = await self._calls.prefill(worker, prompt, placement)
+        if allocates_first(placement):
+            self._destination = await self._calls.allocate(placement, self._prompt.without_embeddings)
+            running = self._calls.prefill(worker, prompt, placement, self._destination)
+            handoff = await self._destination.during(running)
+        else:
+            handoff = await self._calls.prefill(worker, prompt, placement)
         self._prompt.release()
         if handoff.handoff_id:
             self._held = _HeldHandoff(worker, handoff)
@@ -195,17 +207,22 @@ class RequestExecution:
                 if self._completion.finished:
                     # Only the worker's last message is missing.
                     return None
-                self._progress.close()
-                attempts.allow(error, has_tokens=bool(self._completion.token_ids))
-                if isinstance(error, EmbeddingLost):
-                    self._prompt.invalidate()
-                if isinstance(error, _RETRYABLE):
-                    attempts.exclude(placement.decode.record.process)
-                await self._release_handoff()
-                if self._placer.can_decode(self._routing_request, self._context_tokens, attempts.tried):
-                    await attempts.pause(error, self._ctx.deadline.remaining_seconds)
-                placement = self._follow(await self._another_decode(error, attempts.tried))
-                self._count_migration("decode")
+                placement = await self._continue_elsewhere(placement, error, attempts)
+
+    async def _continue_elsewhere(self, placement: _Placement, error: BatonError, attempts: Attempts) -> _Placement:
+        """The placement, without prefill, of a request that its decode worker has failed."""
+        self._progress.close()
+        attempts.allow(error, has_tokens=bool(self._completion.token_ids))
+        if isinstance(error, EmbeddingLost):
+            self._prompt.invalidate()
+        if isinstance(error, _RETRYABLE):
+            attempts.exclude(placement.decode.record.process)
+        await self._release_handoff()
+        if self._placer.can_decode(self._routing_request, self._context_tokens, attempts.tried):
+            await attempts.pause(error, self._ctx.deadline.remaining_seconds)
+        placement = self._follow(await self._another_decode(error, attempts.tried))
+        self._count_migration("decode")
+        return placement
 
     async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
         worker = placement.decode
@@ -214,7 +231,8 @@ class RequestExecution:
         self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
         timer = DecodeTimer(worker.latency, 0 if handoff else len(prompt.token_ids), emitted)
         read = partial(self._read_call, timer, emitted)
-        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read)
+        destination = self._destination if handoff else None
+        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, destination)
 
     async def _read_call(self, timer: DecodeTimer, emitted: int, call: DecodeCall) -> None:
         try:
@@ -238,7 +256,7 @@ class RequestExecution:
                 case "accepted":
                     timer.accepted()
                     self._progress.accepted(response.accepted.timings)
-                    self._held = None
+                    self._held = self._destination = None
                     call.timing.report(response.accepted.timings)
                 case "finished":
                     timer.finished(response.finished.timings, len(self._completion.token_ids))
@@ -298,10 +316,13 @@ class RequestExecution:
         return self._routing_request.prompt_tokens + len(self._completion.token_ids) + 1
 
     async def _release_handoff(self) -> None:
-        """Frees the KV that no decode worker has taken over."""
+        """Frees the KV that no decode worker has taken over, and what was allocated for it."""
         held, self._held = self._held, None
+        destination, self._destination = self._destination, None
         if held:
             await self._calls.release(held.owner, held.handoff)
+        if destination:
+            await self._calls.release_destination(destination)
 
     async def _add_tokens(
         self,

@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any, cast
 
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
+from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from rpc.multiplex.tokens import Relay, relay_of
 from rpc.tracing.span import current_span
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, StepStream
 from services.engines.prompt import Prompt, Sampling
+from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.pull import Puller
 from services.handoff.remote_handoff import Handoff, read_handoff
@@ -47,6 +49,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._media = media
         self._decoder = decoder
 
+    async def Allocate(self, request: decode_pb2.AllocateRequest, context: Any) -> decode_pb2.AllocateResponse:
+        with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
+            assert self._decoder is not None
+            call.stage = timing_pb2.STAGE_HANDOFF_WAIT
+            prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
+            return await self._decoder.allocator.allocate(request, prompt, read_sampling(request.sampling), context)
+
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
         current_span().link(request.handoff.traceparent, "prefill")
@@ -62,7 +71,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         sampling = read_sampling(request.sampling)
         if request.HasField("handoff"):
             prompt = self._media.with_inline_embeddings(given, spans)
-            return DecodeWork(prompt, sampling, read_handoff(request.handoff))
+            handoff = read_handoff(request.handoff)
+            return DecodeWork(prompt, sampling, handoff, request.request_id, request.destination_id)
+        if request.destination_id:
+            raise InvalidRequest.of("destination_id", "comes without a handoff")
         return DecodeWork(await self._media.with_embeddings(given, spans, clock), sampling, handoff=None)
 
 
@@ -73,6 +85,8 @@ class DecodeWork:
     prompt: Prompt
     sampling: Sampling
     handoff: Handoff | None
+    request_id: str = ""
+    destination_id: str = ""  # blocks that were allocated for it before; empty without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +107,8 @@ class _Prepared:
 class Decoder:
     """Runs decodes on an engine. KV from elsewhere is pulled, or fetched by an engine that transfers KV itself."""
 
-    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None) -> None:
+    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None, allocator: Allocator) -> None:
+        self.allocator = allocator
         self._engine = engine
         self._puller = puller
         self._fetcher = fetcher
@@ -142,10 +157,11 @@ class Decoder:
             async with using_lora(self._engine, work.prompt):
                 yield _Prepared(Accepted(tuple(call.clock.timings)), generate)
         elif self._fetcher is not None:
+            take = partial(self.allocator.take, work.destination_id, work.request_id) if work.destination_id else None
             # The adapter before the KV, which the engine takes and goes on from in one request.
             async with (
                 using_lora(self._engine, work.prompt),
-                self._fetcher.decode_remote(work.handoff, work.prompt, work.sampling, call) as fetched,
+                self._fetcher.decode_remote(work.handoff, work.prompt, work.sampling, call, take) as fetched,
             ):
                 call.clock.add(fetched.timings)
                 yield _Prepared(Accepted(fetched.timings), lambda: fetched.events)

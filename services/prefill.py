@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine.v1 import handoff_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.errors import Unsupported
 from baton.inference.v1 import sampling_pb2
 from rpc.auth.caller import certificate
 from rpc.tracing.span import current_span
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, ReportedPrompt
 from services.engines.prompt import Prompt, Sampling
-from services.handoff.engine_transfer import EngineHeldKv
+from services.handoff.engine_transfer import AllocatesFirst, EngineHeldKv
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import HandoffOwner, release_if_undelivered
 from services.identity import Identity
@@ -55,10 +56,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The request that KV is held for, and the certificates that may read it; any caller may, if there are none."""
+    """The request that KV is held for, the certificates that may read it (any caller may, if there are none), and where
+    it goes.
+    """
 
     request_id: str
     certificates: frozenset[str] = frozenset()
+    destination: bytes | None = None  # the state of what the decode worker has allocated for it, if it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class Prefiller:
         await call.faults.inject("queue")
         asked = time.perf_counter()
         async with using_lora(self._engine, prompt):
-            kv = await self._engine.prefill(prompt, sampling)
+            kv = await self._computed(holder.destination, prompt, sampling)
         if call.faults is not NO_FAULTS:
             await self._inject_after_prefill(kv, call)
         # From the engine to the lease table without an await in between, so that a cancellation loses no blocks.
@@ -106,6 +110,14 @@ class Prefiller:
         response = _response(self._owner, prefilled)
         response.handoff.traceparent = current_span().traceparent
         return response
+
+    async def _computed(self, destination: bytes | None, prompt: Prompt, sampling: Sampling) -> HeldKv:
+        if destination is None:
+            return await self._engine.prefill(prompt, sampling)
+        transfer = self._engine.kv_transfer
+        if not isinstance(transfer, AllocatesFirst):
+            raise Unsupported(f"destination: the {self._engine.facts.engine} engine sends KV when a decode asks for it")
+        return await transfer.prefill_into(prompt, sampling, destination)
 
     def _hold(self, holder: Holder, kv: HeldKv) -> Lease:
         return self._leases.hold(holder.request_id, kv, self._layout_digest, holder.certificates)
@@ -128,9 +140,10 @@ class Prefiller:
 
 def _holder(request: prefill_pb2.PrefillRequest) -> Holder:
     """With certificates, only the caller and the reader that it names may read the KV."""
+    destination = request.destination.engine_state if request.HasField("destination") else None
     if not certificate():
-        return Holder(request.request_id)
-    return Holder(request.request_id, frozenset({certificate(), request.reader} - {""}))
+        return Holder(request.request_id, destination=destination)
+    return Holder(request.request_id, frozenset({certificate(), request.reader} - {""}), destination)
 
 
 def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillResponse:

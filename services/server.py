@@ -30,6 +30,7 @@ from services.embed import EmbedServicer, open_vector_maker
 from services.encode import EncodeServicer, open_media_encoder
 from services.engines.kv import BlockMemory, KvLayout
 from services.handoff import service as handoff
+from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
 from services.handoff.peers import Peers
@@ -132,7 +133,7 @@ async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> 
             puller = await stack.enter_async_context(Puller(engine, peers, transports))
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, peers) if transfer else None
-            decoder = Decoder(engine, puller, fetcher)
+            decoder = Decoder(engine, puller, fetcher, Allocator(engine, identity, leases))
         yield [
             Service(
                 encode.SERVICE_NAME,

@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError
 from discovery.pairing import WHOLE_REQUESTS
-from discovery.record import LORA
+from discovery.record import ALLOCATES_FIRST, LORA
 from discovery.registry import Registry
 from services.config import WorkerConfig
 from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, ModelFacts
@@ -19,6 +19,7 @@ from services.engines.context import EngineContext
 from services.engines.embedding import TextEmbedder
 from services.engines.memory.allocation import RoomRules
 from services.engines.registry import open_embedder, open_encoder, open_engine
+from services.handoff.engine_transfer import AllocatesFirst
 from services.multimodal.embedding_pool import EmbeddingPool
 
 # Chat templates mark with these tags which text a model is trained on; they render to nothing.
@@ -66,10 +67,16 @@ class WorkerEngines:
     @property
     def capabilities(self) -> tuple[str, ...]:
         """For the registry: `images` if the model takes images, `whole_requests` if no KV can be handed to it, `lora`
-        if it serves adapters.
+        if it serves adapters, `allocates_first` if its engine allocates before a prompt is computed elsewhere.
         """
         facts = self._all_facts[0]
-        able = {"images": facts.images is not None, WHOLE_REQUESTS: not facts.takes_handoffs, LORA: facts.lora}
+        transfer = self.engine.kv_transfer if self.engine else None
+        able = {
+            "images": facts.images is not None,
+            WHOLE_REQUESTS: not facts.takes_handoffs,
+            LORA: facts.lora,
+            ALLOCATES_FIRST: isinstance(transfer, AllocatesFirst),
+        }
         return tuple(name for name, is_able in able.items() if is_able)
 
     def load(self) -> EngineLoad:

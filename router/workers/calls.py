@@ -19,6 +19,7 @@ from router.routing.policy import Placement
 from router.telemetry.spans import prefill_attributes, worker_attributes
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
+from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import WorkerHandle
 from rpc.best_effort import best_effort
 from rpc.multiplex.replies import MultiplexedCall
@@ -56,8 +57,38 @@ class WorkerCalls:
         self._prefills = self._decodes = 0
         self._prefill_span: SpanContext | None = None
 
+    async def allocate(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Destination:
+        """Allocates on the decode worker before the prompt is computed. The caller releases the destination, unless a
+        decode has taken it. Raises DestinationLost.
+        """
+        worker, prefill = placement.decode, placement.prefill
+        assert prefill is not None
+        request = decode_pb2.AllocateRequest(
+            request_id=self._ctx.call_id,
+            model=self._model,
+            prompt=prompt,
+            sampling=self._sampling,
+            data_parallel_rank=placement.decode_rank,
+            prefill_address=prefill.record.address,
+        )
+        seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(1)
+        try:
+            with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
+                async with worker.fail_if_hung():
+                    response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
+        except (asyncio.CancelledError, DeadlineExceeded):
+            await abort_unanswered(worker, self._ctx.call_id)
+            raise
+        except BatonError as error:
+            raise DestinationLost(error) from error
+        return Destination(response.destination, worker)
+
     async def prefill(
-        self, worker: WorkerHandle, prompt: prompt_pb2.Prompt, placement: Placement[WorkerHandle]
+        self,
+        worker: WorkerHandle,
+        prompt: prompt_pb2.Prompt,
+        placement: Placement[WorkerHandle],
+        destination: Destination | None = None,
     ) -> handoff_pb2.KvHandoff:
         """Runs the prompt. The caller releases the handoff, which only the placement's decode worker may read."""
         tokens, prompts = len(prompt.token_ids), worker.latency.prompts
@@ -72,6 +103,7 @@ class WorkerCalls:
                 sampling=self._sampling,
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=rank,
+                destination=destination.message if destination else None,
             )
             self._prefills += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
@@ -100,6 +132,7 @@ class WorkerCalls:
         handoff: handoff_pb2.KvHandoff | None,
         emitted: Sequence[int],
         read: Callable[[DecodeCall], Awaitable[None]],
+        destination: Destination | None = None,
     ) -> None:
         """Decodes from a handoff, or from the prompt and the ids emitted so far, while `read` reads the call."""
         worker, tokens = placement.decode, 0 if handoff else len(prompt.token_ids)
@@ -115,6 +148,7 @@ class WorkerCalls:
                 emitted=emitted,
                 sampling=self._sampling,
                 data_parallel_rank=rank,
+                destination_id=destination.message.destination_id if destination else "",
             )
             if handoff:
                 calling.span.link(self._prefill_span, "prefill")
@@ -131,6 +165,10 @@ class WorkerCalls:
                 else:
                     async with aclosing(stream(call)) as responses:
                         await read(DecodeCall(responses, calling.timing))
+
+    async def release_destination(self, destination: Destination) -> None:
+        """Frees what no decode has taken. See Destination.release."""
+        await destination.release(f"router:{self._ctx.call_id}")
 
     async def release(self, owner: WorkerHandle, handoff: handoff_pb2.KvHandoff) -> None:
         """Frees a handoff's blocks, even during a cancellation. If that fails they are freed with the lease."""

@@ -6,6 +6,7 @@ remote_handoff.py  handoffs as readers see them, read and checked
 pull.py            the reader's side: reserve, pull, confirm
 fetcher.py         the reader's side where engines transfer KV themselves
 engine_transfer.py the Protocols of such engines
+destinations.py    the blocks of such engines that are allocated before the prompt is computed
 remote_lease.py    a lease as its reader keeps, confirms or gives it up
 peers.py           channels to owners, and their pools
 """

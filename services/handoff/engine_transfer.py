@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from services.engines.answer import Finished, Tokens
-from services.engines.kv import HeldKv
+from services.engines.kv import HeldBlocks, HeldKv
 from services.engines.prompt import Prompt, Sampling
 
 
@@ -34,6 +34,16 @@ class ConfirmsKv(EngineHeldKv, Protocol):
         """Whether the engine has held it until its reader had all of it. Asked once, before `release`."""
 
 
+class EngineDestination(HeldBlocks, Protocol):
+    """Blocks that a decode engine has allocated for KV that does not exist yet. Their holder owns them until `release`,
+    or until it passes them to `decode_remote`. Released blocks are not given out while a sender may still write.
+    """
+
+    @property
+    def engine_state(self) -> bytes:
+        """For `prefill_into` of the other engine: where the KV goes, and in which room."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteKv:
     """A prompt whose KV an engine fetches itself. `prompt.emitted` is at least the handoff's first token.
@@ -44,6 +54,7 @@ class RemoteKv:
     prompt: Prompt
     num_tokens: int
     state: bytes = field(repr=False)
+    destination: "EngineDestination | None" = None  # of an engine that allocates first, which then owns it
 
 
 class TransfersKv(Protocol):
@@ -57,5 +68,24 @@ class TransfersKv(Protocol):
         """Fetches the KV, and returns the generator that `decode` would return.
 
         Raises InvalidRequest for an invalid state, LayoutMismatch for a state of another version, Overloaded before
-        anything is fetched, and HandoffLost if the KV does not arrive.
+        anything is fetched, and HandoffLost if the KV does not arrive. Takes ownership of `source.destination`, also
+        when it raises.
+        """
+
+
+@runtime_checkable
+class AllocatesFirst(TransfersKv, Protocol):
+    """An engine whose decode side allocates before the prefill side computes, which then sends as it computes."""
+
+    async def allocate(self, prompt: Prompt, sampling: Sampling, prefill_address: str) -> EngineDestination:
+        """Allocates the blocks of a prompt. `prefill_address` is the `host:port` of the worker that will compute it.
+
+        Cancelling it frees them. Raises Overloaded if there is no room.
+        """
+
+    async def prefill_into(self, prompt: Prompt, sampling: Sampling, destination: bytes) -> EngineHeldKv:
+        """What `prefill` does, for KV that goes to a destination. Its state comes from the wire.
+
+        Cancelling it ends the sending. Raises InvalidRequest for an invalid state, and HandoffLost once the other side
+        does not wait for it any more.
         """

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from runtime.aio import run_to_completion, run_with_background
 from services.engines.answer import Finished, Tokens
 from services.engines.kv import KvLayout
 from services.engines.prompt import Prompt, Sampling
-from services.handoff.engine_transfer import RemoteKv, TransfersKv
+from services.handoff.engine_transfer import EngineDestination, RemoteKv, TransfersKv
 from services.handoff.peers import Peers
 from services.handoff.remote_handoff import Handoff, check_state
 from services.handoff.remote_lease import ReaderLease
@@ -25,6 +25,7 @@ from services.telemetry.timings import Timing
 
 _TRANSPORT = "engine"
 Events = AsyncGenerator[Tokens | Finished, None]
+Take = Callable[[], EngineDestination]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,11 @@ class Fetcher:
 
     @asynccontextmanager
     async def decode_remote(
-        self, handoff: Handoff, prompt: Prompt, sampling: Sampling, call: RunningCall
+        self, handoff: Handoff, prompt: Prompt, sampling: Sampling, call: RunningCall, take: Take | None = None
     ) -> AsyncIterator[Fetched]:
         """Yields what the engine generates from the fetched and confirmed KV; closes it at the end.
+
+        `take` gives the blocks that were allocated before, if they were.
 
         An invalid state can stall the engine, so the engine gets the state only after the owner has said that it holds
         the handoff. Raises InvalidRequest, LayoutMismatch, StaleEpoch and HandoffLost as Puller.pull does. Then, and on
@@ -62,7 +65,8 @@ class Fetcher:
             check_state(handoff, prompt, self._layout)
             try:
                 with stage_span("handoff", {"baton.handoff.confirmed": False}) as span:
-                    fetched = await self._fetch(source, lease, call, partial(self._begin, source, sampling, stack))
+                    begin = partial(self._begin, source, sampling, stack, take)
+                    fetched = await self._fetch(source, lease, call, begin)
                     await lease.confirm()
                     metrics.observe_handoff(fetched.timings)
                     traces.taken_over(span, handoff, fetched.timings)
@@ -88,7 +92,10 @@ class Fetcher:
         moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, time.monotonic() - asked, 0, _TRANSPORT)
         return Fetched(source, (waiting, moving), events)
 
-    async def _begin(self, source: RemoteKv, sampling: Sampling, stack: AsyncExitStack) -> Events:
+    async def _begin(self, source: RemoteKv, sampling: Sampling, stack: AsyncExitStack, take: Take | None) -> Events:
+        if take is not None:
+            # Without an await before the engine owns them, so that a cancellation loses no blocks.
+            source = replace(source, destination=take())
         events = await self._engine.decode_remote(source, sampling)
         # Before any await: a caller that is cancelled never sees the generator, and would not close it.
         stack.push_async_callback(events.aclose)

@@ -214,6 +214,15 @@ class LeaseTable:
         if lease is not None:
             self._end_one(lease, still_valid=False)
 
+    def find(self, handoff_id: str) -> Lease | None:
+        """The lease with this id, if it is valid."""
+        lease = self._leases.get(handoff_id)
+        return lease if lease is not None and lease.remaining_seconds else None
+
+    def surrender(self, lease: Lease) -> None:
+        """Ends a lease without freeing anything: the caller owns what it held."""
+        del self._leases[lease.handoff_id]
+
     def of(self, request_id: str) -> tuple[Lease, ...]:
         """Returns the leases of a request."""
         return tuple(lease for lease in self._leases.values() if lease.request_id == request_id)

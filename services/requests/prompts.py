@@ -22,7 +22,9 @@ FINISH_REASONS = {
 _PASSED_ON: tuple[Parameter | Literal["top_k", "seed"], ...] = (*RANGES, "top_k", "seed")
 
 
-def read_prompt(request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> Prompt:
+def read_prompt(
+    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest | decode_pb2.AllocateRequest,
+) -> Prompt:
     """Returns the prompt without its media. Raises InvalidRequest if it has no tokens."""
     message = request.prompt
     if not message.token_ids:

@@ -1,0 +1,81 @@
+"""What a decode worker has allocated before the prompt is computed, as the router that asked for it holds it."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from baton.engine.v1 import handoff_pb2
+from baton.errors import BatonError, HandoffLost, Unavailable
+from discovery.record import ALLOCATES_FIRST
+from router.routing.policy import Placement
+from router.workers.handle import WorkerHandle
+from rpc.best_effort import best_effort
+from rpc.leases import SHORTEST_SECONDS, RemoteLease, renew
+from runtime.aio import run_with_background
+
+Result = TypeVar("Result")
+
+_RETRY_SECONDS = 0.2
+# How long a prompt may be computed for a decode worker that is gone.
+_LONGEST_DELAY_SECONDS = 1.0
+
+
+class DestinationLost(Exception):
+    """A decode worker did not allocate, or lost what it had allocated, before the prompt was computed."""
+
+    def __init__(self, error: BatonError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Destination:
+    """Blocks of `worker`, under a lease that is renewed while the prompt is computed."""
+
+    def __init__(self, message: handoff_pb2.KvDestination, worker: WorkerHandle) -> None:
+        self.message = message
+        self.worker = worker
+        self._lease = RemoteLease(message.destination_id, message.epoch, message.lease.ToNanoseconds() / 1e9)
+
+    async def during(self, prefill: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `prefill`, which is cancelled once the blocks are lost. Raises DestinationLost then, and if the
+        prefill worker finds out first.
+        """
+        try:
+            return await run_with_background(self._keep(), prefill)
+        except HandoffLost as error:
+            raise DestinationLost(error) from error
+
+    async def release(self, reader: str) -> None:
+        """Frees the blocks, even during a cancellation. If that fails they are freed with the lease."""
+        if self._lease.is_over:
+            return
+        request = self._lease.release_request(reader)
+        owner = self.worker
+        await best_effort(lambda seconds: owner.handoff.Release(request, timeout=seconds), healthy=not owner.problem)
+
+    async def _keep(self) -> None:
+        delay = self._lease.renewal_delay_seconds
+        while True:
+            await asyncio.sleep(min(delay, _LONGEST_DELAY_SECONDS))
+            try:
+                seconds = max(SHORTEST_SECONDS, self._lease.remaining_seconds)
+                await renew(self.worker.handoff, [self._lease], seconds)
+                delay = self._lease.renewal_delay_seconds
+            except Unavailable as error:
+                # A worker that is well otherwise may answer before the lease ends.
+                delay = _RETRY_SECONDS
+                if not self._lease.remaining_seconds or self.worker.problem or self.worker.leaving.is_set():
+                    raise self._lost(error.message) from error
+            except BatonError as error:
+                raise self._lost(error.message) from error
+            if self._lease.is_over:
+                raise self._lost("its lease has ended")
+
+    def _lost(self, why: str) -> HandoffLost:
+        return HandoffLost(f"worker {self.worker.record.worker_id} lost the blocks that it had allocated: {why}")
+
+
+def allocates_first(placement: Placement[WorkerHandle]) -> bool:
+    """Whether the decode worker allocates before the prefill worker computes."""
+    both = (placement.prefill, placement.decode)
+    return all(worker is not None and ALLOCATES_FIRST in worker.record.capabilities for worker in both)
