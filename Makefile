@@ -129,7 +129,7 @@ vllm: vllm-install ## Run vLLM's contract, handoffs and faults, on CPUs (5 to 10
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider --timeout=900 $(VLLM_LOOP) -m requires_vllm $(ON_VLLM)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider -m requires_vllm tests/services/engines/vllm/test_vllm_process.py
 
-vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes)
+vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes; BATON_FAULTS=full runs the whole matrix, 40 minutes)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -s -p no:cacheprovider -m requires_vllm tests/faults/test_vllm.py
 
 bench-router: $(STUBS) ## Compare the router with vllm-router and sglang-router, which it installs from PyPI (takes minutes)
