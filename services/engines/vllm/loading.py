@@ -16,6 +16,7 @@ from runtime.daemon_call import daemon_call
 from services.engines.argument_places import MergedArguments
 from services.engines.lora.options import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig
+from services.engines.vllm.facts import has_vision
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.guided import BACKEND
 
@@ -90,7 +91,8 @@ def _arguments(
     dumped = effective.value.model_dump(mode="json", exclude_none=True)
     arguments = {name: value for name, value in dumped.items() if name in _ALWAYS | given}
     arguments |= {"model": str(config.model), "enable_log_requests": False}
-    arguments["skip_tokenizer_init"] = not config.guided_decoding
+    # vLLM does not even load the language part of a checkpoint with a vision encoder without its tokenizer.
+    arguments["skip_tokenizer_init"] = not (config.guided_decoding or has_vision(config.model))
     if config.guided_decoding:
         arguments["structured_outputs_config"] = package.structured_outputs_config(backend=BACKEND)
     if config.lora is not None:

@@ -1,14 +1,17 @@
 """How an answer is continued on vLLM, and which sampling options are refused; without vLLM."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from baton.errors import InvalidRequest, Unsupported
 from services.engines.external.logprobs import token_logprob
 from services.engines.prompt import Prompt, Sampling
+from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
-from services.engines.vllm.requests.sampling import TokenBudget, check_sampling
+from services.engines.vllm.requests.sampling import TokenBudget, check_sampling, sampling_params
 
 PROMPT = Prompt((5, 6, 7), emitted=(8, 9))
 GREEDY = Sampling(max_tokens=10, temperature=0.0)
@@ -63,3 +66,41 @@ def test_the_sampled_token_has_its_logprob_wherever_it_ranks() -> None:
     report = token_logprob(9, {9: _Logprob(-5.0), 4: _Logprob(-1.0), 3: _Logprob(-0.5)}, 2)
     assert report.logprob == -5.0
     assert report.top == ((3, -0.5), (4, -1.0))
+
+
+OPTIONS: dict[str, object] = {
+    "stop_token_ids": frozenset({5}),
+    "ignore_eos": True,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "seed": 7,
+    "logit_bias": {5: 1.0},
+    "bad_sequences": ((5, 6),),
+    "logprobs": 2,
+    "prompt_logprobs": 2,
+}
+# Followed by a budget, and by structured outputs: test_vllm_guided.py.
+ELSEWHERE = {"max_tokens", "min_tokens", "guide"}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Sampling) if field.name not in ELSEWHERE])
+def test_every_option_reaches_vllm_or_is_refused(name: str) -> None:
+    package = SimpleNamespace(
+        version="0.32.0",
+        output_kind=SimpleNamespace(DELTA="delta"),
+        sampling_params=lambda **given: given,
+        sampling_arguments={*OPTIONS, "max_tokens", "min_tokens", "detokenize", "output_kind"},
+    )
+
+    def passed(sampling: Sampling) -> dict[str, Any]:
+        return sampling_params(cast("VllmPackage", package), sampling, TokenBudget(9, 0))
+
+    try:
+        assert passed(replace(Sampling(9), **{name: OPTIONS[name]})) != passed(Sampling(9))  # type: ignore[arg-type]
+    except Unsupported:
+        assert name == "bad_sequences"
