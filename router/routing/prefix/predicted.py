@@ -19,7 +19,7 @@ from router.routing.latency import Clock
 from router.routing.policy import Candidates, Placement, Prediction, RoutingRequest, W
 from router.routing.prefix.cost import Costs, Priors
 from router.routing.prefix.forecast import Forecast
-from router.routing.prefix.places import DecodeFields, DecodePlace, Places, PrefillFields, PrefillPlace
+from router.routing.prefix.places import DecodeFields, Places, PrefillFields
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.routing.prefix.work import ArrivalRate
 
@@ -98,9 +98,9 @@ class PredictedSeconds:
             return max(equals, key=partial(_affinity, session_key))
         # Of the prefill workers, if one is among them, that which was given the least work: so they compute and cache
         # about the same, and decode workers have a prompt only where that gains something.
-        given = [(prefill[1], at) for at, (_, prefill, _) in enumerate(equals) if prefill is not None]
-        given = given or [(decode[1], at) for at, (_, _, decode) in enumerate(equals)]
-        return equals[min(given)[1]]
+        apart = [option for option in equals if option[1] is not None]
+        given = [prefill[1] for _, prefill, _ in apart if prefill] or [decode[1] for _, _, decode in equals]
+        return (apart or equals)[given.index(min(given))]
 
     def _options(
         self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
@@ -122,26 +122,26 @@ class PredictedSeconds:
         return options
 
     def _predict(self, option: Option[W], request: RoutingRequest) -> Prediction[W]:
-        decode = DecodePlace(*option[2])
-        here = PrefillPlace(*decode.here)
-        place, transfer, late = here, 0.0, 0.0
-        if option[1] is not None:
-            place = PrefillPlace(*option[1])
-            transfer = place.cost.way_to(here.cost).seconds(_moved_bytes(here.cached_tokens, request))
-            late = here.late(place.first_token + transfer)
+        _, apart, (joins, _, _, here, stall, _) = option
+        first_token, _, _, wait, prefill, cached, worker, cost, work = apart or here
+        _, _, _, held_up, _, have, reader, reader_cost, reader_work = here
+        transfer = late = 0.0
+        if apart is not None:
+            transfer = cost.way_to(reader_cost).seconds(_moved_bytes(have, request))
+            late = max(0.0, held_up - (first_token + transfer))
         return Prediction(
-            prefill_worker=None if place is here else place.worker,
-            decode_worker=here.worker,
-            wait=place.wait,
-            prefill=place.prefill,
+            prefill_worker=None if apart is None else worker,
+            decode_worker=reader,
+            wait=wait,
+            prefill=prefill,
             transfer=transfer,
-            decode=decode.decode + late,
-            stall=decode.stall if place is here else 0.0,
-            cached_tokens=place.cached_tokens,
-            uncached_tokens=request.prompt_tokens - place.cached_tokens,
-            has_kv_events=self.caches.reports(place.cost.process),
-            rank=place.rank,
-            decode_rank=here.rank,
+            decode=joins + late,
+            stall=stall if apart is None else 0.0,
+            cached_tokens=cached,
+            uncached_tokens=request.prompt_tokens - cached,
+            has_kv_events=self.caches.reports(cost.process),
+            rank=work.cache.rank,
+            decode_rank=reader_work.cache.rank,
         )
 
     def _explain(self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest) -> list[str]:

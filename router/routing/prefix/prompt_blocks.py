@@ -123,10 +123,9 @@ class PromptHasher:
 
     def _pieces(self, token_ids: Sequence[int], size: int, count: int, parent: bytes) -> Iterator[Sequence[int]]:
         """The keys of `count` blocks after a hash. Pieces that are whole are remembered."""
-        content, width, end = token_bytes(token_ids), TOKEN_BYTES * size * _PIECE_BLOCKS, TOKEN_BYTES * size * count
         may_be_known = True
-        for start in range(0, end, width):
-            place = parent, content[start : min(start + width, end)]
+        for content in _packed(token_ids, size * _PIECE_BLOCKS, size * count):
+            place = parent, content
             found = self._find(place) if may_be_known else None
             if found is None:
                 may_be_known = False  # nor can what follows it
@@ -150,3 +149,17 @@ class PromptHasher:
         if len(self._newer) >= _MOST_PIECES:
             self._older, self._newer = self._newer, {}
         self._newer[place] = found
+
+
+def _packed(token_ids: Sequence[int], piece_tokens: int, end: int) -> Iterator[bytes]:
+    """The bytes of each piece of the first `end` ids.
+
+    They are packed some pieces at a time and each time twice as many, since what is not read need not be packed.
+    """
+    width, start, pieces = TOKEN_BYTES * piece_tokens, 0, 1
+    while start < end:
+        stop = min(start + piece_tokens * pieces, end)
+        content = token_bytes(token_ids[start:stop])
+        for at in range(0, len(content), width):
+            yield content[at : at + width]
+        start, pieces = stop, 2 * pieces
