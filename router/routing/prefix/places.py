@@ -124,14 +124,14 @@ class Places:
         for place in here:
             _, given_seconds, number, _, prefill, cached, worker, cost, _ = place
             requests, load, entry, has_room = worker.requests, worker.load, cost.entry, True
-            there = requests + cost.coming
+            there, total = requests + cost.coming, load.blocks_total
             decode = entry.slowness * entry.usual.base + there * slower
-            total, waiting = load.blocks_total, there - load.running
-            # Those that do not run yet come first, and are taken to be as long as this one.
-            needed = tokens - cached + waiting * tokens if waiting > 0 else tokens - cached
-            if total and (total - load.blocks_used) * block_tokens < needed:
-                decode += _NO_ROOM_SECONDS * (1 + max(0, waiting))
-                has_room = False
+            if total:
+                # Those that do not run yet come first, and are taken to be as long as this one.
+                waiting = max(0, there - load.running) if there else 0
+                if (total - load.blocks_used) * block_tokens < tokens - cached + waiting * tokens:
+                    decode += _NO_ROOM_SECONDS * (1 + waiting)
+                    has_room = False
             stall = _STALL_WEIGHT * (requests + arrivals * prefill) * prefill
             places.append((decode, given_seconds, number, place, stall, has_room))
         return places
