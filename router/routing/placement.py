@@ -1,5 +1,6 @@
 """Places requests: filters the workers of the cluster, and lets the policy choose; again when a worker fails."""
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -31,7 +32,10 @@ class Placer:
         """The request with the blocks of its prompt, if the policy uses them."""
         if self._predicting is None:
             return request
-        return request.with_blocks(await self._hasher.blocks(request, self._cluster.model(request.model)))
+        model = self._cluster.model(request.model)
+        if self._hasher.is_quick(request):
+            return request.with_blocks(self._hasher.blocks(request, model))
+        return request.with_blocks(await asyncio.to_thread(self._hasher.named_blocks, request, model))
 
     def place(self, request: RoutingRequest) -> Placement[WorkerHandle]:
         """The workers for a new request. Raises NoWorker with the reason for each worker.

@@ -1,6 +1,5 @@
 """The names of a prompt's KV blocks, computed when they are read or, for a long prompt, at once in a thread."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -93,16 +92,15 @@ class PromptHasher:
         self._newer: _Pieces = {}
         self._older: _Pieces = {}
 
-    async def blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
-        """The full blocks of a prompt, named as workers name them; none if the model has no known block size."""
-        if not model.block_tokens:
-            return NO_BLOCKS
-        if request.prompt_tokens < _MANY_TOKENS:
-            return self._blocks(request, model)
-        return await asyncio.to_thread(self._named, request, model)
+    def is_quick(self, request: RoutingRequest) -> bool:
+        """Whether the blocks of a prompt are named soon enough for an event loop."""
+        return request.prompt_tokens < _MANY_TOKENS
 
-    def _blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+    def blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+        """The full blocks of a prompt, named as workers name them; none if the model has no known block size."""
         prompt, size = request.prompt, model.block_tokens
+        if not size:
+            return NO_BLOCKS
         token_ids = request.token_ids or prompt.token_ids[:]
         lora = f"{prompt.lora.digest}:{prompt.lora.name}" if prompt.HasField("lora") else ""
         keys: Sequence[int]
@@ -112,8 +110,9 @@ class PromptHasher:
             keys = self.keys(token_ids, size, prompt.cache_salt, lora)
         return PromptBlocks(keys, size, model.block_bytes)
 
-    def _named(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
-        blocks = self._blocks(request, model)
+    def named_blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+        """As `blocks`, with all names computed."""
+        blocks = self.blocks(request, model)
         return PromptBlocks(list(blocks.keys), blocks.block_tokens, blocks.block_bytes)
 
     def keys(self, token_ids: Sequence[int], block_tokens: int, salt: str = "", lora: str = "") -> BlockKeys:
