@@ -157,9 +157,7 @@ class Placer:
             case _:
                 return request.prompt_tokens >= self._config.local_prefill_tokens
 
-    def _find(
-        self, role: str, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None
-    ) -> tuple[WorkerHandle, ...]:
+    def _find(self, role: str, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None) -> tuple[WorkerHandle, ...]:
         """The eligible workers of a role."""
         if lora is not None:
             return self._filter(_constraints(role, request)).eligible

@@ -71,7 +71,9 @@ class WorkerHandle:
         self._load_at = self._heard_at = time.monotonic()
         self._calls: set[Timeout] = set()
         self._sent_requests = 0
-        self._requests_elsewhere = 0  # those that it reported and this router had not sent; negative if it had sent more
+        self._requests_elsewhere = (
+            0  # those that it reported and this router had not sent; negative if it had sent more
+        )
         self._sent_tokens = self._sent_tokens_at_load = 0
         # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
         self.others_tokens = self._others_tokens_at_load = 0

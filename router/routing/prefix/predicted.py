@@ -25,7 +25,8 @@ from router.routing.prefix.work import ArrivalRate
 
 # How many workers of each role are combined into pairs: the best ones by their own terms.
 _PAIRED = 3
-# Predictions are equal if they differ by less than this share of the least, or by less than so many seconds.
+# Predictions are equal if they differ by less than this share of the time to compute the prompt where that is least, or
+# by less than so many seconds. Of that time, not of the total: behind a long queue a cached prefix is worth as much.
 _EQUAL_SHARE = 0.1
 _EQUAL_SECONDS = 0.001
 
@@ -86,11 +87,13 @@ class PredictedSeconds:
         self._places.forget()
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
-        least = min([total for total, _, _ in options])
+        totals = [total for total, _, _ in options]
+        least = min(totals)
         if self._temperature_seconds:
-            weights = [math.exp((least - option[0]) / self._temperature_seconds) for option in options]
+            weights = [math.exp((least - total) / self._temperature_seconds) for total in totals]
             return self._random.choices(options, weights)[0]
-        bound = least + max(_EQUAL_SECONDS, least * _EQUAL_SHARE)
+        _, apart, (_, _, _, here, _, _) = options[totals.index(least)]
+        bound = least + max(_EQUAL_SECONDS, _EQUAL_SHARE * (apart or here)[4])
         equals = [option for option in options if option[0] <= bound]
         if len(equals) == 1:
             return equals[0]
@@ -98,9 +101,9 @@ class PredictedSeconds:
             return max(equals, key=partial(_affinity, session_key))
         # Of the prefill workers, if one is among them, that which was given the least work: so they compute and cache
         # about the same, and decode workers have a prompt only where that gains something.
-        apart = [option for option in equals if option[1] is not None]
-        given = [prefill[1] for _, prefill, _ in apart if prefill] or [decode[1] for _, _, decode in equals]
-        return (apart or equals)[given.index(min(given))]
+        pairs = [option for option in equals if option[1] is not None]
+        given = [prefill[1] for _, prefill, _ in pairs if prefill] or [decode[1] for _, _, decode in equals]
+        return (pairs or equals)[given.index(min(given))]
 
     def _options(
         self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]

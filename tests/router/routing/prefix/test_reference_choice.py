@@ -203,9 +203,9 @@ def sums(state: State, request: RoutingRequest, candidates: Candidates[Seen], ra
 
 
 def best_of(found: Sequence[Sum], session_key: str) -> Sum:
-    """The least sum; of those within a tenth that of the session, or where the least work was given."""
-    least = min(each.total for each in found)
-    equals = [each for each in found if each.total <= least + max(0.001, least * 0.1)]
+    """The least sum; of those a tenth of its computing time around it that of the session, or the least given work."""
+    least = min(found, key=lambda each: each.total)
+    equals = [each for each in found if each.total <= least.total + max(0.001, least.compute * 0.1)]
     if session_key and len(equals) > 1:
         return max(equals, key=lambda each: _affinity(session_key, each))
     return min(equals, key=lambda each: (each.prefill is None, each.given))
