@@ -144,7 +144,7 @@ def linear(cost: RelativeCost, amount: float) -> float:
 
 
 def sums(state: State, request: RoutingRequest, candidates: Candidates[Seen], rate: float) -> list[Sum]:
-    """The best places to decode with the best places to prefill, and each alone, where `rate` requests a second come."""
+    """The best places to decode with the best ones to prefill, and each alone, where `rate` requests a second come."""
     costs, tokens = state.policy.costs, request.prompt_tokens
     places = {
         (worker.record.worker_id, rank.cache.rank): (worker, costs.of(worker.record), rank)
