@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.routing.shapes import SHAPES
 from devtools.bench.summary import Percentiles
-from devtools.bench.traces import TracedRequest, generate_trace, ideal_hit_rate, read_trace
+from devtools.bench.traces import KINDS, TracedRequest, generate_trace, ideal_hit_rate, read_trace
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,12 @@ async def compare(measure: Measure, options: argparse.Namespace) -> None:
     )
     results, ideal = [], 0.0
     for seed in options.seeds:
-        trace = read_trace(options.trace) if options.trace else generate_trace(seed, options.requests, 600.0)
-        trace = trace[: options.requests]
+        trace = (
+            read_trace(options.trace)[: options.requests]
+            if options.trace
+            else generate_trace(seed, options.requests, options.seconds, options.kind)
+        )
+        trace = SHAPES[options.shape](trace)
         ideal = ideal_hit_rate(trace)
         for policy in options.policies:
             results.append(await measure(policy, seed, trace, plan))
@@ -163,9 +168,12 @@ def read_options(description: str, policies: Sequence[str]) -> argparse.Namespac
     """The command line of either benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="in Mooncake's format; generated for each seed if left out")
+    parser.add_argument("--kind", choices=KINDS, default="mixed", help="of a generated trace")
+    parser.add_argument("--shape", choices=SHAPES, default="plain", help="prompts of twice the length; bursts")
     parser.add_argument("--policies", nargs="+", default=list(policies))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, default=600.0, help="in which the requests of a generated trace begin")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--cache-share", type=float, default=0.2, help="of the unique blocks, for each worker")

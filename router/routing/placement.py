@@ -1,11 +1,12 @@
 """Places requests: filters the workers of the cluster, and lets the policy choose; again when a worker fails."""
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 from baton.errors import BatonError, NoWorker
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, lora_pb2
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.loras import prefer_loaded
@@ -31,7 +32,10 @@ class Placer:
         """The request with the blocks of its prompt, if the policy uses them."""
         if self._predicting is None:
             return request
-        return request.with_blocks(await self._hasher.blocks(request, self._cluster.model(request.model)))
+        model = self._cluster.model(request.model)
+        if self._hasher.is_quick(request):
+            return request.with_blocks(self._hasher.blocks(request, model))
+        return request.with_blocks(await asyncio.to_thread(self._hasher.named_blocks, request, model))
 
     def place(self, request: RoutingRequest) -> Placement[WorkerHandle]:
         """The workers for a new request. Raises NoWorker with the reason for each worker.
@@ -99,16 +103,18 @@ class Placer:
             await self._cluster.change()
 
     def _candidates(self, request: RoutingRequest) -> Candidates[WorkerHandle]:
-        return prefer_loaded(self._able(request), request.lora)
+        lora = request.lora
+        able = self._able(request, lora)
+        return able if lora is None else prefer_loaded(able, lora)
 
-    def _able(self, request: RoutingRequest) -> Candidates[WorkerHandle]:
-        decode = self._find("decode", request)
+    def _able(self, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None) -> Candidates[WorkerHandle]:
+        decode = self._find("decode", request, lora)
         if not decode:
             constraints = _constraints("decode", request)
             _raise_none(constraints, self._filter(constraints))
         if not self._wants_prefill(request):
             return Candidates(decode)
-        prefill = self._find("prefill", request)
+        prefill = self._find("prefill", request, lora)
         if not _is_disaggregated(request):
             return Candidates(decode, prefill)
         return self._paired(request, Candidates(decode, prefill, requires_prefill=True))
@@ -151,9 +157,9 @@ class Placer:
             case _:
                 return request.prompt_tokens >= self._config.local_prefill_tokens
 
-    def _find(self, role: str, request: RoutingRequest) -> tuple[WorkerHandle, ...]:
+    def _find(self, role: str, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None) -> tuple[WorkerHandle, ...]:
         """The eligible workers of a role."""
-        if request.lora is not None:
+        if lora is not None:
             return self._filter(_constraints(role, request)).eligible
         context = request.prompt_tokens + 1
         return self._eligible.find(self._cluster, role, request.model, context, request.embedding_layout)

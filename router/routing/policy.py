@@ -59,7 +59,8 @@ class WorkerView(Protocol):
 W = TypeVar("W", bound=WorkerView)
 
 
-@dataclass(frozen=True, slots=True)
+# What follows is not frozen, since freezing triples what it costs to create one, for each request. Nothing changes it.
+@dataclass(slots=True, eq=False)
 class PromptBlocks:
     """The full KV blocks of a prompt, in their order.
 
@@ -74,7 +75,6 @@ class PromptBlocks:
 NO_BLOCKS = PromptBlocks((), 1, 0)
 
 
-# What follows is not frozen, since freezing triples what it costs to create one, for each request. Nothing changes it.
 @dataclass(slots=True)
 class RoutingRequest:
     """A request as a policy sees it. The prompt has its ids and the spans of its media, without embeddings.

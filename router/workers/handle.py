@@ -70,7 +70,10 @@ class WorkerHandle:
         self._card_problem = _NO_CARD
         self._load_at = self._heard_at = time.monotonic()
         self._calls: set[Timeout] = set()
-        self._sent_requests = self._sent_requests_at_load = 0
+        self._sent_requests = 0
+        self._requests_elsewhere = (
+            0  # those that it reported and this router had not sent; negative if it had sent more
+        )
         self._sent_tokens = self._sent_tokens_at_load = 0
         # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
         self.others_tokens = self._others_tokens_at_load = 0
@@ -105,8 +108,8 @@ class WorkerHandle:
     @property
     def requests(self) -> int:
         """The requests that it reported, corrected by those that this router has sent or seen end since."""
-        reported = self.load.running + self.load.waiting
-        return max(0, reported + self._sent_requests - self._sent_requests_at_load)
+        requests = self._requests_elsewhere + self._sent_requests
+        return requests if requests > 0 else 0  # without a call: each decision asks all workers
 
     @property
     def waiting_tokens(self) -> int:
@@ -289,7 +292,7 @@ class WorkerHandle:
     def _note_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
         self.load = load
         self._load_at = time.monotonic()
-        self._sent_requests_at_load = self._sent_requests
+        self._requests_elsewhere = load.running + load.waiting - self._sent_requests
         self._sent_tokens_at_load = self._sent_tokens
         before, self._others_tokens_at_load = (
             self._others_tokens_at_load,

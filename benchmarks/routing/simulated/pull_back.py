@@ -5,11 +5,10 @@ the rest. The pull costs what a handoff of as many bytes costs, and is taken to 
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from benchmarks.routing.simulated.clock import StepCosts
 from router.routing.policy import Candidates, RoutingRequest, W
-from router.routing.prefix.places import Place
+from router.routing.prefix.places import DecodePlace, PrefillPlace
 from router.routing.prefix.predicted import Option, PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
 
@@ -28,20 +27,22 @@ class PullingBack(PredictedSeconds):
         decodes = {id(decode): decode for _, _, decode in options}.values()
         prefills = {id(prefill): prefill for _, prefill, _ in options if prefill is not None}.values()
         for decode in decodes:
-            for prefill in prefills:
-                missing = decode.cached_tokens - prefill.cached_tokens
+            here = PrefillPlace(*DecodePlace(*decode).here)
+            for fields in prefills:
+                prefill = PrefillPlace(*fields)
+                missing = here.cached_tokens - prefill.cached_tokens
                 if missing > 0:
                     seconds = self.pull.move_seconds + missing // size * block_bytes / self.pull.bytes_per_second
-                    pulled = _with_pull(prefill, decode.cached_tokens, seconds)
-                    way = prefill.cost.way_to(decode.cost)
-                    moved = (request.prompt_tokens - decode.cached_tokens) / size * block_bytes
+                    pulled = _with_pull(prefill, here.cached_tokens, seconds)
+                    way = prefill.cost.way_to(here.cost)
+                    moved = (request.prompt_tokens - here.cached_tokens) / size * block_bytes
                     arrival = pulled.first_token + way.seconds(moved)
-                    options.append((arrival + decode.late(arrival) + decode.decode, pulled, decode))
+                    options.append((arrival + here.late(arrival) + decode[0], pulled, decode))
         return options
 
 
-def _with_pull(prefill: Place[W], cached_tokens: int, seconds: float) -> Place[W]:
+def _with_pull(prefill: PrefillPlace[W], cached_tokens: int, seconds: float) -> PrefillPlace[W]:
     """The place with so many tokens cached after a pull of so many seconds."""
     gained = (cached_tokens - prefill.cached_tokens) * prefill.cost.prefill.slowness * prefill.cost.prefill.usual.rate
     compute = prefill.prefill - gained + seconds
-    return replace(prefill, cached_tokens=cached_tokens, prefill=compute, first_token=prefill.wait + compute)
+    return prefill._replace(cached_tokens=cached_tokens, prefill=compute, first_token=prefill.wait + compute)

@@ -27,12 +27,14 @@ class View:
         self.worker = worker
         self.load = worker.load()
         self.sent_requests = self.sent_tokens = 0
-        self._requests_at_load = self._tokens_at_load = 0
+        self._tokens_at_load = 0
+        self._requests_elsewhere = self.load.running + self.load.waiting
         self.others_tokens = self._others_tokens_at_load = 0
 
     @property
     def requests(self) -> int:
-        return max(0, self.load.running + self.load.waiting + self.sent_requests - self._requests_at_load)
+        requests = self._requests_elsewhere + self.sent_requests
+        return requests if requests > 0 else 0
 
     @property
     def waiting_tokens(self) -> int:
@@ -45,7 +47,8 @@ class View:
 
     def report(self) -> None:
         self.load = self.worker.load()
-        self._requests_at_load, self._tokens_at_load = self.sent_requests, self.sent_tokens
+        self._tokens_at_load = self.sent_tokens
+        self._requests_elsewhere = self.load.running + self.load.waiting - self.sent_requests
         before = self._others_tokens_at_load
         self._others_tokens_at_load = max(0, self.load.waiting_prefill_tokens - self.sent_tokens)
         self.others_tokens = min(before, self._others_tokens_at_load)

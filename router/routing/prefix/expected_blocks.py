@@ -1,6 +1,6 @@
 """The blocks that one prefix cache will report soon, because prompts with them were sent to its worker."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 # How many blocks two prompts are first compared by; then by twice as many.
 _FIRST_STEP = 16
@@ -35,14 +35,10 @@ class ExpectedBlocks:
 
     def __init__(self) -> None:
         self._by_first: dict[int, _Expected] = {}
+        self.firsts: Collection[int] = self._by_first  # the first missing block of each prompt
 
     def __len__(self) -> int:
         return len(self._by_first)
-
-    @property
-    def firsts(self) -> Container[int]:
-        """The first missing block of each prompt."""
-        return self._by_first
 
     def add(self, keys: Sequence[int], expires: float, start: int = 0) -> None:
         """Adds a prompt of which the cache does not have the blocks from `start` on, at least one."""

@@ -15,6 +15,22 @@ from router.telemetry import metrics
 class Forecast(Generic[W]):
     """The Progress of a request that was placed by prediction. Its prompt counts as work of its place until `close`."""
 
+    __slots__ = (
+        "_caches",
+        "_clock",
+        "_coming_to",
+        "_cost",
+        "_costs",
+        "_has_first_token",
+        "_matched",
+        "_prediction",
+        "_reader",
+        "_request",
+        "_started",
+        "_ticket",
+        "_work",
+    )
+
     def __init__(
         self,
         caches: PrefixCaches,
@@ -35,14 +51,15 @@ class Forecast(Generic[W]):
         self._work = self._cost.ranks[prediction.rank]
         self._ticket: Ticket | None = costs.shares.give(self._work, prediction.prefill)
         self._has_first_token = False
-        self._expect(prediction.runs_on, self._work.cache)
+        seconds = prediction.first_token + prediction.transfer + prediction.decode
+        self._expect(prediction.runs_on, self._work.cache, seconds)
         self._reader: Cache | None = None  # the cache that the KV is still to arrive in
         self._coming_to: WorkerCost | None = None  # the worker that does not know of the request yet
         if prediction.prefill_worker is not None:
             self._coming_to = costs.of(prediction.decode_worker.record)
             self._coming_to.coming += 1
             self._reader = self._coming_to.ranks[prediction.decode_rank].cache
-            self._expect(prediction.decode_worker, self._reader)
+            self._expect(prediction.decode_worker, self._reader, seconds)
 
     def first_token(self, cached_tokens: int | None) -> None:
         """See Progress."""
@@ -105,12 +122,13 @@ class Forecast(Generic[W]):
             # They are there now: the worker has just computed them.
             self._caches.expect(self._work.cache, blocks.keys[found:believed], 0.0)
 
-    def _expect(self, worker: W, cache: Cache) -> None:
-        """Counts the prompt's blocks as cached there from now on."""
+    def _expect(self, worker: W, cache: Cache, seconds: float) -> None:
+        """Counts the prompt's blocks as cached there from now on, and computed within so many seconds."""
         keys, have = self._request.blocks.keys, self._matched.get(cache, 0)
+        if self._caches.reports(cache.process):
+            self._caches.expect(cache, keys, seconds, start=have)
+            return
         if have:
             self._caches.renew(cache, keys, have)
-        prediction = self._prediction
-        seconds = prediction.first_token + prediction.transfer + prediction.decode
         room = worker.load.blocks_total // max(1, worker.record.data_parallel_ranks)
         self._caches.expect(cache, keys, seconds, room, start=have)

@@ -7,6 +7,7 @@ estimate, never a wrong token. A *holder* is one prefix cache, of a worker's dat
 
 import struct
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 HolderT = TypeVar("HolderT", bound=Hashable)
@@ -16,6 +17,8 @@ _SHARDS = 256
 _LAST = _SHARDS - 1
 # How many shards each change cleans of holders that were cleared.
 _SWEPT_SHARDS = 2
+# For so many sets of holders it is remembered who they are.
+_MOST_SETS = 1024
 
 
 def block_keys(hashes: Iterable[bytes]) -> list[int]:
@@ -26,7 +29,12 @@ def block_keys(hashes: Iterable[bytes]) -> list[int]:
 
 def chain_keys(hashes: Sequence[bytes]) -> list[int]:
     """As `block_keys`, quicker, for hashes of sixteen bytes."""
-    return list(struct.unpack(f"<{2 * len(hashes)}Q", b"".join(hashes))[::2])
+    return list(_first_halves(len(hashes)).unpack(b"".join(hashes)))
+
+
+@lru_cache(256)
+def _first_halves(count: int) -> struct.Struct:
+    return struct.Struct("<" + "Q8x" * count)
 
 
 class _Holder:
@@ -47,6 +55,7 @@ class KvIndex(Generic[HolderT]):
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._holders: dict[HolderT, _Holder] = {}
         self._by_bit: dict[int, HolderT] = {}
+        self._by_bits: dict[int, list[HolderT]] = {}  # of sets that were found lately
         self._valid = 0  # the bits of all holders
         self._free: list[int] = []
         self._num_bits = 0
@@ -80,11 +89,15 @@ class KvIndex(Generic[HolderT]):
         if found is None:
             found = self._holders[holder] = _Holder(self._take_bit(holder))
         bit, shards, added = found.bit, self._shards, 0
+        # Blocks in a row mostly have the same holders. They share one int, which is quicker to read in a search.
+        before, after = 0, bit
         for key in keys:
             shard = shards[key & _LAST]
             bits = shard.get(key, 0)
-            if not bits & bit:
-                shard[key] = bits | bit
+            if bits != before:
+                before, after = bits, bits | bit
+            if after != bits:
+                shard[key] = after
                 added += 1
         found.num_blocks += added
         self._sweep()
@@ -126,24 +139,31 @@ class KvIndex(Generic[HolderT]):
         matched: dict[HolderT, int] = {}
         if not alive:
             return matched
+        last = -1
         for key in keys:
-            still = alive & shards[key & _LAST].get(key, 0)
-            if still != alive:
-                if count:
-                    self._note(alive ^ still, count, matched)
-                if not still:
-                    return matched
-                alive = still
+            bits = shards[key & _LAST].get(key, 0)
+            if bits != last:
+                last = bits
+                still = alive & bits
+                if still != alive:
+                    if count:
+                        matched |= dict.fromkeys(self._holders_of(alive ^ still), count)
+                    if not still:
+                        return matched
+                    alive = still
             count += 1
         if count:
-            self._note(alive, count, matched)
+            matched |= dict.fromkeys(self._holders_of(alive), count)
         return matched
 
-    def _note(self, bits: int, count: int, matched: dict[HolderT, int]) -> None:
-        while bits:
-            bit = bits & -bits
-            matched[self._by_bit[bit]] = count
-            bits ^= bit
+    def _holders_of(self, bits: int) -> Sequence[HolderT]:
+        """The holders that bits stand for, remembered until there are other holders."""
+        found = self._by_bits.get(bits)
+        if found is None:
+            if len(self._by_bits) >= _MOST_SETS:
+                self._by_bits.clear()
+            found = self._by_bits[bits] = [self._by_bit[bit] for bit in _single_bits(bits)]
+        return found
 
     def _take_bit(self, holder: HolderT) -> int:
         if self._free:
@@ -153,11 +173,13 @@ class KvIndex(Generic[HolderT]):
             self._num_bits += 1
         self._valid |= bit
         self._by_bit[bit] = holder
+        self._by_bits.clear()
         return bit
 
     def _give_up_bit(self, found: _Holder) -> None:
         self._valid &= ~found.bit
         del self._by_bit[found.bit]
+        self._by_bits.clear()
         self._cleared |= found.bit
 
     def _sweep(self) -> None:

@@ -1,13 +1,14 @@
 """What a prompt costs at each data-parallel rank of the workers that could run it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, TypeAlias
+
+from typing_extensions import NamedTuple
 
 from router.routing.policy import RoutingRequest, W
-from router.routing.prefix.cost import Costs, WorkerCost
+from router.routing.prefix.cost import Costs, RelativeCost, WorkerCost
 from router.routing.prefix.prefix_caches import Cache
-from router.routing.prefix.work import RankWork
+from router.routing.prefix.work import PromptQueue, RankWork
 
 # The longest answer that counts where it is decoded: it may be much shorter than the limit.
 _ANSWER_TOKENS = 128
@@ -16,26 +17,31 @@ _NO_ROOM_SECONDS = 1.0
 # A second in which a running stream stands still counts as so many seconds of a request that has not begun. Its client
 # is reading, and a queue in front of prefill workers is seen by the policy, unlike a pause of the next streams.
 _STALL_WEIGHT = 2.0
+# For so many lists of workers it is remembered which ranks they have.
+_MOST_LISTS = 64
+
+# The fields of places as plain tuples, since each request has one for every rank, and a tuple takes a fifth of the time
+# of an object. `PrefillPlace(*fields)` gives them their names.
+PrefillFields: TypeAlias = tuple[float, float, int, float, float, int, W, WorkerCost, RankWork]
+DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool]
 
 
-@dataclass(slots=True, eq=False)  # not frozen: each request has one for every worker
-class Place(Generic[W]):
-    """A rank of a worker, and what the prompt costs there, in seconds.
+class PrefillPlace(NamedTuple, Generic[W]):
+    """A rank of a worker, and what the prompt costs there, in seconds; `first_token` is `wait` and `prefill`.
 
-    `first_token` is `wait` and `prefill`. For decode workers `decode` is the time to join the batch and how much the
-    streams there and the request slow each other down, and `stall` what those streams lose if the prompt runs there.
+    Places compare by the order in which they are combined into pairs: those that were given less work come first among
+    equals. `number` is that of the rank among all, so that no two places are equal.
     """
 
+    first_token: float
+    given_seconds: float
+    number: int
+    wait: float
+    prefill: float
+    cached_tokens: int
     worker: W
     cost: WorkerCost
     work: RankWork
-    cached_tokens: int
-    wait: float
-    prefill: float
-    first_token: float
-    decode: float = 0.0
-    stall: float = 0.0
-    has_room: bool = True  # for the prompt, on a decode worker
 
     @property
     def rank(self) -> int:
@@ -44,51 +50,105 @@ class Place(Generic[W]):
 
     def late(self, arrival: float) -> float:
         """How long a stream that arrives after so many seconds is held up by the prompts that run here until then."""
-        held_up = self.wait - arrival
-        return held_up if held_up > 0.0 else 0.0
+        return max(0.0, self.wait - arrival)
 
 
-def places_of(
-    workers: Sequence[W], request: RoutingRequest, matched: Mapping[Cache, int], costs: Costs, now: float
-) -> list[Place[W]]:
-    """Each rank of each worker, with what the prompt costs there."""
-    size, tokens = request.blocks.block_tokens, request.prompt_tokens
-    # The last token is always computed.
-    most_blocks = (tokens - 1) // size
-    found = []
-    for worker in workers:
-        cost = costs.of(worker.record)
-        ranks, slowness, usual = cost.ranks, cost.prefill.slowness, cost.prefill.usual
-        base, rate = slowness * usual.base, slowness * usual.rate
-        # An estimate of the work that other routers have sent, which the worker has reported.
-        others = worker.others_tokens * rate / len(ranks)
-        for work in ranks:
-            cached = 0
-            if work.cache in matched:
-                blocks = matched[work.cache]
-                cached = (blocks if blocks < most_blocks else most_blocks) * size
-            wait, prefill = work.queue.wait_at(now) + others, base + (tokens - cached) * rate
-            found.append(Place(worker, cost, work, cached, wait, prefill, wait + prefill))
-    return found
+class DecodePlace(NamedTuple, Generic[W]):
+    """A rank of a worker that decodes, compared by `decode`, and `here`, what the prompt costs if it runs here.
 
-
-def add_decoding(places: Sequence[Place[W]], request: RoutingRequest, stream_seconds: float, arrivals: float) -> None:
-    """Adds `decode` and `stall` to places that decode.
-
-    `stream_seconds` is what one more stream adds to each token of the others, `arrivals` how many new streams a second
-    each place gets: those that come while the prompt runs there are held up for half of it on average.
+    `decode` is the time to join the batch and how much the streams there and the request slow each other down, and
+    `stall` what those streams lose if the prompt runs here. `has_room` is whether there is memory for the prompt.
     """
-    slower = stream_seconds * min(request.answer_tokens, _ANSWER_TOKENS)
-    block_tokens, tokens = request.blocks.block_tokens, request.prompt_tokens
-    for place in places:
-        worker, prefill, cost = place.worker, place.prefill, place.cost
-        requests, load = worker.requests, worker.load
-        there = requests + cost.coming
-        place.decode = cost.entry.slowness * cost.entry.usual.base + there * slower
-        total, waiting = load.blocks_total, there - load.running
-        # Those that do not run yet come first, and are taken to be as long as this one.
-        needed = tokens - place.cached_tokens + waiting * tokens if waiting > 0 else tokens - place.cached_tokens
-        if total and (total - load.blocks_used) * block_tokens < needed:
-            place.decode += _NO_ROOM_SECONDS * (1 + max(0, waiting))
-            place.has_room = False
-        place.stall = _STALL_WEIGHT * (requests + arrivals * prefill / 2) * prefill
+
+    decode: float
+    given_seconds: float
+    number: int
+    here: PrefillFields[W]
+    stall: float
+    has_room: bool
+
+
+# A rank with all that its costs are read from, and how many ranks its worker has.
+_Rank: TypeAlias = tuple[int, W, WorkerCost, RelativeCost, RankWork, PromptQueue, Cache, int]
+
+
+class Places:
+    """The ranks of lists of workers, and what prompts cost there.
+
+    The lists of most requests are the same tuples, for which the ranks are remembered.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._known: dict[int, tuple[Sequence[Any], list[_Rank[Any]]]] = {}
+
+    def forget(self) -> None:
+        """Forgets the lists, since a worker has left."""
+        self._known.clear()
+
+    def to_prefill(
+        self, workers: Sequence[W], request: RoutingRequest, matched: Mapping[Cache, int], now: float
+    ) -> list[PrefillFields[W]]:
+        """Each rank of each worker, with what the prompt costs there."""
+        size, tokens = request.blocks.block_tokens, request.prompt_tokens
+        # The last token is always computed.
+        most_blocks = (tokens - 1) // size
+        places: list[PrefillFields[W]] = []
+        for number, worker, cost, relative, work, queue, cache, num_ranks in self._ranks(workers):
+            slowness, usual, wait, cached = relative.slowness, relative.usual, 0.0, 0
+            if cache in matched:
+                blocks = matched[cache]
+                cached = (blocks if blocks < most_blocks else most_blocks) * size
+            prefill = slowness * (usual.base + (tokens - cached) * usual.rate)
+            if queue.seconds:  # as `queue.wait_at(now)`
+                passed = now - queue.head_since
+                wait = queue.seconds - (passed if passed < queue.head_seconds else queue.head_seconds)
+            if worker.others_tokens:
+                # An estimate of the work that other routers have sent, which the worker has reported.
+                wait += worker.others_tokens * slowness * usual.rate / num_ranks
+            places.append((wait + prefill, work.given_seconds, number, wait, prefill, cached, worker, cost, work))
+        return places
+
+    def to_decode(
+        self, workers: Sequence[W], request: RoutingRequest, matched: Mapping[Cache, int], now: float, arrivals: float
+    ) -> list[DecodeFields[W]]:
+        """Each rank of each worker, with what it costs to decode there, and to run the prompt there, too.
+
+        `arrivals` is how many new streams a second all places get together: those that come while the prompt runs at
+        one are held up for half of it on average.
+        """
+        here = self.to_prefill(workers, request, matched, now)
+        slower = self._costs.priors.stream_seconds * min(request.answer_tokens, _ANSWER_TOKENS)
+        block_tokens, tokens, arrivals = request.blocks.block_tokens, request.prompt_tokens, arrivals / len(here) / 2
+        places: list[DecodeFields[W]] = []
+        for place in here:
+            _, given_seconds, number, _, prefill, cached, worker, cost, _ = place
+            requests, load, entry, has_room = worker.requests, worker.load, cost.entry, True
+            there, total = requests + cost.coming, load.blocks_total
+            decode = entry.slowness * entry.usual.base + there * slower
+            if total:
+                # Those that do not run yet come first, and are taken to be as long as this one.
+                waiting = max(0, there - load.running) if there else 0
+                if (total - load.blocks_used) * block_tokens < tokens - cached + waiting * tokens:
+                    decode += _NO_ROOM_SECONDS * (1 + waiting)
+                    has_room = False
+            stall = _STALL_WEIGHT * (requests + arrivals * prefill) * prefill
+            places.append((decode, given_seconds, number, place, stall, has_room))
+        return places
+
+    def _ranks(self, workers: Sequence[W]) -> list[_Rank[W]]:
+        """All ranks of the workers, in their order."""
+        known = self._known.get(id(workers))
+        if known is not None and known[0] is workers:
+            return known[1]
+        costs = [(worker, self._costs.of(worker.record)) for worker in workers]
+        ranks = [(worker, cost, work) for worker, cost in costs for work in cost.ranks]
+        found: list[_Rank[W]] = [
+            (number, worker, cost, cost.prefill, work, work.queue, work.cache, len(cost.ranks))
+            for number, (worker, cost, work) in enumerate(ranks)
+        ]
+        if isinstance(workers, tuple):  # of other sequences the workers may change
+            if len(self._known) >= _MOST_LISTS:
+                self._known.clear()
+            self._known[id(workers)] = workers, found
+        return found

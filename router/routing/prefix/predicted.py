@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TypeAlias
 
 from baton.inference.v1 import generate_pb2
@@ -19,23 +19,21 @@ from router.routing.latency import Clock
 from router.routing.policy import Candidates, Placement, Prediction, RoutingRequest, W
 from router.routing.prefix.cost import Costs, Priors
 from router.routing.prefix.forecast import Forecast
-from router.routing.prefix.places import Place, add_decoding, places_of
+from router.routing.prefix.places import DecodeFields, Places, PrefillFields
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.routing.prefix.work import ArrivalRate
 
 # How many workers of each role are combined into pairs: the best ones by their own terms.
 _PAIRED = 3
-# Predictions are equal if they differ by less than this share of the least, or by less than so many seconds.
+# Predictions are equal if they differ by less than this share of the time to compute the prompt where that is least, or
+# by less than so many seconds. Of that time, not of the total: behind a long queue a cached prefix is worth as much.
 _EQUAL_SHARE = 0.1
 _EQUAL_SECONDS = 0.001
 
 # The total, a place to prefill unless the prompt runs on the decode worker, and a place to decode. Plain tuples: dozens
 # are made for each request.
-Option: TypeAlias = tuple[float, Place[W] | None, Place[W]]
+Option: TypeAlias = tuple[float, PrefillFields[W] | None, DecodeFields[W]]
 _total = itemgetter(0)
-# The order in which places are combined into pairs: those that were given less work come first among equals.
-_by_first_token = attrgetter("first_token", "work.given_seconds")
-_by_decode = attrgetter("decode", "work.given_seconds")
 
 
 class PredictedSeconds:
@@ -55,6 +53,7 @@ class PredictedSeconds:
     ) -> None:
         self.caches = caches or PrefixCaches(clock)
         self.costs = Costs(priors, clock)
+        self._places = Places(self.costs)
         self._temperature_seconds = temperature_seconds
         self._clock = clock
         self._arrivals = ArrivalRate(clock)
@@ -85,13 +84,16 @@ class PredictedSeconds:
         """Forgets a worker that has left."""
         self.caches.drop(process)
         self.costs.forget(process)
+        self._places.forget()
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
-        least = min(options, key=_total)[0]
+        totals = [total for total, _, _ in options]
+        least = min(totals)
         if self._temperature_seconds:
-            weights = [math.exp((least - option[0]) / self._temperature_seconds) for option in options]
+            weights = [math.exp((least - total) / self._temperature_seconds) for total in totals]
             return self._random.choices(options, weights)[0]
-        bound = least + max(_EQUAL_SECONDS, least * _EQUAL_SHARE)
+        _, apart, (_, _, _, here, _, _) = options[totals.index(least)]
+        bound = least + max(_EQUAL_SECONDS, _EQUAL_SHARE * (apart or here)[4])
         equals = [option for option in options if option[0] <= bound]
         if len(equals) == 1:
             return equals[0]
@@ -99,42 +101,50 @@ class PredictedSeconds:
             return max(equals, key=partial(_affinity, session_key))
         # Of the prefill workers, if one is among them, that which was given the least work: so they compute and cache
         # about the same, and decode workers have a prompt only where that gains something.
-        return min(equals, key=_preference)
+        pairs = [option for option in equals if option[1] is not None]
+        given = [prefill[1] for _, prefill, _ in pairs if prefill] or [decode[1] for _, _, decode in equals]
+        return (pairs or equals)[given.index(min(given))]
 
     def _options(
         self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
     ) -> list[Option[W]]:
-        now = self._clock()
-        decodes = places_of(candidates.decode, request, matched, self.costs, now)
-        add_decoding(decodes, request, self.costs.priors.stream_seconds, self._arrivals.per_second / len(decodes))
-        options = []
+        now, places = self._clock(), self._places
+        decodes = places.to_decode(candidates.decode, request, matched, now, self._arrivals.per_second)
+        options: list[Option[W]] = []
         if candidates.prefill:
-            prefills = places_of(candidates.prefill, request, matched, self.costs, now)
-            best = sorted(prefills, key=_by_first_token)[:_PAIRED], sorted(decodes, key=_by_decode)[:_PAIRED]
+            prefills = places.to_prefill(candidates.prefill, request, matched, now)
+            best = sorted(prefills)[:_PAIRED], sorted(decodes)[:_PAIRED]
             options = _pairs(*best, request) or _pairs(prefills, decodes, request)
         if not candidates.requires_prefill:
             # Where streams wait for memory already, a prompt of its own would only make them wait longer.
-            able = [place for place in decodes if place.has_room] if options else decodes
-            options += [(place.first_token + place.decode + place.stall, None, place) for place in able]
+            needs_no_room = not options
+            for place in decodes:
+                decode, _, _, here, stall, has_room = place
+                if has_room or needs_no_room:
+                    options.append((here[0] + decode + stall, None, place))
         return options
 
     def _predict(self, option: Option[W], request: RoutingRequest) -> Prediction[W]:
-        _, prefill, decode = option
-        place = prefill or decode
-        transfer = prefill.cost.way_to(decode.cost).seconds(_moved_bytes(decode, request)) if prefill else 0.0
+        _, apart, (joins, _, _, here, stall, _) = option
+        first_token, _, _, wait, prefill, cached, worker, cost, work = apart or here
+        _, _, _, held_up, _, have, reader, reader_cost, reader_work = here
+        transfer = late = 0.0
+        if apart is not None:
+            transfer = cost.way_to(reader_cost).seconds(_moved_bytes(have, request))
+            late = max(0.0, held_up - (first_token + transfer))
         return Prediction(
-            prefill_worker=prefill.worker if prefill else None,
-            decode_worker=decode.worker,
-            wait=place.wait,
-            prefill=place.prefill,
+            prefill_worker=None if apart is None else worker,
+            decode_worker=reader,
+            wait=wait,
+            prefill=prefill,
             transfer=transfer,
-            decode=decode.decode + (decode.late(place.first_token + transfer) if prefill else 0.0),
-            stall=0.0 if prefill else decode.stall,
-            cached_tokens=place.cached_tokens,
-            uncached_tokens=request.prompt_tokens - place.cached_tokens,
-            has_kv_events=self.caches.reports(place.cost.process),
-            rank=place.rank,
-            decode_rank=decode.rank,
+            decode=joins + late,
+            stall=stall if apart is None else 0.0,
+            cached_tokens=cached,
+            uncached_tokens=request.prompt_tokens - cached,
+            has_kv_events=self.caches.reports(cost.process),
+            rank=work.cache.rank,
+            decode_rank=reader_work.cache.rank,
         )
 
     def _explain(self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest) -> list[str]:
@@ -143,31 +153,32 @@ class PredictedSeconds:
         return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
 
 
-def _pairs(prefills: Sequence[Place[W]], decodes: Sequence[Place[W]], request: RoutingRequest) -> list[Option[W]]:
+def _pairs(
+    prefills: Sequence[PrefillFields[W]], decodes: Sequence[DecodeFields[W]], request: RoutingRequest
+) -> list[Option[W]]:
     options: list[Option[W]] = []
     for decode in decodes:
-        moved, process, wait, joins = _moved_bytes(decode, request), decode.cost.process, decode.wait, decode.decode
+        joins, _, _, (_, _, _, wait, _, cached, _, reader, _), _, _ = decode
+        moved, process = _moved_bytes(cached, request), reader.process
         for prefill in prefills:
-            way = prefill.cost.ways.get(process) or prefill.cost.way_to(decode.cost)
+            first_token, _, _, _, _, _, _, cost, _ = prefill
+            way = cost.ways.get(process) or cost.way_to(reader)
             if way.exists:
-                arrival = prefill.first_token + way.seconds(moved)
-                # As `decode.late(arrival)`.
+                usual = way.usual
+                # As `way.seconds(moved)` and `late(arrival)`.
+                arrival = first_token + way.slowness * (usual.base + moved * usual.rate)
                 options.append(((wait if wait > arrival else arrival) + joins, prefill, decode))
     return options
 
 
-def _moved_bytes(decode: Place[W], request: RoutingRequest) -> float:
-    """What a handoff to a decode worker moves: the blocks that it does not have."""
+def _moved_bytes(cached_tokens: int, request: RoutingRequest) -> float:
+    """What a handoff moves to a decode worker that has so many tokens: the blocks that it does not have."""
     blocks = request.blocks
-    return (request.prompt_tokens - decode.cached_tokens) / blocks.block_tokens * blocks.block_bytes
-
-
-def _preference(option: Option[W]) -> tuple[bool, float]:
-    _, prefill, decode = option
-    return prefill is None, (prefill or decode).work.given_seconds
+    return (request.prompt_tokens - cached_tokens) / blocks.block_tokens * blocks.block_bytes
 
 
 def _affinity(session_key: str, option: Option[W]) -> bytes:
     """Highest for one place of each session (rendezvous hashing)."""
-    workers = [place.worker.record.worker_id for place in option[1:] if place]
+    _, prefill, (_, _, _, here, _, _) = option
+    workers = [place[6].record.worker_id for place in (prefill, here) if place]
     return hashlib.blake2b("\0".join([session_key, *workers]).encode(), digest_size=8).digest()

@@ -60,11 +60,16 @@ class PrefixCaches:
         self._expire()
         matched = self._index.match(keys)
         if keys:
-            first, total, now = keys[0], len(keys), self._clock()
+            # The first key that a cache lacks, by how many it has: most caches have equally many.
+            total, now, missing = len(keys), self._clock(), {0: keys[0]}
             for cache, expected in self._expected.items():
-                count = matched.get(cache, 0)
-                if count < total and (keys[count] if count else first) in expected.firsts:
-                    self._add_expected(matched, cache, expected, keys, now)
+                if expected.firsts:
+                    count = matched.get(cache, 0)
+                    key = missing.get(count)
+                    if key is None:
+                        key = missing[count] = keys[count] if count < total else -1
+                    if key in expected.firsts:
+                        self._add_expected(matched, cache, expected, keys, now)
         return matched
 
     def _add_expected(

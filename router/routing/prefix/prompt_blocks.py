@@ -1,6 +1,5 @@
 """The names of a prompt's KV blocks, computed when they are read or, for a long prompt, at once in a thread."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -93,16 +92,15 @@ class PromptHasher:
         self._newer: _Pieces = {}
         self._older: _Pieces = {}
 
-    async def blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
-        """The full blocks of a prompt, named as workers name them; none if the model has no known block size."""
-        if not model.block_tokens:
-            return NO_BLOCKS
-        if request.prompt_tokens < _MANY_TOKENS:
-            return self._blocks(request, model)
-        return await asyncio.to_thread(self._named, request, model)
+    def is_quick(self, request: RoutingRequest) -> bool:
+        """Whether the blocks of a prompt are named soon enough for an event loop."""
+        return request.prompt_tokens < _MANY_TOKENS
 
-    def _blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+    def blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+        """The full blocks of a prompt, named as workers name them; none if the model has no known block size."""
         prompt, size = request.prompt, model.block_tokens
+        if not size:
+            return NO_BLOCKS
         token_ids = request.token_ids or prompt.token_ids[:]
         lora = f"{prompt.lora.digest}:{prompt.lora.name}" if prompt.HasField("lora") else ""
         keys: Sequence[int]
@@ -112,8 +110,9 @@ class PromptHasher:
             keys = self.keys(token_ids, size, prompt.cache_salt, lora)
         return PromptBlocks(keys, size, model.block_bytes)
 
-    def _named(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
-        blocks = self._blocks(request, model)
+    def named_blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
+        """As `blocks`, with all names computed."""
+        blocks = self.blocks(request, model)
         return PromptBlocks(list(blocks.keys), blocks.block_tokens, blocks.block_bytes)
 
     def keys(self, token_ids: Sequence[int], block_tokens: int, salt: str = "", lora: str = "") -> BlockKeys:
@@ -123,10 +122,9 @@ class PromptHasher:
 
     def _pieces(self, token_ids: Sequence[int], size: int, count: int, parent: bytes) -> Iterator[Sequence[int]]:
         """The keys of `count` blocks after a hash. Pieces that are whole are remembered."""
-        content, width, end = token_bytes(token_ids), TOKEN_BYTES * size * _PIECE_BLOCKS, TOKEN_BYTES * size * count
         may_be_known = True
-        for start in range(0, end, width):
-            place = parent, content[start : min(start + width, end)]
+        for content in _packed(token_ids, size * _PIECE_BLOCKS, size * count):
+            place = parent, content
             found = self._find(place) if may_be_known else None
             if found is None:
                 may_be_known = False  # nor can what follows it
@@ -150,3 +148,17 @@ class PromptHasher:
         if len(self._newer) >= _MOST_PIECES:
             self._older, self._newer = self._newer, {}
         self._newer[place] = found
+
+
+def _packed(token_ids: Sequence[int], piece_tokens: int, end: int) -> Iterator[bytes]:
+    """The bytes of each piece of the first `end` ids.
+
+    They are packed some pieces at a time and each time twice as many, since what is not read need not be packed.
+    """
+    width, start, pieces = TOKEN_BYTES * piece_tokens, 0, 1
+    while start < end:
+        stop = min(start + piece_tokens * pieces, end)
+        content = token_bytes(token_ids[start:stop])
+        for at in range(0, len(content), width):
+            yield content[at : at + width]
+        start, pieces = stop, 2 * pieces

@@ -22,8 +22,10 @@ class PromptQueue:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._tickets: OrderedDict[int, Ticket] = OrderedDict()
-        self._sum = 0.0
-        self._head_since = 0.0
+        # What `wait_at` reads, kept as prompts come and go, since each request asks all queues.
+        self.seconds = 0.0  # of all prompts
+        self.head_seconds = 0.0  # of the first one
+        self.head_since = 0.0  # when that began
 
     @property
     def wait_seconds(self) -> float:
@@ -32,19 +34,16 @@ class PromptQueue:
 
     def wait_at(self, now: float) -> float:
         """How long a prompt that is sent `now` will wait."""
-        if not self._tickets:
-            return 0.0
-        head = next(iter(self._tickets.values()))
         # If the first one takes longer than predicted, that says nothing about those behind it.
-        return self._sum - min(head.seconds, now - self._head_since)
+        return self.seconds - min(self.head_seconds, now - self.head_since)
 
     def add(self, seconds: float) -> Ticket:
         """Adds a prompt that is predicted to take so long."""
         if not self._tickets:
-            self._head_since = self._clock()
+            self.head_since, self.head_seconds = self._clock(), seconds
         ticket = Ticket(seconds)
         self._tickets[id(ticket)] = ticket
-        self._sum += seconds
+        self.seconds += seconds
         return ticket
 
     def done(self, ticket: Ticket) -> float | None:
@@ -53,11 +52,12 @@ class PromptQueue:
             return None
         is_head = next(iter(self._tickets.values())) is ticket
         del self._tickets[id(ticket)]
-        self._sum = max(0.0, self._sum - ticket.seconds) if self._tickets else 0.0
+        self.seconds = max(0.0, self.seconds - ticket.seconds) if self._tickets else 0.0
         if not is_head:
             return None
+        self.head_seconds = next(iter(self._tickets.values())).seconds if self._tickets else 0.0
         now = self._clock()
-        took, self._head_since = now - self._head_since, now
+        took, self.head_since = now - self.head_since, now
         return took
 
 

@@ -10,12 +10,12 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
 from router.routing.policy import PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Costs, Priors
-from router.routing.prefix.places import Place, add_decoding, places_of
+from router.routing.prefix.places import DecodePlace, Places, PrefillPlace
 from router.routing.prefix.prefix_caches import Cache
 from router.workers.loras import KnownLoras
 
 SIZE = 16
-COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25)
+COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25, stream_seconds=0.001)
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,26 @@ def request(tokens: int, answer_tokens: int = 100) -> RoutingRequest:
     return RoutingRequest("m", prompt, generate_pb2.RoutingOptions(), answer_tokens=answer_tokens, blocks=blocks)
 
 
-def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> Place[Seen]:
-    """The place that a worker of one rank is for decoding."""
-    asked = request(tokens)
+def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> DecodePlace[Seen]:
+    """The place that a worker of one rank is for decoding, with 0.001 s more of each token for each stream."""
     matched = {Cache(one.record.process): cached_blocks}
-    places = places_of([one], asked, matched, costs or Costs(COSTS), now=0.0)
-    add_decoding(places, asked, stream_seconds=0.001, arrivals=0.0)
-    return places[0]
+    places = Places(costs or Costs(COSTS))
+    (fields,) = places.to_decode([one], request(tokens), matched, now=0.0, arrivals=0.0)
+    return DecodePlace(*fields)
+
+
+def computing(
+    workers: list[Seen], matched: dict[Cache, int], costs: Costs | None = None, now: float = 0.0
+) -> list[PrefillPlace[Seen]]:
+    """The places that the workers' ranks are for a prompt of 1600 tokens."""
+    places = Places(costs or Costs(COSTS)).to_prefill(workers, request(1600), matched, now)
+    return [PrefillPlace(*fields) for fields in places]
 
 
 def test_the_tokens_that_are_not_cached_are_computed_and_always_the_last_one() -> None:
     matched = {Cache("half@1"): 50, Cache("whole@1"): 100}
     workers = [worker("none"), worker("half"), worker("whole")]
-    places = places_of(workers, request(1600), matched, Costs(COSTS), now=0.0)
+    places = computing(workers, matched)
     assert [place.cached_tokens for place in places] == [0, 800, 1584]
     assert [place.prefill for place in places] == pytest.approx([16.5, 8.5, 0.66])
     assert [place.first_token for place in places] == [place.prefill for place in places]
@@ -67,14 +74,15 @@ def test_every_rank_is_a_place_with_a_cache_and_a_queue_of_its_own() -> None:
     clock, one = ManualClock(), worker("w", ranks=3)
     costs = Costs(COSTS, clock)
     costs.shares.give(costs.of(one.record).ranks[1], 7.0)
-    places = places_of([one], request(1600), {Cache("w@1", 2): 10}, costs, clock())
+    places = computing([one], {Cache("w@1", 2): 10}, costs, clock())
     assert [place.rank for place in places] == [0, 1, 2]
     assert [place.cached_tokens for place in places] == [0, 0, 160]
     assert [place.wait for place in places] == [0.0, 7.0, 0.0]
 
 
 def test_prompts_of_other_routers_count_as_wait_and_are_spread_over_the_ranks() -> None:
-    places = places_of([worker("w", ranks=2, others_tokens=400)], request(1600), {}, Costs(COSTS), now=0.0)
+    workers = [worker("w", ranks=2, others_tokens=400)]
+    places = computing(workers, {})
     assert [place.wait for place in places] == pytest.approx([2.0, 2.0])
 
 
@@ -110,5 +118,5 @@ def test_a_decode_worker_without_memory_for_the_prompt_and_those_before_it_has_n
 
 
 def test_a_stream_is_held_up_by_prompts_that_still_run_when_it_arrives() -> None:
-    place = decoding(worker("w", others_tokens=400))
+    place = PrefillPlace(*decoding(worker("w", others_tokens=400)).here)
     assert [place.late(arrival) for arrival in (1.0, 4.0, 9.0)] == [3.0, 0.0, 0.0]
