@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tools.containers import stand_ins
 from tools.containers.engine import CommandFailed, Engine
@@ -175,12 +176,14 @@ class Cluster:
 def open_cluster(engine: Engine) -> Iterator[Cluster]:
     """An empty network; its containers are removed at the end. Raises CommandFailed."""
     stand_ins.make(engine, "etcd")
-    engine.run("network", "create", *SUBNETS, NETWORK)
-    cluster = Cluster(engine)
-    try:
-        yield cluster
-    finally:
-        # The last first, as it may depend on earlier ones.
-        for host in reversed(cluster.hosts.values()):
-            engine.run("rm", "--force", "--volumes", "--time", "0", host.container)
-        engine.run("network", "rm", "--force", NETWORK)
+    with TemporaryDirectory(prefix=f"{NETWORK}-") as folder:
+        engine = engine.within(Path(folder))
+        engine.run("network", "create", *SUBNETS, NETWORK)
+        cluster = Cluster(engine)
+        try:
+            yield cluster
+        finally:
+            # The last first, as it may depend on earlier ones.
+            for host in reversed(cluster.hosts.values()):
+                engine.run("rm", "--force", "--volumes", "--time", "0", host.container)
+            engine.run("network", "rm", "--force", NETWORK)
