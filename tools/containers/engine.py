@@ -30,7 +30,7 @@ class Engine:
         self.environment = {**os.environ, "CONTAINERS_CONF": str(PODMAN_CONFIG)} if self.is_podman else dict(os.environ)
 
     def within(self, folder: Path) -> "Engine":
-        """The same engine with its commands run in a folder, where podman's monitor of a container leaves a file `oom`."""
+        """The same engine with its commands run in a folder: there podman leaves the file `oom` of a container."""
         return Engine(self._program, folder)
 
     def command(self, *arguments: str) -> list[str]:
