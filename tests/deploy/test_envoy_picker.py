@@ -76,10 +76,8 @@ def _socket(address: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def gate(
-    folder: Path, hosts: PickedHosts, picker: str = "", **filter_changes: Any
-) -> AsyncIterator[GatedHosts]:
-    """An Envoy before these hosts, once it has found the picker well; or with another address instead of the picker's."""
+async def gate(folder: Path, hosts: PickedHosts, picker: str = "", **filter_changes: Any) -> AsyncIterator[GatedHosts]:
+    """An Envoy before these hosts, once the picker is healthy there; or with another address for it."""
     envoy = Envoy(*(f"127.0.0.1:{free_port()}" for _ in range(3)), folder / "envoy.log")
     config = config_of(hosts, envoy, picker or hosts.picker.picker_address, filter_changes)
     url = f"http://{envoy.address}"

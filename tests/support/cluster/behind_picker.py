@@ -42,7 +42,7 @@ async def open_hosts(names: tuple[str, str] = ("demo", "demo"), **picker: object
     openai_port, grpc_port = free_port(), free_port()
     async with AsyncExitStack() as stack:
         for host, name in zip(HOSTS, names, strict=True):
-            worker = simulated(f"worker-{host}", "prefill", "decode", **{"decode_step_seconds": 0.005})
+            worker = simulated(f"worker-{host}", "prefill", "decode", decode_step_seconds=0.005)
             engine = worker.engine.model_copy(update={"name": name})
             worker = worker.model_copy(update={"listen": f"{host}:0", "engine": engine})
             await stack.enter_async_context(host_worker(worker, registry))

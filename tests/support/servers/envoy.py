@@ -75,7 +75,7 @@ async def running_envoy(
 async def envoy_of(
     config: dict[str, Any], envoy: Envoy, healthy: Mapping[str, int], options: Sequence[str] = ()
 ) -> AsyncIterator[None]:
-    """An Envoy with this configuration, once so many hosts of each cluster are healthy, and its administration answers."""
+    """An Envoy with this configuration, once so many hosts of each of these clusters are healthy."""
     command = [envoy_binary(), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
     with envoy.log.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
