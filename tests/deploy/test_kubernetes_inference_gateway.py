@@ -1,4 +1,4 @@
-"""The overlay for gateways with the Gateway API Inference Extension: a pool of routers beside workers, and its picker."""
+"""The overlay for gateways with the Gateway API Inference Extension: routers beside workers, a pool and its picker."""
 
 import os
 import shutil
