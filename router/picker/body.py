@@ -2,7 +2,7 @@
 
 import asyncio
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -21,8 +21,8 @@ _FRAME = struct.Struct(">BI")  # of a gRPC message: whether it is compressed, an
 _Read = Callable[[bytes], generate_pb2.GenerateRequest]
 
 
-async def read_request(path: str, body: bytes) -> generate_pb2.GenerateRequest | None:
-    """The request that a body is for a path, read in a thread; None if that path generates nothing.
+async def read_request(path: str, body: Sequence[bytes]) -> generate_pb2.GenerateRequest | None:
+    """The request that the pieces of a body are for a path, read in a thread; None if that path generates nothing.
 
     Raises a BatonError for a body that the router would refuse.
     """
@@ -30,9 +30,9 @@ async def read_request(path: str, body: bytes) -> generate_pb2.GenerateRequest |
     return None if reader is None else await asyncio.to_thread(_read, reader, body)
 
 
-def _read(reader: _Read, body: bytes) -> generate_pb2.GenerateRequest:
+def _read(reader: _Read, body: Sequence[bytes]) -> generate_pb2.GenerateRequest:
     try:
-        return reader(body)
+        return reader(b"".join(body))
     except (ValueError, TypeError, OverflowError, RecursionError, DecodeError) as error:
         raise InvalidRequest.of("body", f"has a value that no request can hold: {error}") from None
 

@@ -12,7 +12,7 @@ from router.picker.endpoints import Endpoint, Endpoints
 from router.picker.messages import Head
 from router.routing.explain import RoutingRequests
 from router.routing.placement import Placer
-from router.routing.policy import Placement
+from router.routing.policy import Placement, Progress
 from router.telemetry import metrics
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
@@ -29,22 +29,25 @@ class Pick:
 
     endpoints: tuple[str, ...]
     placement: Placement[WorkerHandle] | None = None
+    _progress: Progress | None = None
 
     def __post_init__(self) -> None:
         if self.placement is not None:
+            self._progress = self.placement.progress
             self.placement.decode.add_load(0)
 
     def answered(self) -> None:
         """The answer has begun: the policy no longer counts the prompt as waiting."""
-        if self.placement is not None:
-            self.placement.progress.close()
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.close()
 
     def close(self) -> None:
         """The gateway has done with the request."""
         self.answered()
-        if self.placement is not None:
-            self.placement.decode.remove_load(0)
-            self.placement = None
+        placement, self.placement = self.placement, None
+        if placement is not None:
+            placement.decode.remove_load(0)
 
 
 class EndpointPicker:
@@ -60,8 +63,8 @@ class EndpointPicker:
         self._config = config
         self._endpoints = Endpoints()
 
-    async def pick(self, head: Head, body: bytes | None) -> Pick:
-        """The endpoints for a request; `body` is None if it was not read. Raises NoWorker without a ready worker."""
+    async def pick(self, head: Head, body: Sequence[bytes]) -> Pick:
+        """The endpoints for a request, whose body is in pieces; none if it was not read. Raises NoWorker."""
         able = await self._able(head)
         if not able:
             metrics.PICKS.labels("none").inc()
@@ -82,7 +85,9 @@ class EndpointPicker:
         found = await self._endpoints.beside(ready, port)
         return [each for each in found if head.subset is None or each.address in head.subset]
 
-    async def _place(self, head: Head, body: bytes, able: Sequence[Endpoint]) -> Placement[WorkerHandle] | None:
+    async def _place(
+        self, head: Head, body: Sequence[bytes], able: Sequence[Endpoint]
+    ) -> Placement[WorkerHandle] | None:
         """What the policy chooses among these; None if it cannot, or not in time."""
         among = {each.worker.record.process for each in able}
         try:

@@ -122,9 +122,9 @@ class Exchange:
         answer.request_headers.response.CopyFrom(named(endpoints))
         return [answer, *(pb.ProcessingResponse(request_body=streamed(piece)) for piece in body)]
 
-    def _readable(self) -> bytes | None:
-        """The whole body; None if it is larger than what is read."""
-        return b"".join(each.body for each in self._body) if self._size <= self._config.max_body_bytes else None
+    def _readable(self) -> list[bytes]:
+        """The whole body, in pieces; none if it is larger than what is read."""
+        return [each.body for each in self._body] if self._size <= self._config.max_body_bytes else []
 
 
 def _passed(body: pb.HttpBody, mode: int) -> pb.BodyResponse:

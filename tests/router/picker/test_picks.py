@@ -87,20 +87,21 @@ async def test_a_host_that_is_a_name_is_looked_up_and_one_that_is_unknown_has_no
     ],
 )
 async def test_a_body_is_read_as_its_path_says(path: str, body: bytes, prompt: str) -> None:
-    request = await read_request(path, body)
+    request = await read_request(path, [body])
     assert request is not None
     assert request.prompt == prompt
 
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
 async def test_a_conversation_is_read_from_its_field(path: str, field: str) -> None:
-    request = await read_request(path, b'{"model": "m", "%s": [{"role": "user", "content": "hello"}]}' % field.encode())
+    pieces = [b'{"model": "m", "', field.encode(), b'": [{"role": "user", "content": "hello"}]}']
+    request = await read_request(path, pieces)
     assert request is not None
     assert request.chat.messages[0].parts[0].text == "hello"
 
 
 async def test_other_paths_generate_nothing() -> None:
-    assert await read_request("/v1/embeddings", b'{"model": "m", "input": "text"}') is None
+    assert await read_request("/v1/embeddings", [b'{"model": "m", "input": "text"}']) is None
 
 
 @pytest.mark.parametrize(
@@ -109,4 +110,4 @@ async def test_other_paths_generate_nothing() -> None:
 )
 async def test_what_is_no_grpc_message_is_refused(body: bytes) -> None:
     with pytest.raises(BatonError, match="body"):
-        await read_request(GENERATE, body)
+        await read_request(GENERATE, [body])
