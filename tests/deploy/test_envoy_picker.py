@@ -59,7 +59,9 @@ def config_of(hosts: PickedHosts, envoy: Envoy, picker: str, filter_changes: dic
     (listener,) = config["static_resources"]["listeners"]
     listener["address"] = _socket(envoy.address)
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-    manager["http_filters"][0]["typed_config"].update(filter_changes)
+    # On a busy machine a late answer of the picker is late, and no failure.
+    patient = {"message_timeout": f"{PATIENCE_SECONDS:g}s"}
+    manager["http_filters"][0]["typed_config"].update({**patient, **filter_changes})
     served_by = {"header": {"key": SERVED_BY, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
     manager["route_config"]["response_headers_to_add"] = [served_by]
     members = {"openai": [hosts.openai(host) for host in HOSTS], "grpc": [hosts.grpc(host) for host in HOSTS]}

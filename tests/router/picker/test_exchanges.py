@@ -207,9 +207,8 @@ async def test_its_health_is_that_of_the_protocol(hosts: PickedHosts) -> None:
 
 async def test_a_gateway_that_stalls_is_not_waited_for() -> None:
     async with open_hosts(body_seconds=0.2) as hosts, gateway(hosts) as stream:
-        await stream.send(**head())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stream.receive()
+            await stream.ask(**head())
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert "0.2 s" in str(caught.value.details())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from support.cluster.behind_envoy import PATIENT
 from support.cluster.in_process import simulated
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 from support.servers.etcd import free_port
 
 from discovery.memory import MemoryRegistry
@@ -47,7 +47,8 @@ async def open_hosts(names: tuple[str, str] = ("demo", "demo"), **picker: object
             worker = worker.model_copy(update={"listen": f"{host}:0", "engine": engine})
             await stack.enter_async_context(host_worker(worker, registry))
         config = RouterConfig(listen="127.0.0.1:0", probe=PATIENT, drain_seconds=0)
-        section = PickerConfig(listen="127.0.0.1:0", openai_port=openai_port, grpc_port=grpc_port, **picker)  # type: ignore[arg-type]
+        more = {"pick_seconds": PATIENCE_SECONDS, **picker}
+        section = PickerConfig(listen="127.0.0.1:0", openai_port=openai_port, grpc_port=grpc_port, **more)  # type: ignore[arg-type]
         picking = await stack.enter_async_context(host_router(config.model_copy(update={"picker": section}), registry))
         routers, stacks = {}, {}
         for host in HOSTS:
