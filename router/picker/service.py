@@ -74,7 +74,9 @@ class Exchange:
                 return await self._take(self._head, message.request_body)
             case "request_trailers":
                 end = pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
-                return [*([] if self._is_decided else await self._decide(self._head)), end]
+                # Without any body; or the end of one in full duplex, whose head still waits for its answer.
+                waits = not self._is_decided and self._head.request_mode == pb.FULL_DUPLEX_STREAMED
+                return [*(await self._decide(self._head) if waits else []), end]
             case "response_headers":
                 if self._pick is not None:
                     self._pick.answered()
