@@ -46,6 +46,11 @@ class WorkerRecord:
         """The name of this process of the worker: a restart changes it."""
         return f"{self.worker_id}@{self.epoch}"
 
+    @property
+    def host(self) -> str:
+        """The host of `address`; an IPv6 address without its brackets."""
+        return self.address.rpartition(":")[0].strip("[]")
+
     def to_json(self) -> bytes:
         """The record as stored."""
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,6 +1,7 @@
 """The router's configuration. deploy/config/router.yaml is an example with the defaults."""
 
 import secrets
+from typing import Literal
 
 from pydantic import Field
 
@@ -91,6 +92,11 @@ class RoutingConfig(Section):
     local_prefill_tokens: int = Field(default=0, ge=0)  # shorter prompts run on their decode worker; 0 is off
     session_slack: float = Field(default=8.0, ge=0)  # how many requests busier a session's own worker may be
     inline_encode: bool = True  # without a dedicated encode worker, use one with other roles
+    beside: str = Field(
+        default="",
+        description="A host, as workers advertise it: those there decode, as long as one can run the request. For a"
+        " router beside a worker, to which an endpoint picker sends.",
+    )
 
 
 class EmbeddingsConfig(Section):
@@ -127,6 +133,31 @@ class OpenAIConfig(Section):
     max_connections: int = Field(default=4096, ge=1)
 
 
+class PickerConfig(Section):
+    """The endpoint picker of gateways with the Gateway API Inference Extension (docs/inference-gateway.md).
+
+    It names the router beside the worker that the routing policy chooses, by that worker's host and one of two ports.
+    """
+
+    listen: str = Field(default="", description="host:port for Envoy's ext_proc; empty serves it not.")
+    tls: TlsConfig | None = None
+    openai_port: int = Field(default=8000, ge=1, lt=2**16)  # of the routers beside workers
+    grpc_port: int = Field(default=7070, ge=1, lt=2**16)  # the same, for requests of content type application/grpc
+    alternatives: int = Field(
+        default=2, ge=0, le=16, description="Endpoints that are named after the best one, for the gateway's retries."
+    )
+    failure: Literal["closed", "open"] = Field(
+        default="closed", description="Without a ready endpoint: 503, or `open`, the gateway chooses by itself."
+    )
+    max_body_bytes: int = Field(
+        default=16 * 2**20, ge=0, description="A larger request goes to the least busy worker, unread."
+    )
+    body_seconds: float = Field(default=60.0, gt=0)  # for the gateway to send the whole request
+    pick_seconds: float = Field(
+        default=1.0, gt=0, description="To choose by policy, once the request is here; after that by load alone."
+    )
+
+
 class RouterConfig(Section):
     """The whole configuration of `python -m router`."""
 
@@ -141,6 +172,7 @@ class RouterConfig(Section):
     server: ServerKind = Field(default_factory=default_server, description="`grpcio`, or our own `http2`.")
     connections: ClientConnections = ClientConnections()
     openai: OpenAIConfig = OpenAIConfig()
+    picker: PickerConfig = PickerConfig()
     metrics_listen: str = ""  # host:port; the host defaults to 127.0.0.1; empty turns metrics off
     metrics_tls: TlsConfig | None = None
     announce_seconds: float = Field(

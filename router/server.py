@@ -27,10 +27,12 @@ from router.multimodal.cache import EmbeddingCache
 from router.multimodal.encode import Embedder
 from router.multimodal.processor import MultimodalProcessor
 from router.openai.app import PREFIX, OpenAIApp
+from router.picker.picks import EndpointPicker
+from router.picker.server import PickerServer, serve_picker
 from router.pipeline import Pipeline
 from router.processes.siblings import NoSiblings, Siblings
 from router.routing.encoders import Encoders
-from router.routing.explain import RouteExplainer
+from router.routing.explain import RouteExplainer, RoutingRequests
 from router.routing.placement import Placer
 from router.routing.policies import load_policy, predicting
 from router.routing.prefix.kv_events import KvSubscriber
@@ -69,13 +71,14 @@ RULES: Rules = {
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router that is listening at `address`; `openai_address` is empty if OpenAI's API is not served."""
+    """A router that is listening at `address`; the other addresses are empty if they are not served."""
 
     address: str
     cluster: Cluster
     health: Health
     requests: RequestTable
     openai_address: str = ""
+    picker_address: str = ""
 
     def report(self) -> Report:
         """The report at /health."""
@@ -130,7 +133,8 @@ async def host_router(
         executor = Executor(placer, retries, RecordedMetrics() if config.metrics_listen else NoMetrics())
         grammars = stack.enter_context(GrammarCheck(config.limits.grammar_seconds))
         pipeline = Pipeline(cluster, admission, processor, executor, config.limits, grammars)
-        explainer = RouteExplainer(cluster, placer, config.limits, config.routing.policy)
+        requests = RoutingRequests(cluster, placer, config.limits)
+        explainer = RouteExplainer(placer, requests, config.routing.policy)
         contexts = ContextFactory(config.limits, config.allow_faults, frozenset(config.auth.proxies))
         embed_calls = EmbedCalls(cluster, retries)
         embed_pipeline = EmbedPipeline(contexts, cluster, admission, embed_calls, pipeline.requests, executor.metrics)
@@ -146,6 +150,8 @@ async def host_router(
         if before_listening is not None:
             await before_listening()
         openai = await _serve_openai(stack, config, app, shares_port=shares_port)
+        endpoints = EndpointPicker(cluster, placer, requests, config.picker)
+        picker = await _serve_picker(stack, config, endpoints, cluster, shares_port=shares_port)
         offer = DeploymentOffer(config, cluster, openai.address if openai else "")
         inference = InferenceServicer(
             contexts, pipeline, embed_pipeline, tokenization, cluster, siblings or NoSiblings(), offer
@@ -173,7 +179,10 @@ async def host_router(
         if openai is not None:
             # Together with the drain of gRPC's server, not after it.
             stack.callback(openai.stop_after, config.announce_seconds)
-        yield Router(server.address, cluster, health, pipeline.requests, openai.address if openai else "")
+        if picker is not None:
+            stack.callback(picker.stop)
+        others = (openai.address if openai else "", picker.address if picker else "")
+        yield Router(server.address, cluster, health, pipeline.requests, *others)
 
 
 async def _serve_openai(
@@ -187,6 +196,15 @@ async def _serve_openai(
 
     serving = serve_openai(config.openai, app, config.drain_seconds, shares_port=shares_port)
     return await stack.enter_async_context(serving)
+
+
+async def _serve_picker(
+    stack: AsyncExitStack, config: RouterConfig, picker: EndpointPicker, cluster: Cluster, *, shares_port: bool
+) -> PickerServer | None:
+    """Serves the endpoint picker until the stack is closed, if the configuration asks for it. Raises ConfigError."""
+    if not config.picker.listen:
+        return None
+    return await stack.enter_async_context(serve_picker(config, picker, cluster, shares_port=shares_port))
 
 
 def _services(inference: InferenceServicer, kserve: KServeServicer, operators: ClusterServicer) -> list[Service]:

@@ -6,12 +6,15 @@ The list is that of the two pyproject.toml, without what the target must not ins
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
 PROJECTS = (Path("pyproject.toml"), Path("packaging/client/pyproject.toml"))
 # The first process of every container, which passes signals on.
 INIT = "dumb-init"
+# OpenAI's API is a key of a router's configuration, and not another image.
+EXTRAS = ("openai",)
 # Installed from this checkout, after the others.
 OURS = {"baton-client"}
 # By the image's target. Routers compute nothing. Another torch or transformers would break the TensorRT-LLM of its
@@ -25,10 +28,16 @@ LEFT_OUT = {
 
 
 def requirements(target: str) -> list[str]:
-    """The requirements of an image, extras left out. Raises KeyError for an unknown target."""
+    """The requirements of an image, without most extras. Raises KeyError for an unknown target."""
     without = LEFT_OUT[target] | OURS
-    declared = {each for path in PROJECTS for each in tomllib.loads(path.read_text())["project"]["dependencies"]}
+    projects = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
+    declared = {each for project in projects for each in _declared(project)}
     return sorted({INIT, *(each for each in declared if _name(each) not in without)})
+
+
+def _declared(project: dict[str, Any]) -> list[str]:
+    extras = project.get("optional-dependencies", {})
+    return [*project["dependencies"], *(each for name in EXTRAS for each in extras.get(name, []))]
 
 
 def _name(requirement: str) -> str:

@@ -49,11 +49,14 @@ async def supervise(config: RouterConfig, stopping: asyncio.Event) -> None:
 
 def _with_ports(stack: ExitStack, config: RouterConfig) -> RouterConfig:
     """The configuration with the actual ports, which stay reserved until the stack is closed."""
-    listen = stack.enter_context(reserved_port(config.listen, "listen"))
-    if not config.openai.listen:
-        return config.model_copy(update={"listen": listen})
-    openai = stack.enter_context(reserved_port(config.openai.listen, "openai.listen"))
-    return config.model_copy(update={"listen": listen, "openai": config.openai.model_copy(update={"listen": openai})})
+    config = config.model_copy(update={"listen": stack.enter_context(reserved_port(config.listen, "listen"))})
+    if config.openai.listen:
+        openai = stack.enter_context(reserved_port(config.openai.listen, "openai.listen"))
+        config = config.model_copy(update={"openai": config.openai.model_copy(update={"listen": openai})})
+    if config.picker.listen:
+        picker = stack.enter_context(reserved_port(config.picker.listen, "picker.listen"))
+        config = config.model_copy(update={"picker": config.picker.model_copy(update={"listen": picker})})
+    return config
 
 
 class ProcessGroup:

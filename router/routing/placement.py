@@ -1,6 +1,7 @@
 """Places requests: filters the workers of the cluster, and lets the policy choose; again when a worker fails."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -37,13 +38,15 @@ class Placer:
             return request.with_blocks(self._hasher.blocks(request, model))
         return request.with_blocks(await asyncio.to_thread(self._hasher.named_blocks, request, model))
 
-    def place(self, request: RoutingRequest) -> Placement[WorkerHandle]:
+    def place(self, request: RoutingRequest, among: Collection[str] | None = None) -> Placement[WorkerHandle]:
         """The workers for a new request. Raises NoWorker with the reason for each worker.
+
+        It decodes on one of the processes `among`, if they are given.
 
         Prefill and decode run apart wherever there are workers with equal KV layouts for it, unless the policy prefers
         to run the prompt on the decode worker.
         """
-        chosen = self._choose(request, self._candidates(request))
+        chosen = self._choose(request, self._candidates(request, among))
         explain = partial(self._explain, request, chosen)
         return Placement(chosen.decode, chosen.prefill, explain, chosen.prediction, chosen.progress)
 
@@ -102,13 +105,19 @@ class Placer:
                 return self._choose(request, prefer_loaded(Candidates(eligible), request.lora))
             await self._cluster.change()
 
-    def _candidates(self, request: RoutingRequest) -> Candidates[WorkerHandle]:
+    def _candidates(self, request: RoutingRequest, among: Collection[str] | None = None) -> Candidates[WorkerHandle]:
         lora = request.lora
-        able = self._able(request, lora)
+        able = self._able(request, lora, among)
         return able if lora is None else prefer_loaded(able, lora)
 
-    def _able(self, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None) -> Candidates[WorkerHandle]:
+    def _able(
+        self, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None, among: Collection[str] | None
+    ) -> Candidates[WorkerHandle]:
         decode = self._find("decode", request, lora)
+        if among is not None:
+            decode = tuple(worker for worker in decode if worker.record.process in among)
+        if self._config.beside:
+            decode = tuple(worker for worker in decode if worker.record.host == self._config.beside) or decode
         if not decode:
             constraints = _constraints("decode", request)
             _raise_none(constraints, self._filter(constraints))

@@ -119,6 +119,14 @@ PLACEMENTS = Counter(
     registry=REGISTRY,
 )
 PLACED = {view: PLACEMENTS.labels(name) for view, name in CACHE_VIEWS.items()}  # by the message's number
+PICKS = Counter(
+    "baton_router_endpoint_picks_total",
+    "Requests of gateways, by how their endpoint was chosen.",
+    ["chosen_by"],
+    registry=REGISTRY,
+)
+for _how in ("policy", "load", "none"):
+    PICKS.labels(_how)
 TTFT_PREDICTION_ERROR = FrequentHistogram(
     "baton_router_ttft_prediction_error_ratio",
     "The error of the predicted time to first token, divided by the actual time.",

@@ -1,11 +1,12 @@
 """Images and a container engine for these tests, which only `make containers` runs: as root, with podman."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from tools.containers import base, images
-from tools.containers.engine import Engine, find_engine
+from tools.containers.engine import CommandFailed, Engine, find_engine
 
 TARGETS = ("router", "cpu")
 
@@ -25,8 +26,10 @@ def built(engine: Engine) -> Iterator[None]:
     # Those that a newer one replaced; layers of stages stay, for the next build.
     replaced = before - _named(engine)
     yield
-    if replaced:
-        engine.run("rmi", "--force", *replaced)
+    for image in replaced:
+        # Not by force, which also removes the containers of others that still use it.
+        with suppress(CommandFailed):
+            engine.run("rmi", image)
 
 
 def _named(engine: Engine) -> set[str]:

@@ -63,6 +63,11 @@ def test_the_list_of_packages_is_that_of_the_image(engine: Engine) -> None:
     assert cpu >= router | {"torch", "transformers", "numpy"}
 
 
+@pytest.mark.parametrize("target", ["router", "cpu"])
+def test_an_image_has_what_openais_api_needs(engine: Engine, target: str) -> None:
+    assert run(engine, target, "python", "-c", "import router.openai.server as it; print(it.__name__)").strip()
+
+
 def test_the_cpu_image_has_a_torch_without_cuda(engine: Engine) -> None:
     version = run(engine, "cpu", "python", "-c", "import torch; print(torch.version.cuda)")
     assert version.strip() == "None"

@@ -23,6 +23,8 @@ from tools.containers.hosts import DIRECTIONS, FAKETIME, Cluster, open_cluster
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 STREAMS = 4
 TOKENS = 100
+# Of streams that must not end before a disturbance: half a minute.
+ENDLESS = 1500
 DEADLINE_SECONDS = 90.0
 READY_SECONDS = 180.0
 # A worker with the simulated engine has about 60 MB.
@@ -87,9 +89,9 @@ async def nothing_held(cluster: Cluster, client: AsyncClient) -> None:
     raise AssertionError(f"blocks still in use: {used}")
 
 
-async def answer(client: AsyncClient, number: int, begun: asyncio.Event) -> str:
+async def answer(client: AsyncClient, number: int, begun: asyncio.Event, tokens: int) -> str:
     text = ""
-    stream = client.generate(f"Prompt {number}", max_tokens=TOKENS, seed=number, timeout_seconds=DEADLINE_SECONDS)
+    stream = client.generate(f"Prompt {number}", max_tokens=tokens, seed=number, timeout_seconds=DEADLINE_SECONDS)
     async for event in stream:
         text += event.token.text
         if text:
@@ -97,10 +99,10 @@ async def answer(client: AsyncClient, number: int, begun: asyncio.Event) -> str:
     return text
 
 
-async def answers(client: AsyncClient, disturb: Callable[[], object] | None = None) -> list[str]:
+async def answers(client: AsyncClient, disturb: Callable[[], object] | None = None, tokens: int = TOKENS) -> list[str]:
     """The answers to all prompts; the disturbance comes once every stream has begun."""
     begun = [asyncio.Event() for _ in range(STREAMS)]
-    tasks = [asyncio.create_task(answer(client, number, event)) for number, event in enumerate(begun)]
+    tasks = [asyncio.create_task(answer(client, number, event, tokens)) for number, event in enumerate(begun)]
     if disturb is not None:
         # A stream that fails before it begins shall be seen as that failure.
         await asyncio.wait([asyncio.create_task(event.wait()) for event in begun], timeout=DEADLINE_SECONDS)
@@ -143,7 +145,7 @@ async def test_a_killed_router_ends_its_streams_with_an_error_and_leaves_no_bloc
     router = cluster.hosts["router"]
     try:
         with pytest.raises(Unavailable):
-            await answers(client, router.kill)
+            await answers(client, router.kill, ENDLESS)
     finally:
         router.start()
     await ready(cluster, client, set(WORKERS))

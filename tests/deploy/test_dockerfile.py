@@ -82,6 +82,10 @@ class TestRequirements:
     def test_every_image_has_its_first_process(self, target: str) -> None:
         assert "dumb-init" in names(target)
 
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_every_image_has_what_openais_api_needs(self, target: str) -> None:
+        assert names(target) >= {"uvicorn", "httptools"}
+
     def test_batons_own_wheels_are_no_requirement(self) -> None:
         assert "baton-client" not in names("cuda")
 

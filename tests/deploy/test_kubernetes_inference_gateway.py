@@ -1,4 +1,4 @@
-"""The overlay for gateways with the Gateway API Inference Extension: an InferencePool of routers, and the way to it."""
+"""The overlay for gateways with the Gateway API Inference Extension: routers beside workers, a pool and its picker."""
 
 import os
 import shutil
@@ -13,10 +13,14 @@ from support.manifests import DEPLOY, command_of
 from support.schemas import strictly
 
 from router.config import RouterConfig
+from services.config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(
     shutil.which("kubectl") is None and "CI" not in os.environ, reason="renders with `kubectl kustomize`"
 )
+
+POD_IP = "10.0.0.7"
+VARIABLES = {"POD_NAME": "baton-0", "POD_IP": POD_IP}
 
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "maxLength": 253}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -70,7 +74,7 @@ def test_the_pool_and_its_route_are_valid_strictly() -> None:
     jsonschema.validate(route["spec"], HTTP_ROUTE)
 
 
-def test_the_pool_has_exactly_the_routers_at_the_port_of_openais_api() -> None:
+def test_the_pool_has_exactly_the_routers_beside_decode_workers() -> None:
     pool = one("InferencePool", "baton")["spec"]
     members = [
         each
@@ -78,29 +82,69 @@ def test_the_pool_has_exactly_the_routers_at_the_port_of_openais_api() -> None:
         if each["kind"] in ("Deployment", "StatefulSet")
         and pool["selector"]["matchLabels"].items() <= each["spec"]["template"]["metadata"]["labels"].items()
     ]
-    (router,) = members
-    (container,) = router["spec"]["template"]["spec"]["containers"]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    (decode,) = members
+    (router,) = decode["spec"]["template"]["spec"]["initContainers"]
+    config = router_config(router)
+    assert pool["targetPorts"] == [{"number": port_of(router, "openai")}]
+    assert config.openai.listen == f"0.0.0.0:{port_of(router, 'openai')}"
+    # What the worker in this pod advertises.
+    (worker,) = decode["spec"]["template"]["spec"]["containers"]
+    assert "advertise=$(POD_IP):7070" in worker["args"]
+    assert config.routing.beside == POD_IP
+
+
+def test_a_router_beside_a_worker_stays_and_drains_after_it() -> None:
+    pod = one("Deployment", "baton-decode")["spec"]["template"]["spec"]
+    (router,), (worker,) = pod["initContainers"], pod["containers"]
+    assert router["restartPolicy"] == "Always"
+    worker_config = command_of("worker", worker["args"], VARIABLES).load()
+    assert isinstance(worker_config, WorkerConfig)
+    drains = worker_config.drain_seconds + worker_config.handoff.lease_seconds + router_config(router).drain_seconds
+    assert pod["terminationGracePeriodSeconds"] > drains
+    ports = {each["containerPort"] for each in [*router["ports"], *worker["ports"]]}
+    assert len(ports) == len(router["ports"]) + len(worker["ports"])
+
+
+def test_the_pool_s_picker_is_ours_and_names_the_pool_s_port() -> None:
+    reference = one("InferencePool", "baton")["spec"]["endpointPickerRef"]
+    service = one("Service", reference["name"])["spec"]
+    (port,) = service["ports"]
+    pod = one("Deployment", "baton-endpoint-picker")["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
     config = router_config(container)
-    assert pool["targetPorts"] == [{"number": ports["openai"]}]
-    assert config.openai.listen == f"0.0.0.0:{ports['openai']}"
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    assert port["port"] == reference["port"]["number"]
+    assert config.picker.listen == f"0.0.0.0:{port_of(container, port['targetPort'])}"
+    assert [{"number": config.picker.openai_port}] == one("InferencePool", "baton")["spec"]["targetPorts"]
 
 
 def test_the_route_leads_to_the_pool_and_outlasts_a_request() -> None:
     (rule,) = one("HTTPRoute", "baton")["spec"]["rules"]
     assert rule["backendRefs"] == [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "baton"}]
-    (container,) = one("Deployment", "baton-router")["spec"]["template"]["spec"]["containers"]
+    (router,) = one("Deployment", "baton-decode")["spec"]["template"]["spec"]["initContainers"]
     seconds = int(rule["timeouts"]["request"].removesuffix("s"))
-    assert seconds > router_config(container).limits.request_timeout_seconds
+    assert seconds > router_config(router).limits.request_timeout_seconds
 
 
-def test_clients_reach_that_port() -> None:
-    (rule,) = one("NetworkPolicy", "baton-clients")["spec"]["ingress"]
-    assert {"port": "openai", "protocol": "TCP"} in rule["ports"]
+def test_gateways_reach_endpoints_and_the_picker_which_reaches_workers() -> None:
+    assert {"port": "openai", "protocol": "TCP"} in one("NetworkPolicy", "baton-endpoints")["spec"]["ingress"][0][
+        "ports"
+    ]
+    (rule,) = one("NetworkPolicy", "baton-endpoint-picker")["spec"]["ingress"]
+    assert rule["ports"] == [{"port": "picker", "protocol": "TCP"}]
+    workers, _ = one("NetworkPolicy", "baton-workers")["spec"]["ingress"]
+    roles = {each["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for each in workers["from"]}
+    assert roles == {"router", "picker"}
+    assert workers["ports"] == [{"port": "grpc", "protocol": "TCP"}]
+
+
+def port_of(container: Any, name: str) -> int:
+    (port,) = [each["containerPort"] for each in container["ports"] if each["name"] == name]
+    return int(port)
 
 
 def router_config(container: Any) -> RouterConfig:
     words = [*container.get("command", []), *container["args"]]
-    config = command_of("baton-router", words, {"POD_NAME": "baton-router-0"}).load()
+    config = command_of("router", words, VARIABLES).load()
     assert isinstance(config, RouterConfig)
     return config

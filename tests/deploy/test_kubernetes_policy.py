@@ -96,6 +96,11 @@ def config_of(workload: Any) -> RouterConfig | WorkerConfig:
     return command_of(workload["metadata"]["name"], words, variables).load()
 
 
+def containers(workload: Any) -> list[Any]:
+    """Those of its pods, with those that start before them and stay."""
+    return [*pod(workload)["containers"], *pod(workload).get("initContainers", [])]
+
+
 def _is_own(container: Any) -> bool:
     return "deploy/config" in " ".join(container.get("args", []))
 
@@ -126,7 +131,7 @@ class TestPolicy:
     def test_nothing_is_root_or_writes_to_its_image(self, name: str) -> None:
         for workload in workloads(name):
             assert pod(workload)["securityContext"]["runAsNonRoot"] is True
-            for container in pod(workload)["containers"]:
+            for container in containers(workload):
                 own = container["securityContext"]
                 assert own["readOnlyRootFilesystem"] is True
                 assert own["allowPrivilegeEscalation"] is False
@@ -134,13 +139,13 @@ class TestPolicy:
 
     def test_everything_says_what_it_needs_and_has_a_limit_of_memory(self, name: str) -> None:
         for workload in workloads(name):
-            for container in pod(workload)["containers"]:
+            for container in containers(workload):
                 assert set(container["resources"]["requests"]) >= {"cpu", "memory"}
                 assert "memory" in container["resources"]["limits"]
 
     def test_everything_has_all_three_probes(self, name: str) -> None:
         for workload in workloads(name):
-            for container in pod(workload)["containers"]:
+            for container in containers(workload):
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
 
     def test_everything_has_one_disruption_budget(self, name: str) -> None:
@@ -157,7 +162,7 @@ class TestPolicy:
 
     def test_baton_s_images_keep_their_entry_point(self, name: str) -> None:
         # Which passes signals on from the first moment.
-        own = [each for workload in workloads(name) for each in pod(workload)["containers"] if _is_own(each)]
+        own = [each for workload in workloads(name) for each in containers(workload) if _is_own(each)]
         assert own
         assert [each["name"] for each in own if "command" in each] == []
 
@@ -172,7 +177,7 @@ class TestPolicy:
             assert pod(workload)["terminationGracePeriodSeconds"] > before + config.drain_seconds
 
     def test_no_image_is_latest(self, name: str) -> None:
-        images = [each["image"] for workload in workloads(name) for each in pod(workload)["containers"]]
+        images = [each["image"] for workload in workloads(name) for each in containers(workload)]
         assert images
         assert [image for image in images if image.rpartition(":")[2] in ("", "latest", image)] == []
 

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tools.containers import stand_ins
 from tools.containers.engine import CommandFailed, Engine
 
 NETWORK = "baton-hosts"
+# A container that is started again has another address. Clients have that of the router, which no name here leads to.
+ROUTER_ADDRESS = ("--ip", "10.123.45.250", "--ip6", "fd00:ba70::fa")
 SUBNETS = ("--subnet", "10.123.45.0/24", "--ipv6", "--subnet", "fd00:ba70::/64")
 RESTRICTED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 DIRECTIONS = ("INPUT", "OUTPUT")
@@ -133,10 +136,10 @@ class Cluster:
         command = ["etcd", "--data-dir=/data/etcd", "--log-level=error", *urls]
         return self._start("etcd", ["--tmpfs", f"/data:size={megabytes}m"], stand_ins.IMAGES["etcd"], command)
 
-    def add_router(self, name: str = "router") -> Host:
-        """Starts a router."""
+    def add_router(self) -> Host:
+        """Starts the router, at an address that it keeps."""
         command = ["python", "-m", "router", "deploy/config/router.yaml", *self._common("probe.interval_seconds=0.5")]
-        return self._start(name, RESTRICTED, "baton:router", command)
+        return self._start("router", [*ROUTER_ADDRESS, *RESTRICTED], "baton:router", command)
 
     def add_worker(self, name: str, *options: str, arguments: Sequence[str] = ()) -> Host:
         """Starts a worker of the role before the hyphen of its name; `options` are the container's, as `--env=A=B`."""
@@ -175,12 +178,14 @@ class Cluster:
 def open_cluster(engine: Engine) -> Iterator[Cluster]:
     """An empty network; its containers are removed at the end. Raises CommandFailed."""
     stand_ins.make(engine, "etcd")
-    engine.run("network", "create", *SUBNETS, NETWORK)
-    cluster = Cluster(engine)
-    try:
-        yield cluster
-    finally:
-        # The last first, as it may depend on earlier ones.
-        for host in reversed(cluster.hosts.values()):
-            engine.run("rm", "--force", "--volumes", "--time", "0", host.container)
-        engine.run("network", "rm", "--force", NETWORK)
+    with TemporaryDirectory(prefix=f"{NETWORK}-") as folder:
+        engine = engine.within(Path(folder))
+        engine.run("network", "create", *SUBNETS, NETWORK)
+        cluster = Cluster(engine)
+        try:
+            yield cluster
+        finally:
+            # The last first, as it may depend on earlier ones.
+            for host in reversed(cluster.hosts.values()):
+                engine.run("rm", "--force", "--volumes", "--time", "0", host.container)
+            engine.run("network", "rm", "--force", NETWORK)

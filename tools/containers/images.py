@@ -17,6 +17,7 @@ from tools.containers.engine import CommandFailed, Engine, NoEngine, find_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("router", "cpu", "cuda", "trtllm")
+PULL_SECONDS = 3600.0  # an image of 15 GB
 # Of the machine, and of root, who builds.
 PIP_FILES = (
     Path("/etc/pip.conf"),
@@ -57,6 +58,10 @@ def main() -> int:
 
 def build(engine: Engine, target: str, choices: Choices, context: Path = ROOT, image: str = "") -> None:
     """Builds a target from a checkout, as `baton:TARGET` unless it is named. Raises CommandFailed."""
+    if target not in TARGETS:
+        raise CommandFailed(f"unknown target {target!r}; expected one of {', '.join(TARGETS)}")
+    if target == "trtllm":
+        _require_base(engine, _default("TRTLLM_IMAGE", context))
     command = ["build", "--file", str(context / "deploy/docker/Dockerfile"), "--target", target]
     engine.show(*command, "--tag", image or f"baton:{target}", *_options(engine, choices), str(context))
 
@@ -105,6 +110,27 @@ def pip_paths() -> list[Path]:
     # Certificates are links to other files of their folder, and an index's files lie beside it.
     mounted = {path.parent if path.suffix == ".crt" or path.name == "simple" else path for path in found}
     return sorted(path for path in mounted if path.exists())
+
+
+def _require_base(engine: Engine, image: str) -> None:
+    """Pulls the image that a target is built on, unless it is here. Raises CommandFailed that says so."""
+    try:
+        engine.run("image", "inspect", image)
+    except CommandFailed:
+        try:
+            engine.run("pull", image, seconds=PULL_SECONDS)
+        except CommandFailed as failure:
+            raise CommandFailed(f"trtllm is built on {image}, which cannot be pulled here: {failure}") from None
+
+
+def _default(argument: str, context: Path) -> str:
+    """The default of one of the Dockerfile's build arguments."""
+    (line,) = [
+        each
+        for each in (context / "deploy/docker/Dockerfile").read_text().splitlines()
+        if each.startswith(f"ARG {argument}=")
+    ]
+    return line.partition("=")[2]
 
 
 def _revision() -> str:

@@ -5,7 +5,7 @@ import contextlib
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +35,13 @@ class Envoy:
 
     async def healthy_routers(self) -> int:
         """The number of routers that its health checks find healthy."""
+        return await self.healthy("routers")
+
+    async def healthy(self, cluster: str) -> int:
+        """The number of hosts of a cluster that its health checks find healthy."""
         clusters = await fetch(f"http://{self.admin}/clusters?format=json")
         statuses = yaml.safe_load(clusters)["cluster_statuses"]
-        hosts = next(each for each in statuses if each["name"] == "routers").get("host_statuses", [])
+        hosts = next(each for each in statuses if each["name"] == cluster).get("host_statuses", [])
         return sum(each["health_status"] == {"eds_health_status": "HEALTHY"} for each in hosts)
 
 
@@ -63,6 +67,15 @@ async def running_envoy(
     await asyncio.to_thread(write_descriptors, folder / "descriptors.binpb")
     config = yaml.safe_load(envoy_config(addresses, routers, traces, folder / "descriptors.binpb"))
     change(config)
+    async with envoy_of(config, envoy, {"routers": len(routers)}, options):
+        yield envoy
+
+
+@asynccontextmanager
+async def envoy_of(
+    config: dict[str, Any], envoy: Envoy, healthy: Mapping[str, int], options: Sequence[str] = ()
+) -> AsyncIterator[None]:
+    """An Envoy with this configuration, once so many hosts of each of these clusters are healthy."""
     command = [envoy_binary(), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
     with envoy.log.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -70,8 +83,8 @@ async def running_envoy(
         )
     try:
         async with timeout(START_SECONDS):
-            await _until_healthy(envoy, len(routers), process)
-        yield envoy
+            await _until_healthy(envoy, healthy, process)
+        yield
     finally:
         process.terminate()
         await process.wait()
@@ -88,10 +101,11 @@ async def fetch(request: urllib.request.Request | str) -> bytes:
     return await asyncio.to_thread(read)
 
 
-async def _until_healthy(envoy: Envoy, count: int, process: asyncio.subprocess.Process) -> None:
+async def _until_healthy(envoy: Envoy, healthy: Mapping[str, int], process: asyncio.subprocess.Process) -> None:
     while True:
         assert process.returncode is None, envoy.log.read_text()
         with contextlib.suppress(OSError):
-            if await envoy.healthy_routers() == count:
+            await fetch(f"http://{envoy.admin}/ready")
+            if all([await envoy.healthy(cluster) == count for cluster, count in healthy.items()]):
                 return
         await asyncio.sleep(0.05)

@@ -1,0 +1,113 @@
+"""What the endpoint picker chooses by, and what the router at that endpoint makes of it."""
+
+import gzip
+from dataclasses import replace
+
+import pytest
+from support.cluster.behind_picker import HOSTS, open_hosts
+from support.eventually import PATIENCE_SECONDS
+from support.router.gateway import endpoints, gateway, head, piece
+from support.router.worker_views import worker
+
+from baton.errors import BatonError
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from baton.inference.v1.cluster_service_pb2_grpc import ClusterServiceStub
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from router.picker.body import read_request
+from router.picker.endpoints import Endpoints
+from router.workers.handle import WorkerHandle
+from rpc.channels import open_channel
+from runtime.aio import timeout
+
+GENERATE = "/baton.inference.v1.InferenceService/Generate"
+IDS = generate_pb2.TokenIds(ids=range(200))
+
+
+def framed(request: generate_pb2.GenerateRequest) -> bytes:
+    message = request.SerializeToString()
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+async def decoded_by(address: str, request: generate_pb2.GenerateRequest) -> str:
+    """The worker that answers a request to this router."""
+    async with open_channel(address) as channel:
+        stream = InferenceServiceStub(channel).Generate(request, timeout=PATIENCE_SECONDS)
+        return [message async for message in stream][-1].finished.decode_worker_id
+
+
+async def until_cached(address: str, worker_id: str, request: generate_pb2.GenerateRequest) -> None:
+    """Waits until this router knows that the worker has most of the prompt in its cache."""
+    async with open_channel(address) as channel, timeout(PATIENCE_SECONDS):
+        stub = ClusterServiceStub(channel)
+        while True:
+            explained = await stub.ExplainRoute(cluster_service_pb2.ExplainRouteRequest(request=request))
+            if any(each.decode_worker_id == worker_id and each.cached_tokens > 150 for each in explained.candidates):
+                return
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_the_endpoint_is_beside_the_worker_that_has_the_prompt_in_its_cache(host: str) -> None:
+    request = generate_pb2.GenerateRequest(token_ids=IDS)
+    request.stopping.max_tokens = 2
+    async with open_hosts() as hosts:
+        assert await decoded_by(hosts.grpc(host), request) == f"worker-{host}"
+        await until_cached(hosts.picker.address, f"worker-{host}", request)
+        async with gateway(hosts) as stream:
+            await stream.send(**head(GENERATE, content_type="application/grpc"))
+            assert endpoints(await stream.ask(**piece(framed(request))))[0] == hosts.grpc(host)
+
+
+async def test_a_router_beside_a_worker_decodes_there() -> None:
+    async with open_hosts() as hosts:
+        for number in range(4):
+            request = generate_pb2.GenerateRequest(prompt=f"prompt {number}")
+            request.stopping.max_tokens = 2
+            for host in HOSTS:
+                assert await decoded_by(hosts.grpc(host), request) == f"worker-{host}"
+
+
+async def test_a_host_that_is_a_name_is_looked_up_and_one_that_is_unknown_has_no_endpoint() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        handles = [
+            WorkerHandle(replace(worker(name), address=f"{name}:7070"), channel, channel, lambda: None)
+            for name in ("localhost", "no-such-host.invalid", "10.0.0.7", "[fd00::7]")
+        ]
+        found = await Endpoints().beside(handles, 8000)
+    addresses = {each.worker.record.worker_id: each.address for each in found}
+    assert addresses.pop("localhost") in ("127.0.0.1:8000", "[::1]:8000")
+    assert addresses == {"10.0.0.7": "10.0.0.7:8000", "[fd00::7]": "[fd00::7]:8000"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt"),
+    [
+        ("/v1/completions", b'{"model": "m", "prompt": "text"}', "text"),
+        ("/v1/completions/?api-version=1", b'{"model": "m", "prompt": "text"}', "text"),
+        (GENERATE, framed(generate_pb2.GenerateRequest(prompt="text")), "text"),
+    ],
+)
+async def test_a_body_is_read_as_its_path_says(path: str, body: bytes, prompt: str) -> None:
+    request = await read_request(path, [body])
+    assert request is not None
+    assert request.prompt == prompt
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+async def test_a_conversation_is_read_from_its_field(path: str, field: str) -> None:
+    pieces = [b'{"model": "m", "', field.encode(), b'": [{"role": "user", "content": "hello"}]}']
+    request = await read_request(path, pieces)
+    assert request is not None
+    assert request.chat.messages[0].parts[0].text == "hello"
+
+
+async def test_other_paths_generate_nothing() -> None:
+    assert await read_request("/v1/embeddings", [b'{"model": "m", "input": "text"}']) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\0\0", b"\0\0\0\0\xff{}", b"\1\0\0\0\4" + gzip.compress(b"")[:4], b"\0\0\0\0\2\xff\xff"],
+)
+async def test_what_is_no_grpc_message_is_refused(body: bytes) -> None:
+    with pytest.raises(BatonError, match="body"):
+        await read_request(GENERATE, [body])
