@@ -113,7 +113,13 @@ class Stream:
 
     async def read(self) -> Received | None:
         """The next message; None after the last one, and when the stream is closed."""
-        message = await self.inbox.next()
+        return self._taken(await self.inbox.next())
+
+    def read_now(self) -> Received | None:
+        """The next message; None if none has come."""
+        return self._taken(self.inbox.next_now())
+
+    def _taken(self, message: Received | None) -> Received | None:
         if message is not None and not self.closed:
             self._owner.account_input(-message.size)
             self._grant()

@@ -101,6 +101,12 @@ class Inbox:
                 raise RuntimeError("a request's messages are read one after the other")
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+        return self.next_now()
+
+    def next_now(self) -> Received | None:
+        """The next message; None if none has come."""
+        if not self._messages:
+            return None
         message = self._messages.popleft()
         self._unread -= message.size
         return message
