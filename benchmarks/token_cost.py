@@ -1,6 +1,6 @@
 """What a token alone costs the router, without its request: CPU time and function calls while streams only run.
 
-    python -m benchmarks.token_cost [--server grpcio] [--beside CHECKOUT] [--streams 64 256] [--rounds 2] [--functions 40]
+    python -m benchmarks.token_cost [--server grpcio] [--beside CHECKOUT] [--streams 64 256] [--functions 40]
 
 All streams of a load have begun when the measuring begins, and none ends before it does. Tokens come at 30 a second,
 those of all streams together. The rest is as in benchmarks/request_cost.py, which measures what requests cost.

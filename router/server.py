@@ -45,6 +45,7 @@ from rpc.auth.access import Rules, open_access
 from rpc.auth.caller import Role
 from rpc.channels import dialer
 from rpc.health import Health
+from rpc.multiplex.peer_stream import StreamDialer, stream_dialer
 from rpc.server import Service, serve
 from rpc.tracing.tracer import configure_tracing
 from runtime.aio import TaskGroup, ungrouped
@@ -103,7 +104,7 @@ async def host_router(
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         cluster = await stack.enter_async_context(
-            watch_cluster(registry, config.probe, dialer(config.tls.call), multiplex=config.multiplex)
+            watch_cluster(registry, config.probe, dialer(config.tls.call), _stream_dialer(config))
         )
         health = Health()
         group = await stack.enter_async_context(TaskGroup())
@@ -174,6 +175,11 @@ async def host_router(
             # Together with the drain of gRPC's server, not after it.
             stack.callback(openai.stop_after, config.announce_seconds)
         yield Router(server.address, cluster, health, pipeline.requests, openai.address if openai else "")
+
+
+def _stream_dialer(config: RouterConfig) -> StreamDialer | None:
+    """How calls of requests share a stream to their worker; None if each is a call of its own. Raises ConfigError."""
+    return stream_dialer(config.worker_streams or config.server, config.tls.call) if config.multiplex else None
 
 
 async def _serve_openai(

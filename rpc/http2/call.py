@@ -228,7 +228,10 @@ class Call:
 
 
 class Refusal:
-    """The answer to what is not a call, which needs no task: another protocol's request, or one whose headers were too large."""
+    """The answer to what is not a call: another protocol's request, or one whose headers were too large.
+
+    It needs no task.
+    """
 
     waits_for_message = False
 

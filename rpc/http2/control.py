@@ -56,11 +56,13 @@ class ControlFrames:
             _check_setting(key, value)
         # The last of several values counts, and one frame may have thousands.
         last = dict(values)
+        # Before what the new values allow: until its peer has acknowledged a wider window, gRPC's core resets streams
+        # that use it.
+        self._output.send(h2.frame(h2.SETTINGS, h2.ACK, 0))
         if h2.MAX_FRAME_SIZE in last:
             self._output.max_frame = min(last[h2.MAX_FRAME_SIZE], _MAX_FRAME)
         if h2.INITIAL_WINDOW_SIZE in last:
             self._resize_windows(last[h2.INITIAL_WINDOW_SIZE])
-        self._output.send(h2.frame(h2.SETTINGS, h2.ACK, 0))
 
     def _resize_windows(self, value: int) -> None:
         change, self.initial_window = value - self.initial_window, value
