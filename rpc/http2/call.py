@@ -118,9 +118,6 @@ class Call:
         self._task = self._host.spawn(self._run())
         self._task.add_done_callback(self._on_task_end)
 
-    def received(self) -> None:
-        """Something of a message has come; who reads is told by the stream."""
-
     def end(self) -> None:
         """The peer has sent its last; who reads is told by the stream."""
 
@@ -245,9 +242,6 @@ class Refusal:
             EXCEEDED.labels("header_lists").inc()
             trailers = status_fields(StatusCode.RESOURCE_EXHAUSTED.value[0], "metadata is too large", ())
             self._stream.finish(RESPONSE + trailers)
-
-    def received(self) -> None:
-        """It is not read."""
 
     def end(self) -> None:
         """The request is complete."""

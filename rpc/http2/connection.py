@@ -7,7 +7,7 @@ from typing import Final, Protocol, cast
 
 import structlog
 
-from rpc.http2.endpoint import StreamHandler
+from rpc.http2.endpoint import Heads, StreamHandler
 from rpc.http2.limits import CONNECTIONS, EXCEEDED, Bucket, ServerLimits, exceeded
 from rpc.http2.liveness import Liveness
 from rpc.http2.output import Output
@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
         self.context = host.context
         self.streams: dict[int, Stream] = {}
         self.calls: dict[int, StreamHandler] = {}
-        self.heads = RequestHeads(self)
+        self.heads: Heads = RequestHeads(self)
         self.last_stream_id = 0
         self.unread_input = 0
         self.is_closing = False

@@ -24,9 +24,6 @@ class StreamHandler(Protocol):
     def start(self) -> None:
         """Begins. The head is known, and perhaps its message too."""
 
-    def received(self) -> None:
-        """Something of a message has come."""
-
     def end(self) -> None:
         """The peer has sent its last."""
 

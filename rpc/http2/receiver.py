@@ -215,7 +215,6 @@ class Receiver:
         try:
             if size:
                 stream.receive(payload, size)
-                call.received()
             if is_last:
                 stream.end()
                 call.end()

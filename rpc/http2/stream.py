@@ -18,7 +18,7 @@ from rpc.http2.wire.frames import (
     rst_stream,
     window_update,
 )
-from rpc.http2.wire.messages import Inbox, Received
+from rpc.http2.wire.messages import Inbox, Received, TakeReceived
 
 # What a peer may send of one request before it is read.
 RECEIVE_WINDOW: Final = 1024 * 1024
@@ -92,6 +92,10 @@ class Stream:
                 self._inbox.clear()
         return self._inbox
 
+    def take_messages(self, take: TakeReceived) -> None:
+        """Gives messages to `take` as they come, instead of keeping them for `read`."""
+        self._inbox = Inbox(self.limits.max_message_bytes, take)
+
     def receive(self, payload: bytes, size: int) -> None:
         """Takes a DATA frame's payload; `size` counts its padding too. Raises StreamFailure and MessageFailure."""
         self._receive_window -= size
@@ -113,13 +117,7 @@ class Stream:
 
     async def read(self) -> Received | None:
         """The next message; None after the last one, and when the stream is closed."""
-        return self._taken(await self.inbox.next())
-
-    def read_now(self) -> Received | None:
-        """The next message; None if none has come."""
-        return self._taken(self.inbox.next_now())
-
-    def _taken(self, message: Received | None) -> Received | None:
+        message = await self.inbox.next()
         if message is not None and not self.closed:
             self._owner.account_input(-message.size)
             self._grant()

@@ -61,6 +61,7 @@ class Call:
         self.status: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._stream = stream
         self._take = take
+        stream.take_messages(self._received)
         self._has_head = False
         self._trailers: Status | None = None
 
@@ -98,14 +99,6 @@ class Call:
     def start(self) -> None:
         """It has begun."""
 
-    def received(self) -> None:
-        """Gives whole messages to the caller."""
-        while (message := self._stream.read_now()) is not None:
-            if message.is_compressed:
-                self.fail(MessageFailure(StatusCode.INTERNAL, "a message is compressed, which was not asked for"))
-                return
-            self._take(message.payload)
-
     def end(self) -> None:
         """The peer has sent its last."""
         missing = Status(StatusCode.INTERNAL, "the answer ended without a status")
@@ -122,6 +115,12 @@ class Call:
     def stop(self, reason: str) -> None:
         """The connection ends."""
         self._end(Status(StatusCode.UNAVAILABLE, reason), CANCEL)
+
+    def _received(self, is_compressed: bool, message: bytes) -> None:
+        if is_compressed:
+            raise MessageFailure(StatusCode.INTERNAL, "a message is compressed, which was not asked for")
+        if not self._stream.closed:
+            self._take(message)
 
     def _end(self, status: Status, code: int) -> None:
         if not self.status.done():

@@ -5,7 +5,7 @@ from contextvars import copy_context
 from typing import Final, cast
 
 from rpc.http2.client.call import Call, TakeMessage
-from rpc.http2.endpoint import StreamHandler
+from rpc.http2.endpoint import Heads, StreamHandler
 from rpc.http2.limits import ServerLimits, exceeded
 from rpc.http2.liveness import Liveness
 from rpc.http2.output import Output
@@ -37,7 +37,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, head: bytes, take: TakeMessage, limits: ServerLimits) -> None:
         self.limits = limits
         self.context = copy_context()
-        self.heads = ResponseHeads(self)
+        self.heads: Heads = ResponseHeads(self)
         self.streams: dict[int, Stream] = {}
         self.calls: dict[int, StreamHandler] = {}
         self.last_stream_id = _STREAM_ID
