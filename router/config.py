@@ -189,6 +189,9 @@ class RouterConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     probe: ProbeConfig = ProbeConfig()
     multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
+    worker_streams: ServerKind | None = Field(
+        default=None, description="What carries those streams, `grpcio` or our own `http2`; unset, what `server` is."
+    )
     tracing: TracingConfig = TracingConfig()
     media: MediaConfig = MediaConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()

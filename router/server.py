@@ -47,6 +47,7 @@ from rpc.auth.access import Rules, open_access
 from rpc.auth.caller import Role
 from rpc.channels import dialer
 from rpc.health import Health
+from rpc.multiplex.peer_stream import StreamDialer, stream_dialer
 from rpc.server import Service, serve
 from rpc.tracing.tracer import configure_tracing
 from runtime.aio import TaskGroup, ungrouped
@@ -106,7 +107,7 @@ async def host_router(
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         cluster = await stack.enter_async_context(
-            watch_cluster(registry, config.probe, dialer(config.tls.call), multiplex=config.multiplex)
+            watch_cluster(registry, config.probe, dialer(config.tls.call), _stream_dialer(config))
         )
         health = Health()
         group = await stack.enter_async_context(TaskGroup())
@@ -183,6 +184,11 @@ async def host_router(
             stack.callback(picker.stop)
         others = (openai.address if openai else "", picker.address if picker else "")
         yield Router(server.address, cluster, health, pipeline.requests, *others)
+
+
+def _stream_dialer(config: RouterConfig) -> StreamDialer | None:
+    """How calls of requests share a stream to their worker; None if each is a call of its own. Raises ConfigError."""
+    return stream_dialer(config.worker_streams or config.server, config.tls.call) if config.multiplex else None
 
 
 async def _serve_openai(

@@ -23,6 +23,7 @@ from router.workers.handle import WorkerHandle, connect
 from router.workers.loras import SEPARATOR, find_lora, loras_of_model, split_name
 from router.workers.model import ServedModel
 from rpc.channels import Dial
+from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup
 
 log = structlog.get_logger(__name__)
@@ -47,9 +48,11 @@ class Cluster:
     While the registry is unavailable its last view stays, and only failed health checks take workers out.
     """
 
-    def __init__(self, group: TaskGroup, probe: ProbeConfig, dial: Dial, *, multiplex: bool = True) -> None:
+    def __init__(
+        self, group: TaskGroup, probe: ProbeConfig, dial: Dial, stream_dialer: StreamDialer | None = None
+    ) -> None:
         self._group = group
-        self._multiplex = multiplex
+        self._stream_dialer = stream_dialer
         self._dial = dial
         self._probe = probe
         self._members: dict[tuple[str, int, str], _Member] = {}
@@ -169,7 +172,7 @@ class Cluster:
 
     async def _watch(self, key: tuple[str, int, str], member: _Member) -> None:
         async with connect(
-            member.record, self._dial, self._probe, self._load_card, self._refresh, multiplex=self._multiplex
+            member.record, self._dial, self._probe, self._load_card, self._refresh, self._stream_dialer
         ) as worker:
             member.worker = worker
             self._version += 1
@@ -226,11 +229,14 @@ class Cluster:
 
 @asynccontextmanager
 async def watch_cluster(
-    registry: Registry, probe: ProbeConfig, dial: Dial, *, multiplex: bool = True
+    registry: Registry, probe: ProbeConfig, dial: Dial, stream_dialer: StreamDialer | None = None
 ) -> AsyncGenerator[Cluster, None]:
-    """Watches the cluster of a registry while the context is open."""
+    """Watches the cluster of a registry while the context is open.
+
+    With `stream_dialer` the calls to a worker that offers it share a stream.
+    """
     async with TaskGroup() as group:
-        cluster = Cluster(group, probe, dial, multiplex=multiplex)
+        cluster = Cluster(group, probe, dial, stream_dialer)
         following = group.create_task(cluster.follow(registry))
         try:
             yield cluster

@@ -32,6 +32,7 @@ from router.workers.loras import KnownLoras, watch_loras
 from router.workers.model import ServedModel
 from rpc.channels import Dial
 from rpc.multiplex.channel import multiplexed
+from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup, Timeout, timeout
 
 _NOT_CHECKED = "its health check has not answered yet"
@@ -331,17 +332,17 @@ async def connect(
     probe: ProbeConfig,
     load_card: LoadCard,
     changed: Callable[[], None],
-    *,
-    multiplex: bool = True,
+    stream_dialer: StreamDialer | None = None,
 ) -> AsyncGenerator[WorkerHandle, None]:
     """Watches a worker while the context is open. At the end waits for the calls that still run there.
 
-    With `multiplex` the calls of requests share a stream, if the worker offers that.
+    With `stream_dialer` the calls of requests share a stream, if the worker offers that.
     """
     async with AsyncExitStack() as stack:
         channel = shared = await stack.enter_async_context(dial(record.address))
-        if MULTIPLEX in record.capabilities and multiplex:
-            shared = await stack.enter_async_context(multiplexed(channel))
+        if MULTIPLEX in record.capabilities and stream_dialer:
+            open_stream = stream_dialer(record.address, channel)
+            shared = await stack.enter_async_context(multiplexed(channel, open_stream))
         worker = WorkerHandle(record, channel, shared, changed)
         async with TaskGroup() as group:
             tasks = [

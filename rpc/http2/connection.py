@@ -1,11 +1,13 @@
 """One client's connection: its life, its streams, and the calls that answer them."""
 
 import asyncio
+from collections.abc import Sequence
 from contextvars import Context
 from typing import Final, Protocol, cast
 
 import structlog
 
+from rpc.http2.endpoint import Heads, StreamHandler
 from rpc.http2.limits import CONNECTIONS, EXCEEDED, Bucket, ServerLimits, exceeded
 from rpc.http2.liveness import Liveness
 from rpc.http2.output import Output
@@ -14,8 +16,10 @@ from rpc.http2.security import AuthContext, auth_context
 from rpc.http2.stream import RECEIVE_WINDOW, Stream
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
+from rpc.http2.wire.header_blocks import HeaderBlock
+from rpc.http2.wire.hpack import Field
 from rpc.http2.wire.messages import MessageFailure
-from rpc.http2.wire.request import RequestHead
+from rpc.http2.wire.request import RequestHead, check_trailers, parse
 
 log = structlog.get_logger(__name__)
 
@@ -24,27 +28,6 @@ _REMEMBERED_STREAMS: Final = 1024
 # How long a closed connection may take to be written out.
 _CLOSE_SECONDS: Final = 30.0
 _CUT_SECONDS: Final = 1.0
-
-
-class StreamHandler(Protocol):
-    """What answers a stream. `waits_for_message` says that there is no use to start it before the first message."""
-
-    waits_for_message: bool
-
-    def start(self) -> None:
-        """Begins. The head is known, and perhaps its message too."""
-
-    def end(self) -> None:
-        """The peer has sent its last."""
-
-    def fail(self, failure: MessageFailure) -> None:
-        """What has come is no message of gRPC's: ends the call with a status."""
-
-    def leave(self) -> None:
-        """The stream is over without us: its peer has gone, or has reset it."""
-
-    def stop(self, reason: str) -> None:
-        """Ends the call with UNAVAILABLE, because the server ends."""
 
 
 class ConnectionHost(Protocol):
@@ -79,6 +62,7 @@ class Connection(asyncio.Protocol):
         self.context = host.context
         self.streams: dict[int, Stream] = {}
         self.calls: dict[int, StreamHandler] = {}
+        self.heads: Heads = RequestHeads(self)
         self.last_stream_id = 0
         self.unread_input = 0
         self.is_closing = False
@@ -99,7 +83,7 @@ class Connection(asyncio.Protocol):
         self.heard_at = self.loop.time()
         self.output = Output(self.loop, self.transport, self.context, self.limits.http2.max_unread_output_bytes)
         self.liveness = Liveness(self)
-        self.receiver = Receiver(self)
+        self.receiver = Receiver(self, h2.PREFACE)
         try:
             self._host.add(self)
         except ConnectionFailure as failure:
@@ -169,6 +153,9 @@ class Connection(asyncio.Protocol):
         """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
         return stream_id in self._ended_early
 
+    def note_goaway(self, last_stream_id: int) -> None:
+        """The client opens no more streams and closes the connection itself; it has nothing that we could act on."""
+
     def account_input(self, change: int) -> None:
         """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
         self.unread_input += change
@@ -233,3 +220,40 @@ class Connection(asyncio.Protocol):
         for call in calls:
             call.leave()
         self._host.note_idle()
+
+
+class RequestHeads:
+    """The header blocks of one client: the heads of its calls, and trailers, which mean nothing but their end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parsed_fields: Sequence[Field] | None = None
+        self._parsed_head: RequestHead | None = None
+
+    def begin(self, block: HeaderBlock) -> None:
+        """Opens a stream, and makes its call."""
+        connection, receiver = self._connection, self._connection.receiver
+        connection.last_stream_id = block.stream_id
+        connection.require_room()
+        if block.fields is None:
+            head = None
+        elif block.fields is self._parsed_fields:
+            # The decoder gives the same list for the same block.
+            head = self._parsed_head
+        else:
+            head = self._parsed_head = parse(block.fields)
+            self._parsed_fields = block.fields
+        stream = connection.open(block.stream_id, receiver.initial_window, head)
+        if not connection.calls[stream.id].waits_for_message:
+            receiver.opened.append(stream)
+        if block.is_last:
+            receiver.feed(stream, b"", 0, is_last=True)
+
+    def go_on(self, stream: Stream, block: HeaderBlock) -> None:
+        """Ends the request."""
+        if stream.half_closed:
+            raise StreamFailure(h2.STREAM_CLOSED, "HEADERS comes after the end of the stream")
+        if not block.is_last:
+            raise StreamFailure(h2.PROTOCOL_ERROR, "trailers do not end the stream")
+        check_trailers(block.fields or ())
+        self._connection.receiver.feed(stream, b"", 0, is_last=True)

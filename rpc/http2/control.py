@@ -1,13 +1,11 @@
 """Frames that are about the connection and not about a call: windows, settings, pings, priorities, and goodbyes."""
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from rpc.http2.endpoint import Endpoint
 from rpc.http2.limits import Bucket
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
-
-if TYPE_CHECKING:
-    from rpc.http2.connection import Connection
 
 # What a peer may make us frame at once.
 _MAX_FRAME: Final = 1024 * 1024
@@ -16,7 +14,7 @@ _MAX_FRAME: Final = 1024 * 1024
 class ControlFrames:
     """What one connection receives of them. `initial_window` is the peer's for new streams."""
 
-    def __init__(self, connection: "Connection") -> None:
+    def __init__(self, connection: Endpoint) -> None:
         limits, output = connection.limits.http2, connection.output
         self._connection = connection
         self._output = output
@@ -58,11 +56,13 @@ class ControlFrames:
             _check_setting(key, value)
         # The last of several values counts, and one frame may have thousands.
         last = dict(values)
+        # Before what the new values allow: until its peer has acknowledged a wider window, gRPC's core resets streams
+        # that use it.
+        self._output.send(h2.frame(h2.SETTINGS, h2.ACK, 0))
         if h2.MAX_FRAME_SIZE in last:
             self._output.max_frame = min(last[h2.MAX_FRAME_SIZE], _MAX_FRAME)
         if h2.INITIAL_WINDOW_SIZE in last:
             self._resize_windows(last[h2.INITIAL_WINDOW_SIZE])
-        self._output.send(h2.frame(h2.SETTINGS, h2.ACK, 0))
 
     def _resize_windows(self, value: int) -> None:
         change, self.initial_window = value - self.initial_window, value
@@ -85,13 +85,13 @@ class ControlFrames:
         self._output.send(h2.frame(h2.PING, h2.ACK, 0, payload))
 
     def on_goaway(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        """The client opens no more streams."""
+        """The peer ends the connection, some time."""
         if stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "GOAWAY is on a stream")
         if len(payload) < 8:
             raise ConnectionFailure(h2.FRAME_SIZE_ERROR, "GOAWAY has at least 8 bytes")
-        # The client opens no more streams and closes the connection itself; it has nothing that we could act on.
         self._goodbyes.spend()
+        self._connection.note_goaway(h2.U32.unpack_from(payload)[0] & h2.MAX_STREAM_ID)
 
     def on_priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
         """Has no effect (RFC 9113, 5.3), but has to be right."""
@@ -105,7 +105,7 @@ class ControlFrames:
 
     def on_push_promise(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
         """Is never right."""
-        raise ConnectionFailure(h2.PROTOCOL_ERROR, "clients do not push")
+        raise ConnectionFailure(h2.PROTOCOL_ERROR, "nothing may be pushed")
 
 
 def require_size(payload: bytes, size: int) -> None:

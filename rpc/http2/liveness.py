@@ -3,14 +3,12 @@
 import asyncio
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from rpc.http2.endpoint import Endpoint
 from rpc.http2.limits import EXCEEDED
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure
-
-if TYPE_CHECKING:
-    from rpc.http2.connection import Connection
 
 _KEEPALIVE: Final = b"keepaliv"
 _DRAIN: Final = b"draining"
@@ -25,7 +23,7 @@ _AGE_JITTER: Final = 0.1
 class Liveness:
     """The clocks of one connection. `refuses_calls` says that it is drained and its peer knows."""
 
-    def __init__(self, connection: "Connection") -> None:
+    def __init__(self, connection: Endpoint) -> None:
         self._connection = connection
         self._limits = connection.limits
         self._timers: dict[str, asyncio.TimerHandle] = {}

@@ -1,20 +1,16 @@
 """What a connection receives: its frames, read and held to the protocol and to the connection's budgets."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 from rpc.http2.control import ControlFrames, require_size
+from rpc.http2.endpoint import Endpoint
 from rpc.http2.limits import Bucket
 from rpc.http2.stream import RECEIVE_WINDOW, Stream
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
 from rpc.http2.wire.header_blocks import HeaderBlock, HeaderBlocks
-from rpc.http2.wire.hpack import Field
 from rpc.http2.wire.messages import MessageFailure
-from rpc.http2.wire.request import RequestHead, check_trailers, parse
-
-if TYPE_CHECKING:
-    from rpc.http2.connection import Connection
 
 # What a peer may send on all streams together before we open the window again, which we do at once.
 CONNECTION_WINDOW: Final = 8 * RECEIVE_WINDOW
@@ -25,22 +21,24 @@ _BYTES_A_FRAME: Final = 64
 
 
 class Receiver:
-    """The receiving side of one connection."""
+    """The receiving side of one connection, whose peer begins with `preface`.
 
-    def __init__(self, connection: "Connection") -> None:
+    `opened` are streams whose calls start once what has come is read.
+    """
+
+    def __init__(self, connection: Endpoint, preface: bytes = b"") -> None:
         limits = connection.limits.http2
         self._connection = connection
         self._output = connection.output
         self._streams = connection.streams
         self._buffer = b""
         self._is_postponed = False
-        self._has_preface = False
+        self._preface = preface
+        self._has_preface = not preface
         self.is_settled = False
         self._window = CONNECTION_WINDOW
         self._blocks = HeaderBlocks(limits)
-        self._opened: list[Stream] = []
-        self._parsed_fields: Sequence[Field] | None = None
-        self._parsed_head: RequestHead | None = None
+        self.opened: list[Stream] = []
         self._resets = Bucket("resets", limits.resets)
         self._empty_frames = Bucket("empty_frames", limits.empty_frames)
         self._header_lists = Bucket("header_lists", limits.header_lists)
@@ -58,6 +56,11 @@ class Receiver:
             self._on_continuation,
         )
 
+    @property
+    def initial_window(self) -> int:
+        """The peer's for new streams."""
+        return self._control.initial_window
+
     def receive(self, data: bytes) -> None:
         """Takes bytes of the connection."""
         self._buffer = self._buffer + data if self._buffer else data
@@ -71,7 +74,11 @@ class Receiver:
             self._buffer = b""
             self._connection.fail(failure)
         # Only now: a call that was reset within the same bytes costs nothing more.
-        opened, self._opened = self._opened, []
+        if self.opened:
+            self._start_calls()
+
+    def _start_calls(self) -> None:
+        opened, self.opened = self.opened, []
         for stream in opened:
             call = self._connection.calls.get(stream.id)
             if call is not None:
@@ -99,12 +106,13 @@ class Receiver:
     def _skip_preface(self, data: bytes) -> int:
         if self._has_preface:
             return 0
-        if data[: len(h2.PREFACE)] != h2.PREFACE[: len(data)]:
+        preface = self._preface
+        if data[: len(preface)] != preface[: len(data)]:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "this is not HTTP/2")
-        if len(data) < len(h2.PREFACE):
+        if len(data) < len(preface):
             return 0
         self._has_preface = True
-        return len(h2.PREFACE)
+        return len(preface)
 
     def _postpone(self) -> None:
         """Lets others have their turn before the rest is read."""
@@ -164,38 +172,13 @@ class Receiver:
             self._header_lists.spend()
         stream = self._streams.get(block.stream_id)
         if stream is not None:
-            self._on_trailers(stream, block)
+            connection.heads.go_on(stream, block)
         elif block.stream_id > connection.last_stream_id:
-            connection.last_stream_id = block.stream_id
-            self._on_call(block)
+            connection.heads.begin(block)
         elif connection.has_ended_early(block.stream_id):
             self._empty_frames.spend()
         else:
             raise ConnectionFailure(h2.STREAM_CLOSED, "HEADERS is on a closed stream")
-
-    def _on_call(self, block: HeaderBlock) -> None:
-        self._connection.require_room()
-        if block.fields is None:
-            head = None
-        elif block.fields is self._parsed_fields:
-            # The decoder gives the same list for the same block.
-            head = self._parsed_head
-        else:
-            head = self._parsed_head = parse(block.fields)
-            self._parsed_fields = block.fields
-        stream = self._connection.open(block.stream_id, self._control.initial_window, head)
-        if not self._connection.calls[stream.id].waits_for_message:
-            self._opened.append(stream)
-        if block.is_last:
-            self._feed(stream, b"", 0, is_last=True)
-
-    def _on_trailers(self, stream: Stream, block: HeaderBlock) -> None:
-        if stream.half_closed:
-            raise StreamFailure(h2.STREAM_CLOSED, "HEADERS comes after the end of the stream")
-        if not block.is_last:
-            raise StreamFailure(h2.PROTOCOL_ERROR, "trailers do not end the stream")
-        check_trailers(block.fields or ())
-        self._feed(stream, b"", 0, is_last=True)
 
     def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         if not stream_id:
@@ -208,7 +191,7 @@ class Receiver:
             self._empty_frames.spend()
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.half_closed:
-            self._feed(stream, payload, size, is_last=bool(flags & h2.END_STREAM))
+            self.feed(stream, payload, size, is_last=bool(flags & h2.END_STREAM))
         elif stream_id > self._connection.last_stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "DATA is on an idle stream")
         elif self._connection.has_ended_early(stream_id):
@@ -224,10 +207,11 @@ class Receiver:
             self._output.send(h2.window_update(0, CONNECTION_WINDOW - self._window))
             self._window = CONNECTION_WINDOW
 
-    def _feed(self, stream: Stream, payload: bytes, size: int, *, is_last: bool) -> None:
+    def feed(self, stream: Stream, payload: bytes, size: int, *, is_last: bool) -> None:
+        """Takes what has come on a stream; `size` counts its padding too."""
         call = self._connection.calls[stream.id]
         if not stream.received_bytes and call.waits_for_message:
-            self._opened.append(stream)
+            self.opened.append(stream)
         try:
             if size:
                 stream.receive(payload, size)

@@ -19,7 +19,11 @@ _KINDS: Final = {"URI": "peer_uri", "DNS": "peer_dns", "email": "peer_email", "I
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
     """What to listen with. Raises ConfigError if a file is missing or cannot be read."""
-    context = tls.server_context()
+    return require_http2(tls.server_context())
+
+
+def require_http2(context: ssl.SSLContext) -> ssl.SSLContext:
+    """The same context, which takes what HTTP/2 asks of TLS and nothing less."""
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     context.set_ciphers(_CIPHERS)

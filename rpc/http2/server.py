@@ -12,10 +12,9 @@ from typing import Any, Final
 from grpc import aio
 
 from rpc.auth.tls import TlsConfig
-from rpc.http2.call import Call, CallDetails
+from rpc.http2.call import Call, CallDetails, Refusal
 from rpc.http2.connection import Connection
 from rpc.http2.limits import ServerLimits, exceeded
-from rpc.http2.refusal import Refusal
 from rpc.http2.security import server_context
 from rpc.http2.stream import Stream
 from rpc.http2.wire.frames import PROTOCOL_ERROR, ConnectionFailure

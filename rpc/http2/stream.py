@@ -18,7 +18,7 @@ from rpc.http2.wire.frames import (
     rst_stream,
     window_update,
 )
-from rpc.http2.wire.messages import Inbox, Received
+from rpc.http2.wire.messages import Inbox, Received, TakeReceived
 
 # What a peer may send of one request before it is read.
 RECEIVE_WINDOW: Final = 1024 * 1024
@@ -91,6 +91,10 @@ class Stream:
             if self.closed:
                 self._inbox.clear()
         return self._inbox
+
+    def take_messages(self, take: TakeReceived) -> None:
+        """Gives messages to `take` as they come, instead of keeping them for `read`."""
+        self._inbox = Inbox(self.limits.max_message_bytes, take)
 
     def receive(self, payload: bytes, size: int) -> None:
         """Takes a DATA frame's payload; `size` counts its padding too. Raises StreamFailure and MessageFailure."""

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -12,12 +13,12 @@ import grpc
 from grpc import StatusCode, aio
 from typing_extensions import Self
 
-from baton.calls import stream
-from baton.engine.v1 import decode_pb2, multiplex_pb2_grpc
+from baton.engine.v1 import decode_pb2
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError, Cancelled, Unavailable
+from baton.errors import BatonError, Unavailable
 from rpc.multiplex.metadata import FailedStatus, to_messages
+from rpc.multiplex.peer_stream import OpenStream, PeerStream, open_on_channel
 from rpc.multiplex.replies import MultiplexedCall, TakeToken
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
@@ -29,14 +30,14 @@ _MESSAGE_BYTES = 1024 * 1024
 
 
 @asynccontextmanager
-async def multiplexed(channel: aio.Channel) -> AsyncGenerator[aio.Channel, None]:
-    """A channel for unary calls and calls with streams of responses, which all share one stream of `channel`.
+async def multiplexed(channel: aio.Channel, open_stream: OpenStream | None = None) -> AsyncGenerator[aio.Channel, None]:
+    """A channel for unary calls and calls with streams of responses, which all share one stream to the peer.
 
-    The stream is opened by the first call. When it is lost, its calls end with its error, and the next call opens
-    another one. Calls made within a span carry its context; large requests are calls of their own on `channel`. Leaving
-    the context ends the calls that share the stream.
+    The stream is one of `channel`, or what `open_stream` opens. It is opened by the first call. When it is lost, its
+    calls end with its error, and the next call opens another one. Calls made within a span carry its context; large
+    requests are calls of their own on `channel`. Leaving the context ends the calls that share the stream.
     """
-    streams = _Streams(channel)
+    streams = _Streams(open_stream or partial(open_on_channel, channel))
     try:
         yield TracedChannel(_MultiplexedChannel(channel, streams))
     finally:
@@ -46,8 +47,8 @@ async def multiplexed(channel: aio.Channel) -> AsyncGenerator[aio.Channel, None]
 class _Streams:
     """The present stream, and how the next one is opened."""
 
-    def __init__(self, channel: aio.Channel) -> None:
-        self._stub = multiplex_pb2_grpc.MultiplexServiceStub(channel)
+    def __init__(self, open_stream: OpenStream) -> None:
+        self._open = open_stream
         self._present: _Stream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -58,7 +59,7 @@ class _Streams:
             raise Unavailable("the channel is closed")
         if self._present is None or self._present.is_lost:
             # In variables of its own: the stream outlives the request, and is in no span.
-            self._present = Context().run(_Stream, self._stub)
+            self._present = Context().run(_Stream, self._open)
             task = Context().run(asyncio.ensure_future, self._present.run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -75,8 +76,8 @@ class _Streams:
 class _Stream:
     """One stream: writes what calls ask for, and gives them what comes."""
 
-    def __init__(self, stub: "multiplex_pb2_grpc.MultiplexServiceAsyncStub") -> None:
-        self._stub = stub
+    def __init__(self, open_stream: OpenStream) -> None:
+        self._open = open_stream
         self._numbers = itertools.count(1)
         self._calls: dict[int, MultiplexedCall[Any]] = {}
         self._relays: dict[int, TakeToken] = {}
@@ -123,32 +124,34 @@ class _Stream:
     async def run(self) -> None:
         """Until the stream is lost, or cancelled; then all of its calls have ended."""
         error: BatonError = Unavailable("the stream of calls ended")
-        call: Any = self._stub.Multiplex()  # type: ignore[call-arg]  # without an iterator requests are written
-        writing = asyncio.ensure_future(self._write(call))
         try:
-            async for response in stream(call):
-                self._take(response)
-        except BatonError as lost:
-            error = _as_lost(lost)
+            async with self._open(self._take) as peer:
+                writing = asyncio.ensure_future(self._write(peer))
+                try:
+                    error = await peer.end()
+                finally:
+                    # Before the stream is closed, which may take a while.
+                    self._end_calls(error)
+                    writing.cancel()
+                    await wait_until_done(writing)
+        except Unavailable as unreachable:
+            error = unreachable
         finally:
-            self.is_lost = True
-            writing.cancel()
-            await wait_until_done(writing)
-            calls, self._calls = self._calls, {}
-            for each in calls.values():
-                each.end(error)
+            self._end_calls(error)
 
-    async def _write(self, call: Any) -> None:
+    async def _write(self, peer: PeerStream) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             messages, self._waiting, self._waiting_bytes = self._waiting, [pb.MultiplexRequest()], 0
-            try:
-                for message in messages:
-                    await call.write(message)
-            except (aio.BaseError, asyncio.InvalidStateError):
-                # Who reads gets to know why.
-                return
+            for message in messages:
+                await peer.write(message)
+
+    def _end_calls(self, error: BatonError) -> None:
+        self.is_lost = True
+        calls, self._calls = self._calls, {}
+        for each in calls.values():
+            each.end(error)
 
     def _take(self, response: pb.MultiplexResponse) -> None:
         calls, relay_of = self._calls, self._relays.get
@@ -172,17 +175,6 @@ class _Stream:
                 call.end(_error_of(answer.status))
             else:
                 call.take(answer.message)
-
-
-def _as_lost(error: BatonError) -> BatonError:
-    """The error that the calls of a lost stream raise: Unavailable, unless the peer refused the stream.
-
-    gRPC says Cancelled when the channel is closed under a stream, and INTERNAL ("Internal error from Core") when the
-    connection is lost while a request is written, whatever the reason was.
-    """
-    if type(error) is BatonError or isinstance(error, Cancelled):
-        return Unavailable(f"the stream of calls was lost: {error.message}")
-    return error
 
 
 def _error_of(status: pb.CallStatus) -> BatonError | None:

@@ -1,6 +1,7 @@
 """Successful requests on a prefill and a decode worker: the messages that a client gets."""
 
 import asyncio
+from typing import get_args
 
 import pytest
 from google.protobuf import json_format
@@ -11,6 +12,7 @@ from support.eventually import eventually
 
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
 from router.config import RoutingConfig
+from rpc.server import ServerKind
 from runtime.logs import merge_log_fields
 
 SEEDED = {"temperature": 1.0, "seed": 7}
@@ -48,6 +50,18 @@ async def test_tokens_come_together_if_that_is_asked_for(pair: Bench) -> None:
     assert (sizes[0], len(sizes) < 10) == (1, True)
     assert all(size >= 8 for size in sizes[1:-1])
     assert (paced.text, paced.token_ids) == (plain.text, plain.token_ids)
+
+
+@pytest.mark.parametrize("streams", get_args(ServerKind))
+async def test_what_carries_the_streams_to_workers_does_not_depend_on_what_serves(streams: ServerKind) -> None:
+    router = FAST_ROUTER.model_copy(update={"worker_streams": streams})
+    async with bench(PREFILL, simulated("d1", "decode"), router=router) as running:
+        found = await asyncio.gather(
+            *(running.generate(prompt="hello", sampling=SEEDED, stopping={"max_tokens": 40}) for _ in range(8))
+        )
+        assert [len(one.token_ids) for one in found] == [40] * 8
+        assert len({one.text for one in found}) == 1
+        await eventually(lambda: running.used_blocks() == 0)
 
 
 async def test_a_stop_string_is_found_where_calls_share_a_stream_and_where_they_do_not() -> None:

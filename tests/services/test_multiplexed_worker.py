@@ -1,8 +1,9 @@
 """A worker's calls over a shared stream: the same answers, errors, aborts and faults as over streams of their own."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import get_args
 
 import pytest
 from support.clients.worker_calls import WorkerCalls, decode_request
@@ -17,16 +18,27 @@ from discovery.record import MULTIPLEX
 from rpc.channels import open_channel
 from rpc.fault_injection import FAULT_KEY
 from rpc.multiplex.channel import multiplexed
+from rpc.multiplex.peer_stream import stream_dialer
+from rpc.server import ServerKind
 from runtime.aio import timeout
 
+Sharing = Callable[[Running], AbstractAsyncContextManager[WorkerCalls]]
 
-@asynccontextmanager
-async def sharing(running: Running) -> AsyncIterator[WorkerCalls]:
-    """The worker's services on one stream; control goes by its own calls, as routers have it."""
-    async with timeout(30), open_channel(running.worker.address) as channel, multiplexed(channel) as calls:
-        shared = WorkerCalls(running.worker.address, calls)
-        shared.worker = running.calls.worker
-        yield shared
+
+@pytest.fixture(params=get_args(ServerKind))
+def sharing(request: pytest.FixtureRequest) -> Sharing:
+    """The worker's services on one stream, of grpc.aio or of our own; control goes by its own calls."""
+    dial = stream_dialer(request.param, None)
+
+    @asynccontextmanager
+    async def calls_of(running: Running) -> AsyncIterator[WorkerCalls]:
+        address = running.worker.address
+        async with timeout(30), open_channel(address) as channel, multiplexed(channel, dial(address, channel)) as calls:
+            shared = WorkerCalls(address, calls)
+            shared.worker = running.calls.worker
+            yield shared
+
+    return calls_of
 
 
 async def test_a_worker_says_that_it_takes_shared_streams(decode: Running) -> None:
@@ -35,7 +47,7 @@ async def test_a_worker_says_that_it_takes_shared_streams(decode: Running) -> No
 
 
 async def test_handed_over_requests_give_the_ids_that_calls_of_their_own_give(
-    prefill: Running, decode: Running
+    prefill: Running, decode: Running, sharing: Sharing
 ) -> None:
     texts = [f"request {number} ".encode() * 4 for number in range(8)]
     alone = [await decode.calls.decode(decode_request(request_id="alone", text=text)) for text in texts]
@@ -52,21 +64,21 @@ async def test_handed_over_requests_give_the_ids_that_calls_of_their_own_give(
     assert found == [one.token_ids for one in alone]
 
 
-async def test_tokens_of_several_requests_arrive_in_one_message_a_step(start: Starter) -> None:
+async def test_tokens_of_several_requests_arrive_in_one_message_a_step(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.02) as decode, sharing(decode) as calls:
         requests = [decode_request(request_id=f"r{number}", text=f"text {number}".encode()) for number in range(8)]
         found = await asyncio.gather(*(calls.decode(request) for request in requests))
     assert [len(one.token_ids) for one in found] == [20] * 8
 
 
-async def test_timings_say_what_the_steps_took(start: Starter) -> None:
+async def test_timings_say_what_the_steps_took(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
         decoded = await calls.decode(decode_request())
     seconds = decoded.timing(timing_pb2.STAGE_DECODE).duration.ToNanoseconds() / 1e9
     assert 0.15 < seconds < 20
 
 
-async def test_an_abort_stops_a_call_and_says_what_it_freed(start: Starter) -> None:
+async def test_an_abort_stops_a_call_and_says_what_it_freed(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
         call = calls.decodes.Decode(decode_request(max_tokens=100, text=b"x" * 40))
         async with aclosing(stream(call)) as answers:
@@ -82,7 +94,7 @@ async def test_an_abort_stops_a_call_and_says_what_it_freed(start: Starter) -> N
     assert receipt.blocks_freed > 0
 
 
-async def test_leaving_a_call_frees_its_blocks(start: Starter) -> None:
+async def test_leaving_a_call_frees_its_blocks(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
         async with aclosing(stream(calls.decodes.Decode(decode_request(max_tokens=100)))) as answers:
             async for answer in answers:
@@ -91,7 +103,7 @@ async def test_leaving_a_call_frees_its_blocks(start: Starter) -> None:
         await eventually(lambda: decode.blocks_used == 0)
 
 
-async def test_the_end_of_the_stream_frees_the_blocks_of_all_its_calls(start: Starter) -> None:
+async def test_the_end_of_the_stream_frees_the_blocks_of_all_its_calls(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode:
         async with sharing(decode) as calls:
             running = [
@@ -104,7 +116,9 @@ async def test_the_end_of_the_stream_frees_the_blocks_of_all_its_calls(start: St
         await eventually(lambda: decode.blocks_used == 0)
 
 
-async def test_a_request_that_runs_already_is_refused_with_its_stage_and_worker(start: Starter) -> None:
+async def test_a_request_that_runs_already_is_refused_with_its_stage_and_worker(
+    start: Starter, sharing: Sharing
+) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
         running = asyncio.create_task(calls.decode(decode_request(max_tokens=100)))
         await eventually(lambda: decode.worker.engines.load().running == 1)
@@ -114,7 +128,7 @@ async def test_a_request_that_runs_already_is_refused_with_its_stage_and_worker(
         assert (caught.value.stage, caught.value.worker_id) == ("decode", decode.worker.worker_id)
 
 
-async def test_too_many_waiting_requests_are_refused_with_a_time_to_retry(start: Starter) -> None:
+async def test_too_many_waiting_requests_are_refused_with_a_time_to_retry(start: Starter, sharing: Sharing) -> None:
     async with (
         start("decode", max_batch=1, max_waiting=1, decode_step_seconds=0.01) as decode,
         sharing(decode) as calls,
@@ -127,13 +141,13 @@ async def test_too_many_waiting_requests_are_refused_with_a_time_to_retry(start:
     assert all(one.retry_after_seconds > 0 for one in refused)
 
 
-async def test_a_failing_engine_fails_its_calls(start: Starter) -> None:
+async def test_a_failing_engine_fails_its_calls(start: Starter, sharing: Sharing) -> None:
     async with start("decode", fail_after_tokens=5) as decode, sharing(decode) as calls:
         with pytest.raises(EngineFailed):
             await calls.decode(decode_request())
 
 
-async def test_planned_faults_happen_at_their_token(start: Starter) -> None:
+async def test_planned_faults_happen_at_their_token(start: Starter, sharing: Sharing) -> None:
     async with start("decode", allow_faults=True) as decode, sharing(decode) as calls:
         call = calls.decodes.Decode(decode_request(), metadata=((FAULT_KEY, "drop@decode:7"),))
         ids: list[int] = []
@@ -148,7 +162,7 @@ async def test_planned_faults_happen_at_their_token(start: Starter) -> None:
     assert len(ids) == 7
 
 
-async def test_log_probabilities_come_with_their_tokens(start: Starter) -> None:
+async def test_log_probabilities_come_with_their_tokens(start: Starter, sharing: Sharing) -> None:
     async with start("decode") as decode, sharing(decode) as calls:
         request = decode_request(max_tokens=6)
         request.sampling.logprobs = 2
@@ -160,7 +174,7 @@ async def test_log_probabilities_come_with_their_tokens(start: Starter) -> None:
     assert sum(len(one.logprobs) for one in tokens) == sum(len(one.token_ids) for one in tokens) == 6
 
 
-async def test_a_reader_that_pauses_gets_all_tokens_in_order(start: Starter) -> None:
+async def test_a_reader_that_pauses_gets_all_tokens_in_order(start: Starter, sharing: Sharing) -> None:
     async with start("decode", num_blocks=256) as decode, sharing(decode) as calls:
         whole = await decode.calls.decode(decode_request(request_id="whole", max_tokens=600))
         ids: list[int] = []

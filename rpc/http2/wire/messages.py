@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from grpc import StatusCode
@@ -44,13 +45,18 @@ class Received(NamedTuple):
         return len(self.payload) + _MESSAGE_OVERHEAD
 
 
+# Takes a message at once: whether it is compressed, and its bytes.
+TakeReceived = Callable[[bool, bytes], None]
+
+
 class Inbox:
-    """The messages of one call that have come and were not read yet."""
+    """The messages of one call that have come and were not read yet; with `take`, at most a part of one."""
 
-    __slots__ = ("_max_bytes", "_messages", "_partial", "_reader", "_unread", "is_ended")
+    __slots__ = ("_max_bytes", "_messages", "_partial", "_reader", "_take", "_unread", "is_ended")
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, take: TakeReceived | None = None) -> None:
         self._max_bytes = max_bytes
+        self._take = take
         self._partial = bytearray()
         self._messages: deque[Received] = deque()
         self._unread = 0
@@ -124,6 +130,9 @@ class Inbox:
     def _add(self, flag: int, payload: bytes) -> None:
         if flag > 1:
             raise MessageFailure(StatusCode.INTERNAL, f"a message has the flags {flag}")
+        if self._take is not None:
+            self._take(flag == 1, payload)
+            return
         self._messages.append(Received(flag == 1, payload))
         self._unread += len(payload) + _MESSAGE_OVERHEAD
         self._wake()

@@ -1,4 +1,4 @@
-"""Runs what grpcio's clients see in both event loops: processes run in uvloop, whose transports are not asyncio's."""
+"""Runs what calls see in both event loops: processes run in uvloop, whose transports are not asyncio's."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -16,6 +16,6 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loops that a test is run in."""
-    if item.path.name in ("test_interop.py", "test_streams.py"):
+    if item.path.name in ("test_client_calls.py", "test_interop.py", "test_streams.py"):
         return _LOOPS
     return {"asyncio": asyncio.new_event_loop}

@@ -253,3 +253,15 @@ async def test_the_table_of_a_peer_that_keeps_none_is_not_used() -> None:
         peer.decoder.max_allowed_table_size = 0
         assert await works(peer, 1)
         assert await works(peer, 3)
+
+
+async def test_settings_are_acknowledged_before_what_they_allow_is_sent() -> None:
+    """gRPC's core resets a stream that uses a window which was opened by settings that were not acknowledged yet."""
+    async with echoing() as server, peer_of(server.port, INITIAL_WINDOW_SIZE=10) as peer:
+        await peer.call(1, "large", b"100")
+        await peer.until(lambda: len(peer.answer(1).data) == 10)
+        await peer.send(SettingsFrame(settings={SettingsFrame.INITIAL_WINDOW_SIZE: 1000}))
+        assert len((await peer.ended(1)).messages[0]) == 100
+        kinds = [type(each) for each in peer.frames if isinstance(each, (SettingsFrame, DataFrame))]
+        # Its own, the acknowledgement of the first, some data, the acknowledgement of the second, and the rest.
+        assert kinds == [SettingsFrame, SettingsFrame, DataFrame, SettingsFrame, DataFrame]

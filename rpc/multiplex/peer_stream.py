@@ -1,0 +1,129 @@
+"""How a stream of calls reaches its peer: on a channel of grpc.aio, or on an HTTP/2 connection of our own."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias
+
+from google.protobuf.message import DecodeError
+from grpc import StatusCode, aio
+
+from baton.calls import stream
+from baton.engine.v1 import multiplex_pb2 as pb
+from baton.engine.v1 import multiplex_pb2_grpc
+from baton.error_details import from_rpc_error
+from baton.errors import BatonError, Cancelled, Unavailable
+from rpc.auth.tls import TlsConfig
+from rpc.http2.client.call import Call
+from rpc.http2.client.dialing import Peer, client_context, open_call
+from rpc.http2.wire.messages import MessageFailure
+from rpc.server import ServerKind
+
+# Takes what all calls of the stream have to say, as it comes.
+TakeResponse = Callable[[pb.MultiplexResponse], None]
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["MultiplexService"]
+_PATH: Final = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Multiplex'].name}"
+
+
+class PeerStream(Protocol):
+    """A stream that is open. Its responses are given to a function from the start."""
+
+    async def write(self, message: pb.MultiplexRequest) -> None:
+        """Sends a message; waits while the peer does not read. Does nothing once the stream is lost."""
+
+    async def end(self) -> BatonError:
+        """Waits until the stream is lost, and says why."""
+
+
+# Opens a stream, which is closed when the context is left. Raises Unavailable.
+OpenStream: TypeAlias = Callable[[TakeResponse], AbstractAsyncContextManager[PeerStream]]
+
+# How streams to the peer at an address are opened, to which there is a channel already.
+StreamDialer: TypeAlias = Callable[[str, aio.Channel], OpenStream]
+
+
+def stream_dialer(kind: ServerKind, tls: TlsConfig | None) -> StreamDialer:
+    """Streams of grpc.aio or of our own, with TLS files that are read now. Raises ConfigError."""
+    if kind == "grpcio":
+        return lambda _address, channel: partial(open_on_channel, channel)
+    context = client_context(tls) if tls else None
+    server_name = tls.server_name if tls else ""
+    return lambda address, _channel: partial(open_on_connection, Peer(address, context, server_name))
+
+
+@asynccontextmanager
+async def open_on_channel(channel: aio.Channel, take: TakeResponse) -> AsyncGenerator["_GrpcioStream", None]:
+    """A stream of a channel of grpc.aio."""
+    call: Any = multiplex_pb2_grpc.MultiplexServiceStub(channel).Multiplex()  # type: ignore[call-arg]  # written to
+    try:
+        yield _GrpcioStream(call, take)
+    finally:
+        call.cancel()
+
+
+@asynccontextmanager
+async def open_on_connection(peer: Peer, take: TakeResponse) -> AsyncGenerator["_Http2Stream", None]:
+    """A stream on a connection of its own. Raises Unavailable if the peer cannot be reached."""
+
+    def parse(message: bytes) -> None:
+        try:
+            response = pb.MultiplexResponse.FromString(message)
+        except DecodeError:
+            call.fail(MessageFailure(StatusCode.INTERNAL, "a response is no MultiplexResponse"))
+        else:
+            take(response)
+
+    async with open_call(peer, _PATH, parse) as call:
+        yield _Http2Stream(call)
+
+
+class _GrpcioStream:
+    def __init__(self, call: Any, take: TakeResponse) -> None:
+        self._call = call
+        self._take = take
+
+    async def write(self, message: pb.MultiplexRequest) -> None:
+        """See PeerStream."""
+        try:
+            await self._call.write(message)
+        except (aio.BaseError, asyncio.InvalidStateError):
+            # `end` gets to know why.
+            return
+
+    async def end(self) -> BatonError:
+        """See PeerStream."""
+        try:
+            async for response in stream(self._call):
+                self._take(response)
+        except BatonError as lost:
+            return _as_lost(lost)
+        return Unavailable("the stream of calls ended")
+
+
+class _Http2Stream:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def write(self, message: pb.MultiplexRequest) -> None:
+        """See PeerStream."""
+        await self._call.write(message.SerializeToString())
+
+    async def end(self) -> BatonError:
+        """See PeerStream."""
+        status = await self._call.status
+        if status.code() is StatusCode.OK:
+            return Unavailable("the stream of calls ended")
+        return _as_lost(from_rpc_error(status))
+
+
+def _as_lost(error: BatonError) -> BatonError:
+    """The error that the calls of a lost stream raise: Unavailable, unless the peer refused the stream.
+
+    gRPC says Cancelled when the channel is closed under a stream, and INTERNAL ("Internal error from Core") when the
+    connection is lost while a request is written, whatever the reason was.
+    """
+    if type(error) is BatonError or isinstance(error, Cancelled):
+        return Unavailable(f"the stream of calls was lost: {error.message}")
+    return error
