@@ -2,8 +2,8 @@
 
     python -m benchmarks.two_gpus.first_token [--rounds 20]
 
-Prefill on GPU 0, decode on GPU 1, a router and this client, each a process of its own; one request at a time. The router
-sends the first token as soon as prefill has sampled it; the handoff comes after it, before the second one.
+Prefill on GPU 0, decode on GPU 1, a router and this client, each a process of its own; one request at a time. The
+router sends the first token as soon as prefill has sampled it; the handoff comes after it, before the second one.
 """
 
 import argparse

@@ -134,7 +134,7 @@ class Gather:
 
     def __init__(self, kernel: Any, pool: torch.Tensor, address: int, programs: int, stream: torch.cuda.Stream) -> None:
         """Compiles the kernel for `pool` `[blocks, ...]`, and loads it on the current device."""
-        words = pool.view(pool.shape[0], -1).view(torch.int64)
+        self._words = words = pool.view(pool.shape[0], -1).view(torch.int64)
         self._programs = programs
         self._driver = _driver()
         self._stream = ctypes.c_void_p(stream.cuda_stream)
