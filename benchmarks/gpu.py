@@ -121,7 +121,8 @@ async def measure_decode(engine: PyTorchEngine, layers: int, copy: float) -> Non
     # Random weights make flat distributions, of which a top-p alone would keep most of the vocabulary.
     drawn = Sampling(max_tokens=TOKENS, temperature=0.8, top_k=50, top_p=0.95, seed=5, ignore_eos=True)
     whole = Sampling(max_tokens=TOKENS, temperature=0.8, seed=5, ignore_eos=True)
-    for name, sampling in (("greedy", greedy), ("top-k 50, top-p 0.95", drawn), ("temperature alone", whole)):
+    samplings = {"greedy": greedy, "top-k 50, top-p 0.95": drawn, "temperature alone": whole}
+    for name, sampling in samplings.items():
         for batch in BATCHES:
             await decode_step(engine, batch, sampling)
             found = await decode_step(engine, batch, sampling)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from baton.engine.v1 import handoff_pb2
-from services.engines.kv import BlockMemory, KvLayout
+from services.engines.kv import BlockMemory, KvLayout, packed_ids
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
 from services.transports.base import Exposure, PoolShape, Transfer
 from services.transports.registry import offer_pool, open_transports
@@ -96,16 +96,15 @@ async def pull_from(name: str, block_bytes: int, sent: bytes, say: Callable[...,
         for moved, size in MOVED.items():
             taken = []
             for _ in range(ROUNDS):
-                source, target = (
-                    random.sample(range(count), size // block_bytes),
-                    random.sample(range(count), size // block_bytes),
-                )
+                # Packed, as the ids of a handoff and of a reservation are.
+                source, target = (packed_ids(random.sample(range(count), size // block_bytes)) for _ in range(2))
                 began = time.perf_counter()
                 await reader.pull(Transfer(source, pool, target, time.monotonic() + 60))
                 taken.append(time.perf_counter() - began)
             flat = pool.tensor.view(count, -1).view(torch.int64)
-            first = flat[torch.tensor(target, device=flat.device), 0].cpu() == torch.tensor(source) * words
-            last = flat[torch.tensor(target, device=flat.device), -1].cpu() == torch.tensor(source) * words + words - 1
+            origin, into = (torch.tensor(ids, dtype=torch.int64, device=flat.device) for ids in (source, target))
+            first = flat[into, 0] == origin * words
+            last = flat[into, -1] == origin * words + words - 1
             copy = copied(size)
             used = sorted(one * 1e3 for one in taken[ROUNDS // 6 :])
             ms = statistics.median(used)
@@ -148,7 +147,7 @@ def read_on(endpoint: bytes, num_blocks: int, kv: KvLayout, gpu: str | None, pip
 
     async def serve() -> None:
         count = MOVED["500 MiB"] // kv.block_bytes
-        pool = open_memory(kv, count, device())
+        pool, into = open_memory(kv, count, device()), packed_ids(range(count))
         async with open_transports(transports(), memory=pool) as [transport]:
             offered = handoff_pb2.TransportEndpoint.FromString(endpoint)
             reader = await transport.open(offered, PoolShape(num_blocks, kv.block_bytes))
@@ -157,8 +156,8 @@ def read_on(endpoint: bytes, num_blocks: int, kv: KvLayout, gpu: str | None, pip
                 pause, seconds = told
                 began, taken = time.perf_counter(), []
                 while time.perf_counter() - began < seconds:
-                    source, start = random.sample(range(1, num_blocks), count), time.perf_counter()
-                    await reader.pull(Transfer(source, pool, range(count), time.monotonic() + 60))
+                    source, start = packed_ids(random.sample(range(1, num_blocks), count)), time.perf_counter()
+                    await reader.pull(Transfer(source, pool, into, time.monotonic() + 60))
                     taken.append(time.perf_counter() - start)
                     await asyncio.sleep(pause)
                 pipe.send((len(taken), time.perf_counter() - began, statistics.median(taken) * 1e3))

@@ -106,6 +106,12 @@ KV_RESUBSCRIPTIONS = Counter(
     "Subscriptions to workers' KV events that ended, because a message was missing or the worker was away.",
     registry=REGISTRY,
 )
+LOST_REPORTS = Gauge(
+    "baton_router_lost_report_streams",
+    "Streams of reports of registered workers that are lost now, and are asked for again.",
+    ["reports"],
+    registry=REGISTRY,
+)
 # How the router knew what the prefix cache held of the worker that runs the prompt.
 CACHE_VIEWS = {
     generate_pb2.CACHE_VIEW_NONE: "none",
@@ -173,6 +179,8 @@ def _begin_at_zero() -> None:
         REFUSALS.labels(kind.reason)
     for reason in ("closed", "draining", "full", "idle", "lost", "relief"):
         EMBEDDING_CACHE_EVICTIONS.labels(reason)
+    for reports in ("load", "kv_events"):
+        LOST_REPORTS.labels(reports)
     observe_workers(())
     observe_unpaired(())
 

@@ -30,6 +30,7 @@ from router.routing.latency import WorkerLatency
 from router.routing.scoring import Ranks
 from router.workers.loras import KnownLoras, watch_loras
 from router.workers.model import ServedModel
+from router.workers.report_stream import ReportStream
 from rpc.channels import Dial
 from rpc.multiplex.channel import multiplexed
 from rpc.multiplex.peer_stream import StreamDialer
@@ -228,17 +229,20 @@ class WorkerHandle:
     async def watch_load(self) -> None:
         """Follows the load that the worker reports, until cancelled."""
         backoff = Backoff()
-        while True:
-            try:
-                async with aclosing(stream(self.control.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
-                    async for response in responses:
-                        backoff.reset()
-                        self._heard_at = time.monotonic()
-                        self._note_load(response.load)
-            except BatonError:
-                # The health checks decide whether it is used. Until the next report only our own requests count.
-                pass
-            await asyncio.sleep(backoff.next_seconds())
+        with ReportStream("load", self.record.worker_id) as reports:
+            while True:
+                try:
+                    async with aclosing(stream(self.control.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
+                        async for response in responses:
+                            backoff.reset()
+                            self._heard_at = time.monotonic()
+                            self._note_load(response.load)
+                            reports.arrived()
+                    reports.lost("the worker ended it")
+                except BatonError as error:
+                    # The health checks decide whether it is used. Until the next report only our own requests count.
+                    reports.lost(error.message)
+                await asyncio.sleep(backoff.next_seconds())
 
     def note_loras(self, loras: KnownLoras) -> None:
         """Notes the adapters that the worker has told of."""

@@ -1,10 +1,13 @@
 """Handoffs as readers get them: values read from messages, and checks of every number in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from baton.engine.v1 import handoff_pb2
 from baton.errors import FieldViolation, InvalidRequest, LayoutMismatch, LoraMismatch
-from services.engines.kv import KvLayout
+from services.engines.kv import KvLayout, packed_ids
 from services.engines.prompt import Prompt
 from services.telemetry.timings import as_seconds
 
@@ -22,7 +25,7 @@ class LeasedBlocks:
     lease_seconds: float
     layout_digest: str
     num_bytes: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def read_handoff(message: handoff_pb2.KvHandoff) -> Handoff:
         layout_digest=message.layout_digest,
         num_tokens=message.num_tokens,
         num_bytes=message.num_bytes,
-        block_ids=tuple(message.block_ids),
+        block_ids=packed_ids(tuple(message.block_ids)),
         first_token=message.first_token.token_id,
         engine_state=message.engine_state,
         lora_digest=message.lora_digest,
@@ -117,6 +120,8 @@ def _adapter(digest: str) -> str:
 
 def check_blocks(leased: LeasedBlocks, num_blocks: int, path: str = "handoff") -> None:
     """Raises InvalidRequest naming each block id, below `path`, that is repeated or not in a pool of this size."""
+    if _are_distinct(leased.block_ids, num_blocks):
+        return
     seen: set[int] = set()
     violations = []
     for index, block_id in enumerate(leased.block_ids):
@@ -126,6 +131,16 @@ def check_blocks(leased: LeasedBlocks, num_blocks: int, path: str = "handoff") -
         seen.add(block_id)
     if violations:
         raise InvalidRequest(violations)
+
+
+def _are_distinct(block_ids: Sequence[int], num_blocks: int) -> bool:
+    """Whether each id is within so many blocks, and comes once."""
+    ids = np.frombuffer(packed_ids(block_ids), np.uint32)
+    if len(ids) and ids.max() >= num_blocks:
+        return False
+    seen = np.zeros(num_blocks, np.bool_)
+    seen[ids] = True
+    return int(np.count_nonzero(seen)) == len(ids)
 
 
 def _continues(handoff: Handoff, prompt: Prompt) -> bool:

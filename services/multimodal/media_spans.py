@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.engine.v1 import encode_pb2, prompt_pb2
 from baton.errors import FieldViolation, InvalidRequest, Unsupported
 from services.engines.base import ImageRules, ModelFacts
-from services.engines.kv import EMBEDDING_BLOCK_ROWS, embedding_bytes
+from services.engines.kv import EMBEDDING_BLOCK_ROWS, embedding_bytes, packed_ids
 from services.engines.prompt import Prompt
 from services.handoff.remote_handoff import LeasedBlocks
 from services.telemetry.timings import as_seconds
@@ -81,7 +81,7 @@ def _leased(message: encode_pb2.EmbeddingLease) -> LeasedBlocks:
         lease_seconds=as_seconds(message.lease),
         layout_digest=message.layout_digest,
         num_bytes=message.num_bytes,
-        block_ids=tuple(message.block_ids),
+        block_ids=packed_ids(tuple(message.block_ids)),
     )
 
 

@@ -36,7 +36,6 @@ from services.transports.shm import host_id
 log = structlog.get_logger(__name__)
 
 _THREADS = 4
-_MOST_BLOCKS_AT_ONCE = 32_768
 # A copy of 1 GiB within a GPU, or of 500 MiB between two; waking a thread from sleep takes a good part of that.
 _ASKING_SECONDS = 2e-3
 
@@ -127,12 +126,7 @@ class CudaIpcPool:
             raise TransferFailed(str(error)) from error
 
     async def _copy(self, transfer: Transfer) -> None:
-        """Begins on the event loop: a change of threads takes as long as a copy of 100 MiB. Elsewhere only where there
-        are so many ids that converting them takes milliseconds.
-        """
-        if len(transfer.source) > _MOST_BLOCKS_AT_ONCE:
-            await self._in_thread(lambda: self._reader.begin(transfer.source, transfer.destination).wait())
-            return
+        """Begins on the event loop: a change of threads takes as long as a copy of 100 MiB."""
         copy, is_done = self._reader.begin(transfer.source, transfer.destination), False
         try:
             is_done = await _done_soon(copy)

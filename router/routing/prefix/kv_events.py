@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-import structlog
-
 from baton.calls import stream
 from baton.engine.v1 import worker_pb2
 from baton.errors import BatonError, Unsupported
@@ -15,9 +13,8 @@ from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.telemetry import metrics
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
+from router.workers.report_stream import ReportStream
 from runtime.aio import TaskGroup, timeout
-
-log = structlog.get_logger(__name__)
 
 # Longer than a worker's heartbeat, which comes every two seconds.
 _SILENCE_SECONDS = 10.0
@@ -82,18 +79,21 @@ class KvSubscriber:
 
     async def _follow(self, worker: WorkerHandle) -> None:
         backoff = Backoff()
-        while True:
-            try:
-                await self._subscribe(worker, backoff)
-            except Unsupported:
-                # Its cache is estimated.
-                return
-            except (BatonError, TimeoutError) as error:
-                log.debug("kv events are missing", worker_id=worker.record.worker_id, error=str(error))
-            metrics.KV_RESUBSCRIPTIONS.inc()
-            await asyncio.sleep(backoff.next_seconds())
+        with ReportStream("kv_events", worker.record.worker_id) as reports:
+            while True:
+                try:
+                    await self._subscribe(worker, backoff, reports)
+                except Unsupported:
+                    # Its cache is estimated.
+                    return
+                except BatonError as error:
+                    reports.lost(error.message)
+                except TimeoutError:
+                    reports.lost(f"nothing came for {_SILENCE_SECONDS:.0f} s")
+                metrics.KV_RESUBSCRIPTIONS.inc()
+                await asyncio.sleep(backoff.next_seconds())
 
-    async def _subscribe(self, worker: WorkerHandle, backoff: Backoff) -> None:
+    async def _subscribe(self, worker: WorkerHandle, backoff: Backoff, reports: ReportStream) -> None:
         """Follows one subscription until a message is missing, or the worker is silent for too long."""
         record = worker.record
         feed = KvFeed(record.process, record.epoch, self._caches)
@@ -102,8 +102,10 @@ class KvSubscriber:
             async for message in messages:
                 if not await self._take(feed, message):
                     return
+                reports.arrived()
                 backoff.reset()
                 patience.reschedule(asyncio.get_running_loop().time() + _SILENCE_SECONDS)
+        reports.lost("the worker ended it")
 
     async def _take(self, feed: KvFeed, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
         """Applies a message. Of large ones, such as pieces of snapshots, one in each turn of the event loop."""

@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, Overloaded
+from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, offer_room
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.runners.batch import Chunk
@@ -25,7 +26,7 @@ class BlockReservation:
     settled: Callable[[BatonError | None], None]
     state: State = State.NEW
     blocks: list[int] = field(default_factory=list)
-    granted_ids: tuple[int, ...] = ()
+    granted_ids: Sequence[int] = ()
     cached_blocks: int = 0
     passed: int = 0
 
@@ -218,7 +219,7 @@ class Scheduler:
         if not self._take(reservation, room):
             return room.state(self.kept)
         reservation.cached_blocks = len(room.cached)
-        reservation.granted_ids = tuple(reservation.blocks)
+        reservation.granted_ids = packed_ids(reservation.blocks)
         reservation.state = State.RESERVED
         self.reserved += 1
         reservation.settled(None)

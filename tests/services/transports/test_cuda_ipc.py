@@ -65,21 +65,6 @@ async def test_blocks_arrive_where_they_belong_and_nowhere_else() -> None:
         assert [block for block in range(BLOCKS) if any(ours.block(block))] == [7, 8, 40]
 
 
-async def test_a_pull_of_very_many_blocks_is_made_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.transports.cuda_ipc._MOST_BLOCKS_AT_ONCE", 2)
-    with host_pools() as (theirs, ours):
-        endpoint = await offered(theirs)
-        assert endpoint is not None
-        async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
-            reader = await transport.open(endpoint, SHAPE)
-            theirs.may_copy.clear()
-            pulling = asyncio.create_task(reader.pull(transfer(ours, [1, 2, 3], [4, 5, 6])))
-            assert await asyncio.to_thread(theirs.copying.wait, 20)
-            theirs.may_copy.set()
-            await pulling
-            assert [ours.block(into) for into in (4, 5, 6)] == [theirs.block(block) for block in (1, 2, 3)]
-
-
 async def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
     with host_pools() as (theirs, ours), SharedPool(BLOCKS, BLOCK_BYTES) as host:
         endpoint = await offered(theirs)

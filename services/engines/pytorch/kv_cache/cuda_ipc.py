@@ -6,14 +6,15 @@ device must not access.
 
 import ctypes
 import os
-import struct
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from services.engines.kv import packed_ids
 from services.engines.memory.device_memory import DeviceCopy, DeviceExport, DeviceReader, DeviceUnavailable
 
 _HANDLE_BYTES = 64
@@ -22,8 +23,9 @@ _LAZY_PEER_ACCESS = 1
 _PROGRAMS_OF_A_LINK = 64
 _PROGRAMS_OF_A_PROCESSOR = 16
 _CHUNK_WORDS = 4096
-_FIRST_IDS = 1024
-_MOST_IDS = 4096
+_WARPS = 8
+_THREADS_OF_A_PROGRAM = ctypes.c_uint(32 * _WARPS)
+_ONE = ctypes.c_uint(1)
 
 
 class _Handle(ctypes.Structure):
@@ -90,29 +92,29 @@ class PeerPool:
     """A DeviceReader: kernels on a stream of its own, and the ids in memory that is taken once."""
 
     def __init__(self, kernel: Any, pool: torch.Tensor, export: DeviceExport, address: int, mapped: int | None) -> None:
-        self._kernel = kernel
-        self._words = pool.view(pool.shape[0], -1).view(torch.int64)
-        self._block_words = self._words.shape[1]
         self._device = pool.device
-        self._address = address
+        self._num_blocks = len(pool)
         self._mapped = mapped
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._launching = threading.Lock()
         self._free: list[IdRoom] = []
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         is_near = export.device == uuid_of(pool.device)
-        self._programs = processors * _PROGRAMS_OF_A_PROCESSOR if is_near else _PROGRAMS_OF_A_LINK
-        # Of no blocks: compiles the kernel, and takes the memory, before a request waits for it.
+        programs = processors * _PROGRAMS_OF_A_PROCESSOR if is_near else _PROGRAMS_OF_A_LINK
+        try:
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                self._gather = Gather(kernel, pool, address, programs, self._stream)
+        except (RuntimeError, AttributeError) as error:  # of the device, or of a Triton that differs
+            raise DeviceUnavailable(f"the kernel that copies blocks cannot be loaded: {error}") from error
+        # Of no blocks: takes the memory before a request waits for it.
         self.begin((), ()).wait()
 
     def begin(self, source: Sequence[int], destination: Sequence[int]) -> DeviceCopy:
         """See DeviceReader."""
         try:
-            with torch.inference_mode(), torch.cuda.device(self._device), self._launching:
-                room = self._free.pop() if self._free else IdRoom(len(self._words), self._device)
-                with torch.cuda.stream(self._stream):
-                    self._launch(room, source, destination)
-                room.arrived.record(self._stream)
+            with self._launching:
+                room = self._free.pop() if self._free else IdRoom(self._num_blocks, self._device, self._stream)
+                self._gather.launch(room, room.fill(packed_ids(source), packed_ids(destination)))
         except RuntimeError as error:  # PyTorch raises it for almost every failure of a device
             raise DeviceUnavailable(f"the blocks could not be copied: {error}") from error
         return _Copy(room, self._free)
@@ -124,55 +126,76 @@ class PeerPool:
             _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self._mapped))
         self._mapped = None
 
-    def _launch(self, room: "IdRoom", source: Sequence[int], destination: Sequence[int]) -> None:
-        """One kernel for each part of the ids: the first ones copy while the host converts the next."""
-        for part in parts(len(source)):
-            ids = room.upload(2 * part.start, source[part], destination[part])
-            self._kernel[(self._programs,)](
-                self._address,
-                self._words,
-                ids,
-                self._block_words,
-                part.stop - part.start,
-                PROGRAMS=self._programs,
-                CHUNK=_CHUNK_WORDS,
-                num_warps=8,
+
+class Gather:
+    """The kernel for one pair of pools, started by the driver: by way of PyTorch and Triton the start of a pull takes
+    60 microseconds and more, a good part of a copy, and by the driver 14.
+    """
+
+    def __init__(self, kernel: Any, pool: torch.Tensor, address: int, programs: int, stream: torch.cuda.Stream) -> None:
+        """Compiles the kernel for `pool` `[blocks, ...]`, and loads it on the current device."""
+        self._words = words = pool.view(pool.shape[0], -1).view(torch.int64)
+        self._programs = programs
+        self._driver = _driver()
+        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        none = torch.empty(0, dtype=torch.int32, device=pool.device)
+        with torch.cuda.stream(stream):
+            compiled = kernel[(programs,)](
+                address, words, none, words.shape[1], 0, PROGRAMS=programs, CHUNK=_CHUNK_WORDS, num_warps=_WARPS
             )
+        self._function = ctypes.c_void_p(compiled.function)
+        self._shared_bytes = ctypes.c_uint(compiled.metadata.shared)
+        self._context = ctypes.c_void_p()
+        _check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)), "there is no CUDA context")
+        self._fixed = ctypes.c_int64(address), ctypes.c_uint64(words.data_ptr()), ctypes.c_int32(words.shape[1])
 
-
-def parts(count: int) -> list[slice]:
-    """Divides so many ids: 1,024 at first, so that the device starts soon, and up to 4,096 later. At least one part."""
-    found: list[slice] = []
-    start = 0
-    while start < count or not found:
-        stop = min(count, start + max(_FIRST_IDS, min(_MOST_IDS, start)))
-        found.append(slice(start, stop))
-        start = stop
-    return found
+    def launch(self, room: "IdRoom", count: int) -> None:
+        """Starts to copy the blocks of the first `count` pairs of ids in `room`. Any thread may call it."""
+        address, words, block_words = self._fixed
+        # Two more than the kernel declares: Triton gives its kernels room of their own, of which this one needs none.
+        values = address, words, room.address, block_words, ctypes.c_int32(count), ctypes.c_void_p(), ctypes.c_void_p()
+        arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        driver, programs, one, threads = self._driver, ctypes.c_uint(self._programs), _ONE, _THREADS_OF_A_PROGRAM
+        grid = programs, one, one, threads, one, one, self._shared_bytes
+        _check(driver.cuCtxPushCurrent_v2(self._context), "the GPU's context is gone")
+        try:
+            room.upload(driver, count, self._stream)
+            started = driver.cuLaunchKernel(self._function, *grid, self._stream, arguments, None)
+            _check(started, "the blocks could not be copied")
+            _check(driver.cuEventRecord(room.event, self._stream), "the end of the copy cannot be seen")
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 class IdRoom:
-    """Memory for the ids of one pull, pinned on the host and on the device, and the event behind the pull's kernels.
+    """Memory for the ids of one pull, pinned on the host and on the device, and the event behind the pull's kernel.
 
     The host's must not change before the event has occurred.
     """
 
-    def __init__(self, num_blocks: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.empty(2 * num_blocks, dtype=torch.int32, pin_memory=on_gpu)
+    def __init__(self, num_blocks: int, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._host = torch.empty(2 * num_blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.empty_like(self._host, device=device)
         self._bytes = self._host.numpy().data.cast("B")
+        self._from = ctypes.c_void_p(self._host.data_ptr())
+        self.address = ctypes.c_uint64(self._device.data_ptr())
         self.arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.arrived.record(stream)  # which creates it
+        self.event = ctypes.c_void_p(self.arrived.cuda_event)
 
-    def upload(self, first: int, source: Sequence[int], destination: Sequence[int]) -> torch.Tensor:
-        """Returns both on the device, one behind the other, as soon as the stream has copied them; `first` is the place
-        of the first.
-        """
-        count = len(source)
-        # Of all ways from a list to C integers the fastest one, twice as fast as NumPy's.
-        struct.pack_into(f"{2 * count}i", self._bytes, 4 * first, *source, *destination)
-        part = slice(first, first + 2 * count)
-        return self._device[part].copy_(self._host[part], non_blocking=True)
+    def fill(self, source: "array[int]", destination: "array[int]") -> int:
+        """Writes the ids into the host's memory, one behind the other; returns how many blocks they are."""
+        middle = len(source) * source.itemsize
+        self._bytes[:middle] = memoryview(source).cast("B")
+        self._bytes[middle : 2 * middle] = memoryview(destination).cast("B")
+        return len(source)
+
+    def upload(self, driver: Any, count: int, stream: ctypes.c_void_p) -> None:
+        """Starts to copy so many pairs to the device."""
+        if count:
+            size = ctypes.c_size_t(2 * count * self._host.itemsize)
+            code = driver.cuMemcpyHtoDAsync_v2(self.address, self._from, size, stream)
+            _check(code, "the blocks' ids could not be copied")
 
 
 class _Copy:

@@ -1,5 +1,7 @@
 """Held blocks: a prefill, and a reservation for a pull."""
 
+from collections.abc import Sequence
+
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
 from services.engines.kv import HeldKv, Reservation
 from services.engines.pytorch.engine_loop import EngineLoop
@@ -82,7 +84,7 @@ class ReservedBlocks(Reservation):
         self.blocks = blocks
 
     @property
-    def block_ids(self) -> tuple[int, ...]:
+    def block_ids(self) -> Sequence[int]:
         """The blocks in the order of the tokens."""
         return self.blocks.granted_ids
 

@@ -13,7 +13,6 @@ from support.transports.device_pools import BLOCKS, gpu_owner, gpu_pool, words
 from support.transports.grants import EveryBlock
 
 from services.engines.memory.device_memory import DeviceExport, DeviceUnavailable
-from services.engines.pytorch.kv_cache.cuda_ipc import parts
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, staging_memory
 from services.transports.base import Exposure, PoolShape, Transfer
 from services.transports.registry import offer_pool, open_transports
@@ -37,14 +36,6 @@ def test_memory_that_cannot_be_pinned_is_pageable_and_one_warning_says_so() -> N
         staging = [staging_memory(3, 4096) for _ in range(4)]
     assert [tuple(each.shape) for each in staging] == [(3, 4096)] * 4
     assert [line["log_level"] for line in logs if "pinned" in line["event"]] in ([], ["warning"])
-
-
-@pytest.mark.parametrize("count", [0, 1, 1024, 1025, 4000, 20_000])
-def test_ids_are_divided_without_gaps_and_the_first_part_is_small(count: int) -> None:
-    found = parts(count)
-    assert [index for part in found for index in range(part.start, part.stop)] == list(range(count))
-    assert found[0].stop <= 1024
-    assert len(found) <= 3 + count // 4096 + 1
 
 
 @needs_gpu
