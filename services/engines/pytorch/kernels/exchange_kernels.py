@@ -1,9 +1,10 @@
 """Triton kernels by which the ranks of one host exchange rows directly, in each other's GPU memory.
 
-Each rank has a region of the same layout. A rank writes its part into the regions of the others, raises a flag there, and
-waits for the others' flags in its own. Flags and counters are numbers of turns, which only grow: they are in device
-memory, so a captured graph counts on. A row has two places, used in turn. A rank that writes turn t has seen the flags
-of turn t - 1, which the others raised after they had read turn t - 2: nothing is overwritten that is still read.
+Each rank has a region of the same layout. A rank writes its part into the regions of the others, raises a flag there,
+and waits for the flags of the others in its own. Flags and counters are numbers of turns, which only grow: they are
+in device memory, so a captured graph counts on. A row has two places, used in turn. A rank that writes turn t has seen
+the flags of turn t - 1, which the others raised after they had read turn t - 2: nothing is overwritten before it is
+read.
 
 A wait ends with the flag, or when the host has set STOPPED, or after _MOST_POLLS polls (minutes) by a trap, which ends
 the process's CUDA context.

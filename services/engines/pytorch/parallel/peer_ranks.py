@@ -43,6 +43,7 @@ class PeerRanks:
             _log.warning("the ranks' GPUs cannot map each other's memory: sums go over NCCL", rank=self._shard.rank)
             return
         self._exchange = Exchange(memory, shape, self._shard.rank, self.size)
+        self._exchange.warm_up()
 
     def share(self, tensor: torch.Tensor) -> None:
         """See Ranks."""
@@ -100,6 +101,13 @@ class Exchange:
         self._rank = rank
         self._ranks = ranks
         self._block = triton.next_power_of_2(shape.width)
+
+    def warm_up(self) -> None:
+        """Compiles the kernels of sums, before a request waits for them. All ranks call it."""
+        rows = torch.zeros(1, self._shape.width, dtype=self._shape.dtype, device=self._memory.region.device)
+        self.share(rows)
+        self.add_up(rows)
+        self.add_and_normalise(rows, rows.clone(), rows[0], 1.0)
 
     def adds(self, rows: torch.Tensor) -> bool:
         """Whether there is room to add or share these rows."""

@@ -87,6 +87,7 @@ def run_rank(rank: int, regions: list[torch.Tensor], meeting: str, pipe: Connect
     """Sends the results of all steps; on GPUs also those of captured graphs, replayed."""
     device = "cpu" if DEVICE == "cpu" else f"cuda:{rank}"
     exchange = Exchange(memory_of(rank, regions, meeting), SHAPE, rank, RANKS)
+    exchange.warm_up()
     for step, rows in enumerate(STEPS):
         pipe.send(moved(exchanged(exchange, moved(numbers(rank, step, rows), device)), "cpu"))
     if DEVICE == "cuda":
