@@ -37,6 +37,8 @@ PARTS = {
     "tp_one": Part("Decode step on one GPU", ("tensor_parallel", "step", "--size", "1"), 90),
     "tp_two": Part("Decode step on two GPUs", ("tensor_parallel", "step", "--size", "2"), 120),
     "first_token": Part("The first token of a long prompt", ("first_token",), 90),
+    "tp_two_nccl": Part("The same by NCCL alone", ("tensor_parallel", "step", "--size", "2", "--nccl"), 120),
+    "exchange": Part("An exchange between the ranks", ("exchange",), 60),
     "serving": Part("Disaggregated beside aggregated", ("serving",), 260, writes_files=True),
     "faults": Part("Faults", ("faults",), 100),
     "nixl": Part("NIXL beside it", ("transfer", "--nixl"), 110),

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import pytest
 from support.cluster.server_kind import choose_server
 from support.engines import trtllm
+from support.engines.device import share_the_machine
 from support.servers.etcd import EtcdServer
 
 from runtime.garbage import exempt_living_objects
 
 choose_server()
+share_the_machine()
 
 
 def pytest_collection_finish() -> None:

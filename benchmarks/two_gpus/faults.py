@@ -28,6 +28,12 @@ BLOCK = 128 << 10
 COUNT = POOL_BYTES // BLOCK
 WORDS = BLOCK // 8
 PULLS = 6 if TINY else 40
+FAULTS = (
+    "killed amid a gather",
+    "stopped amid a gather",
+    "asked by requests that are cancelled amid their gathers",
+    "frees its pool and reuses the memory",
+)
 
 
 def serve_pool(gpu: int, pipe: Connection) -> None:
@@ -96,6 +102,14 @@ class Reader:
             return f"failed: {str(error)[:80]}"
         return await asyncio.to_thread(self._compare, source, target)
 
+    async def is_still(self) -> bool:
+        """Whether the pool stays as it is for some milliseconds, longer than a pull lasts."""
+        synchronize()
+        before = self._words.clone()
+        await asyncio.sleep(0.01)
+        synchronize()
+        return bool(torch.equal(before, self._words))
+
     def _compare(self, source: list[int], target: list[int]) -> str:
         where = self._words.device
         first = torch.tensor(source, device=where).unsqueeze(1) * WORDS
@@ -136,13 +150,15 @@ async def main() -> None:
     async with open_transports(transports(), memory=pool) as [transport]:
         shape = PoolShape(COUNT, BLOCK)
         good = await transport.open(healthy.endpoint, shape)
-        for name in ("killed amid a gather", "stopped amid a gather", "frees its pool and reuses the memory"):
+        for name in FAULTS:
             owner = await asyncio.to_thread(Owner)
             opened = await transport.open(owner.endpoint, shape)
             if name.startswith("killed"):
                 found = await amid_pulls(reader, opened, lambda owner=owner: owner.signal(signal.SIGKILL))  # type: ignore[misc]
             elif name.startswith("stopped"):
                 found = await amid_pulls(reader, opened, lambda owner=owner: owner.signal(signal.SIGSTOP))  # type: ignore[misc]
+            elif name.startswith("asked by"):
+                found = await amid_cancelled_pulls(reader, opened)
             else:
                 found = await after_free(reader, opened, owner)
             rows.append((name, in_words(found), await context_works(reader, good)))
@@ -169,6 +185,24 @@ async def main() -> None:
     print(
         "A pull of freed memory that returns other words is refused by its confirmation, an RPC to the owner's lease."
     )
+
+
+async def amid_cancelled_pulls(reader: Reader, opened: PoolReader) -> dict[str, int]:
+    """Cancels every second pull at a random moment. When it has ended nothing may be written any more: the blocks that
+    it wrote to are given to the next pull at once.
+    """
+    outcomes: dict[str, int] = {}
+    for index in range(PULLS):
+        pulling = asyncio.ensure_future(reader.pull(opened))
+        if index % 2:
+            await asyncio.sleep(random.random() * 0.002)
+            pulling.cancel()
+        [found] = await asyncio.gather(pulling, return_exceptions=True)
+        outcome = "cancelled" if isinstance(found, asyncio.CancelledError) else str(found)
+        if outcome == "cancelled":
+            outcome += " and still afterwards" if await reader.is_still() else ", BUT STILL WRITTEN TO"
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    return outcomes
 
 
 async def after_free(reader: Reader, opened: PoolReader, owner: Owner) -> dict[str, int]:

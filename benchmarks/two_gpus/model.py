@@ -1,8 +1,10 @@
 """An engine of 8B shape with random weights, made in place; tiny where there is no GPU.
 
-Importing this replaces the reading of weights, also in the processes of other ranks, which import the main module.
+Importing this replaces the reading of weights, also in the processes of other ranks, which import the main module. With
+BATON_BENCHMARK_NCCL=1 the ranks exchange everything by NCCL.
 """
 
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +18,7 @@ from benchmarks.gpu_transfer import TINY
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.model import attention, loading
+from services.engines.pytorch.parallel import peer_ranks
 
 VOCABULARY = 320 if TINY else gpu.VOCABULARY
 CONTEXT = 96 if TINY else gpu.CONTEXT
@@ -50,6 +53,10 @@ def make_weights(_folder: Path, config: PreTrainedConfig, dtype: torch.dtype) ->
 
 
 loading._read_weights = make_weights
+
+if os.environ.get("BATON_BENCHMARK_NCCL") == "1":
+    # Only NCCL between ranks, to compare with.
+    peer_ranks.PeerRanks.prepare = lambda _self, _shape: None  # type: ignore[method-assign]
 
 
 @contextmanager

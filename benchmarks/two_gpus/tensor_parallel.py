@@ -1,10 +1,12 @@
 """A model split between two GPUs: its greedy ids beside one GPU's, and its decode step at 8B shape.
 
-python -m benchmarks.two_gpus.tensor_parallel ids|step [--size 1|2] [--no-graphs]
+python -m benchmarks.two_gpus.tensor_parallel ids|step [--size 1|2] [--no-graphs] [--nccl]
 """
 
 import argparse
 import asyncio
+import os
+import sys
 import time
 
 from benchmarks.gpu import TOKENS, decode_step
@@ -82,5 +84,9 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("ids", "step"))
     parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--nccl", action="store_true", help="only NCCL between the ranks")
     chosen = parser.parse_args()
+    if chosen.nccl and os.environ.get("BATON_BENCHMARK_NCCL") != "1":
+        os.environ["BATON_BENCHMARK_NCCL"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.two_gpus.tensor_parallel", *sys.argv[1:]])
     asyncio.run(same_ids() if chosen.what == "ids" else steps(chosen.size, not chosen.no_graphs))

@@ -138,7 +138,7 @@ def _router(number: int, overrides: Sequence[str], openai_port: int) -> ProcessP
     openai = ""
     if openai_port:
         openai = f"{HOST}:{free_port() if number else port_or_another(openai_port)}"
-    own = [f"router_id={name}", f"listen={address}", f"metrics_listen={metrics}", f"openai.listen={openai}"]
+    own = [f"router_id={name}", f"listen={address}", f"metrics_listen={metrics}", f"openai.listen='{openai}'"]
     command = _python("router", "router.yaml", [*own, *overrides])
     return ProcessPlan(name=name, role="router", address=address, command=command, metrics=metrics, openai=openai)
 

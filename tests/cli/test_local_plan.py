@@ -8,6 +8,8 @@ from baton.errors import ConfigError
 from cli.arguments import parse
 from cli.commands.local.up import cluster_options
 from cli.local.plan import ROOT, ClusterOptions, has_vision, plan
+from router.config import RouterConfig
+from runtime.config import load
 
 
 def test_every_process_has_a_loopback_address_of_its_own(tmp_path: Path) -> None:
@@ -77,6 +79,22 @@ def test_on_two_gpus_prefill_and_decode_are_apart(tmp_path: Path, monkeypatch: p
         "router": "",
     }
     assert "engine.gpu_memory_share=0.900" in cluster.servers[1].command
+
+
+def test_two_gpus_are_shared_by_four_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (tmp_path / "config.json").write_text("{}")
+    cluster = plan(ClusterOptions(prefill=2, decode=2, model=str(tmp_path)), tmp_path)
+    workers = [server for server in cluster.servers if server.role != "router"]
+    assert [worker.gpu for worker in workers] == ["0", "1", "0", "1"]
+    assert all("engine.gpu_memory_share=0.500" in worker.command for worker in workers)
+
+
+def test_a_router_without_openais_api_can_read_its_configuration(tmp_path: Path) -> None:
+    cluster = plan(ClusterOptions(engine="simulated", openai_port=0), tmp_path)
+    [router] = [server for server in cluster.servers if server.role == "router"]
+    config, *overrides = router.command[3:]
+    assert load(RouterConfig, config, overrides).value.openai.listen == ""
 
 
 def test_without_gpus_nothing_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

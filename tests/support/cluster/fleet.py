@@ -1,6 +1,7 @@
 """A cluster of real processes that a test may kill, pause, cut off, drain and restart, each behind its own proxy.
 
-`fleet` is for one test; `shared_fleet` for a fixture that the tests of a module share.
+`fleet` is for one test; `shared_fleet` for a fixture that the tests of a module share. On a machine of several GPUs the
+workers of a fleet take turns with them, and each sees one.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.cluster.processes import ROOT
 from support.cluster.progress import LONGEST_SECONDS, STALLED_SECONDS, Progress
 from support.cluster.server_kind import OVERRIDES
+from support.engines.device import seeing_gpu
 from support.freezing import freeze
 from support.lifetimes import in_a_thread
 from support.servers.etcd import free_port
@@ -50,8 +52,10 @@ class Node:
         metrics: str,
         folder: Path,
         engine_seconds: float = 0.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
+        self._environment = environment or {}
         self._stalled_seconds = engine_seconds or STALLED_SECONDS
         self._start_seconds = engine_seconds or LONGEST_SECONDS
         self.metrics = metrics
@@ -85,7 +89,9 @@ class Node:
         if self.role != "router":
             more = (f"advertise={self.proxy.address}", *more)
         with self.log.open("ab") as output:
-            self._popen = subprocess.Popen([*self._command, *more], cwd=ROOT, stdout=output, stderr=output)
+            environment = {**os.environ, **self._environment}
+            command = [*self._command, *more]
+            self._popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
     def kill(self) -> None:
         """kill -9."""
@@ -251,9 +257,10 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
 
     def node(module: str, name: str, *overrides: str) -> Node:
         metrics = f"127.0.0.1:{free_port()}" if plan.metrics else ""
-        return Node(module, name, [overrides[0], *common, *overrides[1:]], metrics, folder, plan.engine_seconds)
+        seen = {} if module == "router" else seeing_gpu(len(nodes))
+        return Node(module, name, [overrides[0], *common, *overrides[1:]], metrics, folder, plan.engine_seconds, seen)
 
-    nodes = []
+    nodes: list[Node] = []
     for role, count in (("encode", plan.encode), ("prefill", plan.prefill), ("decode", plan.decode)):
         config = str(ROOT / f"deploy/config/{role}.yaml")
         for index in range(count):

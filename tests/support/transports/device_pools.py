@@ -4,13 +4,14 @@ import asyncio
 import multiprocessing
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import torch
+from support.engines.device import seeing_gpu
 from support.transports.grants import EveryBlock
 
 from baton.engine.v1 import handoff_pb2
@@ -107,8 +108,9 @@ def words(pool: DeviceMemory) -> torch.Tensor:
     return pool.tensor.view(pool.num_blocks, -1).view(torch.int64)
 
 
-def _offer(pipe: Connection, transport: str) -> None:
+def _offer(pipe: Connection, transport: str, environment: Mapping[str, str]) -> None:
     """The process of an owner; every word of its pool is the word's index."""
+    os.environ.update(environment)
 
     async def serve() -> None:
         pool = gpu_pool()
@@ -136,11 +138,12 @@ class Owner:
 
 @asynccontextmanager
 async def gpu_owner(transport: str = "cuda_ipc") -> AsyncIterator[Owner]:
-    """A pool on the GPU in a process of its own."""
+    """A pool on the GPU, in a process of its own; where there are several, on another one than this process's."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_offer, args=(there, transport))
+    process = context.Process(target=_offer, args=(there, transport, seeing_gpu(1)))
     process.start()
+    there.close()  # so that the end of the process is noticed
     try:
         assert await asyncio.to_thread(here.poll, 60)
         yield Owner(process, handoff_pb2.TransportEndpoint.FromString(here.recv()))

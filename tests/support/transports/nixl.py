@@ -73,7 +73,9 @@ async def owner_process() -> AsyncIterator[Owner]:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_offer, args=(there,))
     process.start()
+    there.close()  # so that the end of the process is noticed
     try:
+        assert await asyncio.to_thread(here.poll, 60)
         text = await asyncio.to_thread(here.recv)
         yield Owner(process, handoff_pb2.TransportEndpoint.FromString(text))
     finally:

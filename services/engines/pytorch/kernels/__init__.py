@@ -1,6 +1,7 @@
 """The operations of the fused model.
 
-paged_ops.py      in plain PyTorch: the reference, and for CPUs
-triton_ops.py     by Triton kernels; importable only where Triton is installed
-triton_kernels.py the Triton kernels
+paged_ops.py         in plain PyTorch: the reference, and for CPUs
+triton_ops.py        by Triton kernels; importable only where Triton is installed
+triton_kernels.py    the Triton kernels
+exchange_kernels.py  those by which the ranks of a split model exchange rows
 """

@@ -76,16 +76,33 @@ def attach_pool(pool: torch.Tensor, export: DeviceExport) -> DeviceReader:
         from services.engines.pytorch.kernels import triton_kernels
     except ImportError as error:
         raise DeviceUnavailable(f"Triton cannot be loaded: {error}") from error
-    if len(export.handle) != _HANDLE_BYTES:
-        raise DeviceUnavailable(f"{len(export.handle)} bytes are not a CUDA handle")
+    _check_handle(export)
     if export.process == os.getpid():
         return PeerPool(triton_kernels.gather_blocks, pool, export, export.address, mapped=None)
-    torch.cuda.set_device(pool.device)
+    base = map_export(export, pool.device)
+    return PeerPool(triton_kernels.gather_blocks, pool, export, base + export.offset, mapped=base)
+
+
+def map_export(export: DeviceExport, device: torch.device) -> int:
+    """Maps another process's allocation for kernels of `device`, and returns its address. Raises DeviceUnavailable."""
+    _check_handle(export)
+    torch.cuda.set_device(device)
     base, handle = ctypes.c_uint64(), _Handle()
     ctypes.memmove(ctypes.byref(handle), export.handle, _HANDLE_BYTES)
     opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
     _check(opened, f"the memory of process {export.process} on GPU {export.device} cannot be mapped")
-    return PeerPool(triton_kernels.gather_blocks, pool, export, base.value + export.offset, mapped=base.value)
+    return base.value
+
+
+def unmap(base: int, device: torch.device) -> None:
+    """Ends what `map_export` began. No kernel may use the memory any more."""
+    torch.cuda.set_device(device)
+    _driver().cuIpcCloseMemHandle(ctypes.c_uint64(base))
+
+
+def _check_handle(export: DeviceExport) -> None:
+    if len(export.handle) != _HANDLE_BYTES:
+        raise DeviceUnavailable(f"{len(export.handle)} bytes are not a CUDA handle")
 
 
 class PeerPool:
@@ -122,8 +139,7 @@ class PeerPool:
     def close(self) -> None:
         """See DeviceReader."""
         if self._mapped is not None:
-            torch.cuda.set_device(self._device)
-            _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self._mapped))
+            unmap(self._mapped, self._device)
         self._mapped = None
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from services.engines.pytorch.kernels.paged_ops import HeadNorms, HeadShape, PagedOps, PagedTokens
 from services.engines.pytorch.model.support import TextShape
-from services.engines.pytorch.parallel.ranks import OneRank, Ranks
+from services.engines.pytorch.parallel.ranks import ExchangeShape, OneRank, Ranks
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose text layers are supported here."""
@@ -89,19 +89,30 @@ class FusedModel:
 
     def run(self, embedded: torch.Tensor, tokens: PagedTokens, last_rows: torch.Tensor | None) -> torch.Tensor:
         """Returns the logits `[rows, vocabulary]` of `last_rows`, None for all. Overwrites `embedded`, rank 0's."""
-        ops, ranks, eps, residual = self._ops, self._ranks, self._eps, embedded
+        ops, ranks, residual = self._ops, self._ranks, embedded
         ranks.share(embedded)
-        delta: torch.Tensor | None = None
+        part: torch.Tensor | None = None  # of this rank, of what is to be added to `residual`
         for layer, pool in zip(self._layers, self._pool_layers, strict=True):
-            qkv = layer.qkv(ops.rms_norm(delta, residual, layer.input_norm, eps))
+            qkv = layer.qkv(self._normalised(part, residual, layer.input_norm))
             ops.rotate_and_write(qkv, self._angles, tokens, pool, layer.head_norms)
-            delta = ranks.add_up(layer.output(ops.attend(qkv, tokens, pool, self._shape)))
-            gate_up = layer.gate_up(ops.rms_norm(delta, residual, layer.post_norm, eps))
-            delta = ranks.add_up(layer.down(ops.gate(gate_up)))
-        if last_rows is not None:
-            residual = residual[last_rows]
-            delta = None if delta is None else delta[last_rows]
-        return ranks.columns(self._head(ops.rms_norm(delta, residual, self._norm, eps)), self.vocab_size)
+            part = layer.output(ops.attend(qkv, tokens, pool, self._shape))
+            gate_up = layer.gate_up(self._normalised(part, residual, layer.post_norm))
+            part = layer.down(ops.gate(gate_up))
+        if last_rows is None or part is None:
+            return ranks.columns(self._head(self._normalised(part, residual, self._norm)), self.vocab_size)
+        delta = ranks.add_up(part)[last_rows]
+        last = ops.rms_norm(delta, residual[last_rows], self._norm, self._eps)
+        return ranks.columns(self._head(last), self.vocab_size)
+
+    def prepare(self, rows: int) -> None:
+        """Makes ready for steps of up to so many rows, which may be captured; on all ranks, before the first step."""
+        width, columns = self._embedding.shape[1], self._head.weight.shape[0]
+        self._ranks.prepare(ExchangeShape(rows, width, columns, self.dtype))
+
+    def _normalised(self, part: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if part is None:
+            return self._ops.rms_norm(None, residual, weight, self._eps)
+        return self._ranks.add_and_normalise(self._ops, part, residual, weight, self._eps)
 
 
 def _fuse(layer: Any) -> FusedLayer:

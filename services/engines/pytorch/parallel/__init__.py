@@ -3,6 +3,8 @@
 shards.py          a rank's part of the weights
 pool_part.py       a rank's heads in a pool that all share
 ranks.py           the operations between ranks: sums, broadcasts, and the columns of logits
+peer_ranks.py      small ones of these between GPUs of one host, by kernels that write into each other's memory
+peer_memory.py     that memory: its layout, and how the ranks map it
 messages.py        what rank 0 tells the others
 followers.py       what rank 0 needs of the others, wherever they run, and what it refuses
 local_leader.py    ranks on rank 0's host: it starts their processes and notices their end

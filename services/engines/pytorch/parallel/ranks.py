@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from services.engines.pytorch.kernels.paged_ops import PagedOps
 from services.engines.pytorch.parallel.shards import Shard
 
 
@@ -31,6 +32,16 @@ class SeveralHosts:
     port: int
     own_address: str
     store: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeShape:
+    """The sizes of decode steps: at most `rows`, of `width` numbers that are added and `columns` that are gathered."""
+
+    rows: int
+    width: int
+    columns: int
+    dtype: torch.dtype
 
 
 Meeting = SameHost | SeveralHosts
@@ -57,8 +68,19 @@ class Ranks(Protocol):
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' tensors; may overwrite `tensor`."""
 
+    def add_and_normalise(
+        self, ops: PagedOps, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds all ranks' parts to `residual` in place, and returns the normalised sum; may overwrite `part`."""
+
     def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """Returns `[rows, width]`, of which each rank has `[rows, part]`; padding at the end is cut off."""
+        """Returns `[rows, width]`, of which each rank has `[rows, part]`; padding at the end is cut off.
+
+        Only rank 0's need be right.
+        """
+
+    def prepare(self, shape: ExchangeShape) -> None:
+        """Makes ready what the smaller exchanges need, before the first of them. All ranks call it."""
 
     def stop(self) -> None:
         """Ends operations that wait for another rank, as far as the library can. Any thread may call it."""
@@ -76,10 +98,19 @@ class OneRank:
         """Returns the tensor."""
         return tensor
 
+    def add_and_normalise(
+        self, ops: PagedOps, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds the part to `residual`, and returns the normalised sum."""
+        return ops.rms_norm(part, residual, weight, eps)
+
     def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """Returns the part."""
         del width
         return part
+
+    def prepare(self, shape: ExchangeShape) -> None:
+        """Does nothing."""
 
     def stop(self) -> None:
         """Does nothing."""
@@ -112,6 +143,12 @@ class ProcessRanks:
         _wait(lambda: self._group.allreduce([tensor], self._sum))
         return tensor
 
+    def add_and_normalise(
+        self, ops: PagedOps, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See Ranks."""
+        return ops.rms_norm(self.add_up(part), residual, weight, eps)
+
     def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """See Ranks."""
         rows = len(part)
@@ -121,6 +158,9 @@ class ProcessRanks:
         _wait(lambda: self._group._allgather_base(found, part.contiguous(), self._all))
         whole = found.view(self.size, rows, -1).transpose(0, 1).reshape(rows, -1)
         return whole if whole.shape[1] == width else whole[:, :width].contiguous()
+
+    def prepare(self, shape: ExchangeShape) -> None:
+        """Does nothing."""
 
     def stop(self) -> None:
         """Aborts NCCL's operations; gloo's end by themselves when a connection closes."""
@@ -154,6 +194,10 @@ def join(shard: Shard, meeting: Meeting, device: torch.device) -> Ranks:
     ranks = ProcessRanks(group, shard.size)
     # NCCL connects in its first operation, which a graph must not capture.
     ranks.add_up(torch.zeros(1, device=device))
+    if device.type == "cuda" and isinstance(meeting, SameHost):
+        from services.engines.pytorch.parallel.peer_ranks import PeerRanks
+
+        return PeerRanks(ranks, store, shard, device)
     return ranks
 
 

@@ -83,6 +83,7 @@ class FusedRunner:
         self._places: Mapping[TokenSequence, int] = {}
         self._newest = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
         self.has_graphs = device.type == "cuda" and sizes.graphs
+        model.prepare(sizes.max_sequences)
         self._decodes = self._make_decodes()
         self._masks = MaskThread()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from pydantic import ValidationError
 from support.cluster.processes import Process, process
 from support.engines.checkpoints import DEMO
@@ -33,6 +34,7 @@ SPLIT = {"tensor_parallel_size": 2, "execution": "auto"}
 Ids = Callable[[int, int], tuple[int, ...]]
 
 on_cpus = pytest.mark.skipif(DEVICE != "cpu", reason="with gloo, whatever GPUs there are")
+on_two_gpus = pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs: make gpu")
 
 
 @on_cpus
@@ -61,6 +63,45 @@ async def test_two_ranks_compute_and_hand_over_like_one_until_one_of_them_ends(
         await eventually(lambda: not split.healthy, 60)
         with pytest.raises(EngineFailed, match="rank 1 of the engine has ended"):
             await collect(split.decode(asked, GREEDY))
+
+
+@on_two_gpus
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no-graphs"])
+async def test_two_gpus_compute_the_ids_of_one_until_a_rank_ends_amid_a_step(
+    graphs: bool, demo: Checkpoint, random_ids: Ids
+) -> None:
+    prompts = [random_ids(length, length) for length in range(1, 300, 13)]
+    expected = [demo.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    async with demo.engine(**SPLIT, cuda_graphs=graphs) as split:
+        found = await asyncio.gather(*(collect(split.decode(Prompt(prompt), GREEDY)) for prompt in prompts))
+        assert [each.ids for each in found] == expected
+        again = [await collect(split.decode(Prompt(prompt), GREEDY)) for prompt in prompts[::6]]
+        assert [each.ids for each in again] == expected[::6]
+        long = replace(greedy(1000), ignore_eos=True)
+        running = [asyncio.create_task(collect(split.decode(Prompt(prompt), long))) for prompt in prompts]
+        await eventually(lambda: split.load().running > 0, 60)
+        [follower] = ranks_of(os.getpid())
+        follower.kill()
+        await eventually(lambda: not split.healthy, 60)
+        assert all(isinstance(each, EngineFailed) for each in await asyncio.gather(*running, return_exceptions=True))
+
+
+@on_two_gpus
+@pytest.mark.parametrize("lost", ["rank 1", "rank 0", "none"])
+async def test_a_worker_on_two_gpus_ends_with_the_code_that_says_why(lost: str, tmp_path: Path) -> None:
+    with worker(tmp_path, "engine.device=cuda", "engine.kv_cache_bytes=256MiB", "roles=[decode]") as started:
+        await eventually(lambda: "worker ready" in started.log.read_text(), READY_SECONDS)
+        [follower] = ranks_of(started.popen.pid)
+        match lost:
+            case "rank 1":
+                follower.kill()
+                assert await asyncio.to_thread(started.popen.wait, 60) == 1
+            case "rank 0":
+                started.kill()
+            case "none":
+                assert await asyncio.to_thread(started.terminate, 60) == 0
+        _, alive = await asyncio.to_thread(psutil.wait_procs, [follower], 60)
+        assert not alive
 
 
 @pytest.mark.slow
@@ -107,11 +148,10 @@ async def test_heads_that_cannot_be_divided_are_refused_before_anything_is_start
     assert not ranks_of(os.getpid())
 
 
-def worker(folder: Path) -> AbstractContextManager[Process]:
+def worker(folder: Path, *more: str) -> AbstractContextManager[Process]:
     options = ["registry.kind=memory", "metrics_listen=''", f"engine.model={DEMO}", "engine.tensor_parallel_size=2"]
-    return process(
-        "services", "worker.yaml", [*options, "engine.device=cpu", "engine.threads=1"], folder / "worker.log"
-    )
+    where = more or ("engine.device=cpu",)
+    return process("services", "worker.yaml", [*options, *where, "engine.threads=1"], folder / "worker.log")
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
