@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from support.clients.worker_calls import WorkerCalls, calls_to, decode_request, prompt, sampling
 from support.clock import ManualClock
-from support.cluster.in_process import Bench, bench
+from support.cluster.in_process import PATIENT, Bench, bench
 from support.cluster.workers import Starter
 from support.engines.allocating_rooms import AllocatingRoomsConfig, AllocatingRoomsEngine
 from support.engines.engine_calls import greedy
@@ -62,7 +62,7 @@ def _worker(worker_id: str, **engine: object) -> WorkerConfig:
 
 @pytest_asyncio.fixture
 async def pair(engines: Engines) -> AsyncIterator[Bench]:
-    async with bench(_worker("prefill"), _worker("decode")) as running:
+    async with bench(_worker("prefill"), _worker("decode"), router=PATIENT) as running:
         yield running
 
 
@@ -114,7 +114,7 @@ async def test_the_lease_is_renewed_while_the_prompt_is_computed(pair: Bench, en
 
 
 async def test_a_prefill_whose_decode_worker_is_lost_is_aborted(engines: Engines) -> None:
-    async with bench(_worker("prefill"), _worker("decode")) as running:
+    async with bench(_worker("prefill"), _worker("decode"), router=PATIENT) as running:
         expected = await _expected(running)
         engines.all[0].gate.clear()
         asking = asyncio.create_task(running.generate(**_ask()))
@@ -145,7 +145,7 @@ async def test_a_lost_prefill_worker_frees_what_was_allocated_for_it(pair: Bench
 
 
 async def test_a_full_decode_worker_has_the_prompt_run_elsewhere(engines: Engines) -> None:
-    async with bench(_worker("prefill"), _worker("decode", num_blocks=BLOCKS - 1)) as running:
+    async with bench(_worker("prefill"), _worker("decode", num_blocks=BLOCKS - 1), router=PATIENT) as running:
         expected = await _expected(running)
         await running.start(_worker("decode2", num_blocks=BLOCKS - 1))
         await running.ready(3)
