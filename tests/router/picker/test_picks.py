@@ -6,21 +6,17 @@ from dataclasses import replace
 import pytest
 from support.cluster.behind_picker import HOSTS, open_hosts
 from support.eventually import PATIENCE_SECONDS
-from support.router.gateway import endpoints, gateway, head, piece
 from support.router.worker_views import worker
 
 from baton.errors import BatonError
-from baton.inference.v1 import cluster_service_pb2, generate_pb2
-from baton.inference.v1.cluster_service_pb2_grpc import ClusterServiceStub
+from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from router.picker.body import read_request
 from router.picker.endpoints import Endpoints
 from router.workers.handle import WorkerHandle
 from rpc.channels import open_channel
-from runtime.aio import timeout
 
 GENERATE = "/baton.inference.v1.InferenceService/Generate"
-IDS = generate_pb2.TokenIds(ids=range(200))
 
 
 def framed(request: generate_pb2.GenerateRequest) -> bytes:
@@ -33,28 +29,6 @@ async def decoded_by(address: str, request: generate_pb2.GenerateRequest) -> str
     async with open_channel(address) as channel:
         stream = InferenceServiceStub(channel).Generate(request, timeout=PATIENCE_SECONDS)
         return [message async for message in stream][-1].finished.decode_worker_id
-
-
-async def until_cached(address: str, worker_id: str, request: generate_pb2.GenerateRequest) -> None:
-    """Waits until this router knows that the worker has most of the prompt in its cache."""
-    async with open_channel(address) as channel, timeout(PATIENCE_SECONDS):
-        stub = ClusterServiceStub(channel)
-        while True:
-            explained = await stub.ExplainRoute(cluster_service_pb2.ExplainRouteRequest(request=request))
-            if any(each.decode_worker_id == worker_id and each.cached_tokens > 150 for each in explained.candidates):
-                return
-
-
-@pytest.mark.parametrize("host", HOSTS)
-async def test_the_endpoint_is_beside_the_worker_that_has_the_prompt_in_its_cache(host: str) -> None:
-    request = generate_pb2.GenerateRequest(token_ids=IDS)
-    request.stopping.max_tokens = 2
-    async with open_hosts() as hosts:
-        assert await decoded_by(hosts.grpc(host), request) == f"worker-{host}"
-        await until_cached(hosts.picker.address, f"worker-{host}", request)
-        async with gateway(hosts) as stream:
-            await stream.send(**head(GENERATE, content_type="application/grpc"))
-            assert endpoints(await stream.ask(**piece(framed(request))))[0] == hosts.grpc(host)
 
 
 async def test_a_router_beside_a_worker_decodes_there() -> None:
