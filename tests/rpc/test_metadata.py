@@ -24,7 +24,8 @@ async def remaining(timeout: float | None) -> float | None:
 
 
 async def test_a_call_carries_what_remains_of_its_deadline() -> None:
-    assert 0 < await remaining(5.0) <= 5.0
+    # gRPC rounds a timeout up, by up to a hundredth.
+    assert 0 < await remaining(5.0) <= 5.1
 
 
 async def test_a_call_without_a_deadline_may_take_for_ever() -> None:
