@@ -17,9 +17,11 @@ from tools.containers import stand_ins
 from tools.containers.engine import CommandFailed, Engine
 
 NETWORK = "baton-hosts"
-# A container that is started again has another address. Clients have that of the router, which no name here leads to.
+# A container that is started again has another address, from the lower half of the network. Clients have that of the
+# router, which no name here leads to.
+SUBNETS = ("--subnet", "10.123.45.0/24", "--ip-range", "10.123.45.0/25", "--ipv6", "--subnet", "fd00:ba70::/64")
 ROUTER_ADDRESS = ("--ip", "10.123.45.250", "--ip6", "fd00:ba70::fa")
-SUBNETS = ("--subnet", "10.123.45.0/24", "--ipv6", "--subnet", "fd00:ba70::/64")
+MOVED_TO = range(128, 228)
 RESTRICTED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 DIRECTIONS = ("INPUT", "OUTPUT")
 # Of ranks: where rank 0 waits for the others, and where each has its health and metrics.
@@ -86,10 +88,11 @@ class Host:
 
     def move(self) -> None:
         """Stops it, and starts it again at another address, as a rescheduled pod has."""
-        old = ipaddress.ip_address(self.address())
+        old = ipaddress.IPv4Address(self.address()).packed
+        new = ipaddress.IPv4Address(old[:3] + bytes([MOVED_TO[(old[3] + 1) % len(MOVED_TO)]]))
         self.engine.run("stop", "--time", "1", self.container)
         self.engine.run("network", "disconnect", NETWORK, self.container)
-        self.engine.run("network", "connect", "--ip", str(old + 100), "--alias", self.name, NETWORK, self.container)
+        self.engine.run("network", "connect", "--ip", str(new), "--alias", self.name, NETWORK, self.container)
         self.start()
 
     def cut(self, direction: str, other: "Host") -> None:
