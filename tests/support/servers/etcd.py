@@ -18,17 +18,26 @@ from support.freezing import freeze
 # Not seeded: every test process draws ports of its own, also where hypothesis seeds `random`.
 _random = random.SystemRandom()
 
+# A port is still free while the process that it was given to starts: seconds, with PyTorch.
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """A loopback port that is free now.
+    """A loopback port that is free now, and that no other call of this test run returns.
 
     It is below the ephemeral range and below that of `baton up`, so that neither an outgoing connection nor another
     server on port 0 takes it before its process listens there.
     """
+    # The processes of a run take turns: gw0, gw1 and so on.
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = _random.randrange(10_000, 20_000)
+        port = _random.randrange(10_000 + number, 20_000, processes)
+        if port in _given:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given.add(port)
             return port
 
 
