@@ -145,7 +145,9 @@ class Cluster:
             else:
                 member.leave.set()
         for key, record in seen.items():
-            if key not in self._members:
+            known = self._members.get(key)
+            # One that leaves has calls that still run, and may be back before they end.
+            if known is None or known.leave.is_set():
                 member = self._members[key] = _Member(record)
                 self._group.create_task(self._host(key, member))
         self._refresh()
@@ -153,7 +155,7 @@ class Cluster:
     async def _host(self, key: tuple[str, int, str], member: _Member) -> None:
         """Watches a worker until it leaves. Errors of one worker do not affect the others."""
         backoff = Backoff()
-        while key in self._members:
+        while self._members.get(key) is member:
             watching = asyncio.ensure_future(self._watch(key, member))
             try:
                 await asyncio.wait([watching])
@@ -166,7 +168,7 @@ class Cluster:
             if member.worker is not None:
                 member.worker.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
             if member.leave.is_set():
-                self._forget(key)
+                self._forget(key, member)
                 return
             await asyncio.sleep(backoff.next_seconds())
 
@@ -178,10 +180,11 @@ class Cluster:
             self._version += 1
             await member.leave.wait()
             log.info("worker left", worker_id=member.record.worker_id, problem=worker.problem)
-            self._forget(key)
+            self._forget(key, member)
 
-    def _forget(self, key: tuple[str, int, str]) -> None:
-        del self._members[key]
+    def _forget(self, key: tuple[str, int, str], member: _Member) -> None:
+        if self._members.get(key) is member:
+            del self._members[key]
         self._refresh()
 
     def _refresh(self) -> None:
