@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from support.engines.rooms import BLOCK_TOKENS, LAYOUT, VOCABULARY, next_token
+from support.engines.rooms import BLOCK_TOKENS, LAYOUT, VOCABULARY, PromptKv, next_token
 
 from baton.errors import HandoffLost, InvalidRequest, Overloaded
 from runtime.aio import timeout
 from services.__main__ import main
-from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
+from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineConfig
 from services.engines.kv import PulledKv
@@ -59,20 +59,11 @@ class Destination:
         return self.close(self)
 
 
-class SentKv:
+class SentKv(PromptKv):
     """What the prefill side has sent; its own blocks are held until `release`."""
 
-    block_ids: tuple[int, ...] = ()
-    prefix_hash = b""
-    cached_tokens = 0
-    queue_seconds = 0.0
-    compute_seconds = 0.0
-    logprob: TokenLogprob | None = None
-    finish_reason: FinishReason | None = None
-
     def __init__(self, context: tuple[int, ...], room: int, free: Callable[[], int]) -> None:
-        self.first_token = next_token(context)
-        self.num_tokens = len(context)
+        super().__init__(context)
         self.engine_state = str(room).encode()
         self._free: Callable[[], int] | None = free
 

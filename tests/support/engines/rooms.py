@@ -94,8 +94,8 @@ class Bootstrap:
         return -(-len(room.kv) // BLOCK_TOKENS)
 
 
-class RoomKv:
-    """An EngineHeldKv: a room, and the task that sends from it once the other side has allocated."""
+class PromptKv:
+    """What a HeldKv says of a prompt that was computed at once, without a cache and without blocks of a pool."""
 
     block_ids: tuple[int, ...] = ()
     prefix_hash = b""
@@ -105,9 +105,16 @@ class RoomKv:
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
 
-    def __init__(self, bootstrap: Bootstrap, context: tuple[int, ...]) -> None:
+    def __init__(self, context: tuple[int, ...]) -> None:
         self.first_token = next_token(context)
         self.num_tokens = len(context)
+
+
+class RoomKv(PromptKv):
+    """An EngineHeldKv: a room, and the task that sends from it once the other side has allocated."""
+
+    def __init__(self, bootstrap: Bootstrap, context: tuple[int, ...]) -> None:
+        super().__init__(context)
         self._bootstrap = bootstrap
         self._number = bootstrap.open(context)
         self._sending = asyncio.create_task(bootstrap.send(self._number))

@@ -91,7 +91,7 @@ class FusedModel:
         """Returns the logits `[rows, vocabulary]` of `last_rows`, None for all. Overwrites `embedded`, rank 0's."""
         ops, ranks, residual = self._ops, self._ranks, embedded
         ranks.share(embedded)
-        part: torch.Tensor | None = None  # of this rank, of what is to be added to `residual`
+        part: torch.Tensor | None = None  # this rank's part of the sum that is added to `residual`
         for layer, pool in zip(self._layers, self._pool_layers, strict=True):
             qkv = layer.qkv(self._normalised(part, residual, layer.input_norm))
             ops.rotate_and_write(qkv, self._angles, tokens, pool, layer.head_norms)
