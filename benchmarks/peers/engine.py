@@ -1,22 +1,27 @@
 """The workers of routers that relay bytes: OpenAI completions over HTTP/1.1, whose chunks are ready-made.
 
-    python -m benchmarks.peers.engine prefill|decode PORT
+    python -m benchmarks.peers.engine prefill|decode PORT STEPS
 
-Every request streams `max_tokens` chunks. All streams of a step get theirs at the same instant, as from a real
-engine: 30 steps a second, or without a pause if the body names the model `flat`. Prefill ends after its first token.
+Every request streams `max_tokens` chunks, the first of them at once. All streams of a step get theirs at the same
+instant, as from a real engine: 30 or 15 steps a second, by the model that the body names, or one step after the other
+for the model `flat`. Prefill ends after its first token. The times of the steps are appended to the file STEPS.
 """
 
 import asyncio
 import json
 import sys
-from typing import Final, cast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
 
-STEP_SECONDS: Final = 1 / 30
+from benchmarks.peers.load import STEP_SECONDS
+from benchmarks.peers.steps import StepLog
+
 _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
     b"cache-control: no-cache\r\n\r\n"
 )
-_MODELS = {"object": "list", "data": [{"id": name, "object": "model"} for name in ("paced", "flat")]}
+_MODELS = {"object": "list", "data": [{"id": name, "object": "model"} for name in STEP_SECONDS]}
 # What the routers ask before they send requests.
 _FACTS = {"model_path": "paced", "tp_size": 1, "dp_size": 1, "max_running_requests": 4096, "status": "ready"}
 
@@ -35,33 +40,52 @@ _TOKEN, _LAST = _event("a", None), _event("a", "length")
 _DONE = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-class Engine:
-    """Steps all streams together."""
+class Model:
+    """Steps all streams of one model together."""
 
-    def __init__(self, *, is_prefill: bool) -> None:
-        self.is_prefill = is_prefill
-        self.paced: dict[asyncio.Transport, int] = {}
+    def __init__(self, step_seconds: float, log: StepLog) -> None:
+        self._step_seconds = step_seconds
+        self._log = log
+        self._left: dict[asyncio.Transport, int] = {}
+        self._wake = asyncio.Event()
+
+    def add(self, transport: asyncio.Transport, tokens: int) -> None:
+        """A stream that is to get so many more tokens."""
+        self._left[transport] = tokens
+        self._wake.set()
+
+    def drop(self, transport: asyncio.Transport) -> None:
+        """The stream gets no more."""
+        self._left.pop(transport, None)
 
     async def run(self) -> None:
         """Steps for ever."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            due = max(due + STEP_SECONDS, loop.time())
-            await asyncio.sleep(due - loop.time())
-            for transport, left in tuple(self.paced.items()):
-                if transport.is_closing() or left == 1:
-                    del self.paced[transport]
-                else:
-                    self.paced[transport] = left - 1
-                transport.write(_LAST + _DONE if left == 1 else _TOKEN)
+            self._wake.clear()
+            if not self._left:
+                await self._wake.wait()
+            due = max(due + self._step_seconds, loop.time())
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if self._step_seconds:
+                self._log.note()
+            self._step()
+
+    def _step(self) -> None:
+        for transport, left in tuple(self._left.items()):
+            if left == 1:
+                del self._left[transport]
+            else:
+                self._left[transport] = left - 1
+            transport.write(_LAST + _DONE if left == 1 else _TOKEN)
 
 
 class Connection(asyncio.Protocol):
     """One connection, one request after the other."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, models: Mapping[str, Model]) -> None:
+        self._models = models
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -70,7 +94,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
-        self._engine.paced.pop(self._transport, None)
+        for model in self._models.values():
+            model.drop(self._transport)
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -92,7 +117,8 @@ class Connection(asyncio.Protocol):
             self._tell(_MODELS if request[1].startswith("/v1/models") else _FACTS, "render" in request[1])
             return
         asked = json.loads(body)
-        tokens = 1 if self._engine.is_prefill else int(asked.get("max_tokens") or 1)
+        # Of a prefill worker there are no models that step.
+        tokens = int(asked.get("max_tokens") or 1) if self._models else 1
         if not asked.get("stream"):
             # The prefill of a router that asks both workers.
             choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}
@@ -101,11 +127,11 @@ class Connection(asyncio.Protocol):
                 {"id": "cmpl-0", "object": "text_completion", "model": "paced", "choices": [choice], "usage": usage}
             )
             return
-        self._transport.write(_HEAD)
-        if asked.get("model") == "flat" or self._engine.is_prefill:
-            self._transport.write(_TOKEN * (tokens - 1) + _LAST + _DONE)
+        if tokens == 1:
+            self._transport.write(_HEAD + _LAST + _DONE)
         else:
-            self._engine.paced[self._transport] = tokens
+            self._transport.write(_HEAD + _TOKEN)
+            self._models[asked["model"]].add(self._transport, tokens - 1)
 
     def _tell(self, content: object, is_missing: bool = False) -> None:
         body = json.dumps(content).encode()
@@ -114,13 +140,15 @@ class Connection(asyncio.Protocol):
         self._transport.write(head + body)
 
 
-async def main(role: str, port: int) -> None:
-    engine = Engine(is_prefill=role == "prefill")
-    await asyncio.get_running_loop().create_server(lambda: Connection(engine), "127.0.0.1", port)
-    await engine.run()
+async def main(role: str, port: int, steps: Path) -> None:
+    log = StepLog(steps)
+    models = {name: Model(seconds, log) for name, seconds in STEP_SECONDS.items()} if role == "decode" else {}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(models), "127.0.0.1", port, backlog=4096)
+    await asyncio.gather(server.serve_forever(), *(model.run() for model in models.values()))
 
 
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(main(sys.argv[1], int(sys.argv[2])))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))

@@ -4,73 +4,83 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
-from benchmarks.router_overhead import Load, prompts
+from benchmarks.peers.load import Answer
+from benchmarks.router_overhead import prompts
 
 _EVENT: Final = b"data: "
 _DONE: Final = b"data: [DONE]"
+_END: Final = b"0\r\n\r\n"
+# An event's beginning may be cut in two by the end of a read.
+_KEPT: Final = len(_DONE) - 1
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one request after the other."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(f"the connection was lost: {exc}")
+
+    def close(self) -> None:
+        """Closes it."""
+        self._transport.close()
+
+    async def answer(self, body: bytes, tokens: int) -> Answer:
+        """Sends a request, and waits for the end of its stream. Raises ConnectionError."""
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self._kept = b""
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answer = Answer(tokens)
+        self._transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await self._done
+        return self._answer
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        events = self._count(data, _EVENT) - self._count(data, _DONE)
+        if events > 0:
+            self._answer.note(now, events)
+        if not self._answer.arrivals and b" 200 " not in data[:32] and data.startswith(b"HTTP/1.1 "):
+            self._fail(data[:300].decode("latin-1"))
+        elif (self._kept + data).endswith(_END):
+            self._done.set_result(None)
+        self._kept = (self._kept + data)[-_KEPT:]
+
+    def _count(self, data: bytes, what: bytes) -> int:
+        return (self._kept[1 - len(what) :] + data).count(what)
+
+    def _fail(self, reason: str) -> None:
+        done = getattr(self, "_done", None)
+        if done is not None and not done.done():
+            done.set_exception(ConnectionError(reason))
 
 
 class HttpClient:
-    """Sends loads to one router. Connections are kept and used again, as clients with a pool have them."""
+    """Sends a router its load. Connections are kept and used again, as clients with a pool have them. See LoadClient."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[Connection] = []
+        self._opened: list[Connection] = []
         self._prompts: Iterator[str] = prompts()
 
-    async def close(self) -> None:
-        """Closes all connections."""
-        for _, writer in self._idle:
-            writer.close()
+    async def answer(self, model: str, tokens: int) -> Answer:
+        connection = self._idle.pop() if self._idle else await self._open()
+        asked = {"model": model, "prompt": next(self._prompts), "max_tokens": tokens}
+        body = json.dumps({**asked, "stream": True, "ignore_eos": True}).encode()
+        answer = await connection.answer(body, tokens)
+        self._idle.append(connection)
+        return answer
 
-    async def streams(self, model: str, number: int, tokens: int, spread_seconds: float) -> Load:
-        """So many streams, which start within `spread_seconds`."""
-        load = Load("")
-        delays = [index * spread_seconds / number for index in range(number)]
-        await asyncio.gather(*(self._stream(load, model, tokens, delay) for delay in delays))
-        return load
+    def close(self) -> None:
+        for connection in self._opened:
+            connection.close()
 
-    async def requests(self, model: str, number: int, lanes: int) -> Load:
-        """Requests for one token each, one after another in each lane."""
-        load = Load("")
-
-        async def lane() -> None:
-            for _ in range(number // lanes):
-                await self._stream(load, model, 1, 0.0)
-
-        await asyncio.gather(*(lane() for _ in range(lanes)))
-        return load
-
-    async def _stream(self, load: Load, model: str, tokens: int, delay: float) -> None:
-        await asyncio.sleep(delay)
-        reader, writer = self._idle.pop() if self._idle else await self._connect()
-        asked = {
-            "model": model,
-            "prompt": next(self._prompts),
-            "max_tokens": tokens,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        body = json.dumps(asked).encode()
-        load.requests += 1
-        started, first, read = time.perf_counter(), 0.0, b""
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        while not read.endswith(b"0\r\n\r\n"):
-            chunk = await reader.read(65536)
-            if not chunk:
-                raise ConnectionError(f"the router closed the connection: {read[:300]!r}")
-            if not first and _EVENT in chunk:
-                first = time.perf_counter() - started
-            # An event may be cut in two by the end of a chunk.
-            events = (read[-12:] + chunk).count(_EVENT) - read[-12:].count(_EVENT)
-            load.tokens += events - (read[-12:] + chunk).count(_DONE)
-            load.messages += 1
-            read = (read + chunk)[-300:]
-        load.first_token_seconds.append(first)
-        self._idle.append((reader, writer))
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self._port)
+    async def _open(self) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
+        self._opened.append(connection)
+        return connection

@@ -1,94 +1,196 @@
-"""The candidates: which processes are started for each, and which of them are the router."""
+"""The routers that are compared: how each is started, and how load reaches it."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
-from benchmarks.peers.environments import python_of
+from benchmarks.peers import baton_router
+from benchmarks.peers.cores import Cores, on_cores, running, stop
+from benchmarks.peers.dynamo import dynamo
+from benchmarks.peers.edge import envoy
+from benchmarks.peers.environments import DYNAMO, HTTP
+from benchmarks.peers.grpc_load import GrpcClient, WorkersClient
+from benchmarks.peers.http_load import HttpClient
+from benchmarks.peers.load import STEP_SECONDS, LoadClient
+from cli.local.ports import free_port
+from discovery.record import WorkerRecord
+from rpc.server import ServerKind
 from runtime.aio import timeout
 
-_PATIENCE_SECONDS = 90.0
+_PATIENCE_SECONDS: Final = 90.0
+_CHECKOUT = Path(__file__).resolve().parents[2]
+# How a load reaches a router.
+EIGHT, EACH, ENVOY = "8 connections", "a connection a stream", "through Envoy"
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """A router of another project that serves at `port`."""
+class Bench:
+    """What all routers share: the folder, the cores, and the engines."""
+
+    folder: Path
+    cores: Cores
+    log: Path
+    records: Sequence[WorkerRecord]
+    spans: str
+    engines: tuple[int, int]
+    baton_steps: Path
+    http_steps: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router that serves. Without a process it is the engines themselves."""
 
     name: str
-    port: int
-    pid: int
+    pid: int | None
+    clients: dict[str, LoadClient]
+    # Where its engines note their steps; None if they do not.
+    steps: Path | None
+    runs: str = ""
 
 
-@contextmanager
-def _running(command: Sequence[str], log: Path) -> Iterator[int]:
-    """A process, until the context is left; its id."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+@dataclass(frozen=True, slots=True)
+class Baton:
+    """One row of Baton's: the server, the interpreter, and whose modules go first."""
+
+    name: str
+    server: ServerKind
+    python: str = sys.executable
+    is_installed: bool = False
 
 
 @asynccontextmanager
-async def engines(ports: Sequence[int], log: Path) -> AsyncIterator[None]:
+async def baton(bench: Bench, candidate: Baton, ways: Sequence[str]) -> AsyncIterator[Router]:
+    """Baton's router. Raises OSError if it does not start."""
+    asked = {
+        "checkout": str(_CHECKOUT),
+        "checkout_first": not candidate.is_installed,
+        "server": candidate.server,
+        "spans": bench.spans,
+        "records": [record.to_json().decode() for record in bench.records],
+    }
+    command = [candidate.python, "-I", str(Path(baton_router.__file__)), json.dumps(asked)]
+    with bench.log.open("ab") as log, on_cores(bench.cores.router):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+    async with AsyncExitStack() as stack:
+        stack.callback(stop, process)
+        assert process.stdout
+        async with timeout(_PATIENCE_SECONDS):
+            line = await asyncio.to_thread(process.stdout.readline)
+        if not line:
+            raise OSError(f"{candidate.python} has ended; see {bench.log}")
+        told: dict[str, Any] = json.loads(line)
+        clients: dict[str, LoadClient] = {EIGHT: GrpcClient(told["address"])}
+        if EACH in ways:
+            clients[EACH] = GrpcClient(told["address"], connections=0)
+        if ENVOY in ways:
+            starting = envoy(told["address"], bench.folder, bench.cores, bench.log, is_grpc=True)
+            clients[ENVOY] = GrpcClient(await stack.enter_async_context(starting))
+        for client in clients.values():
+            stack.callback(client.close)
+        yield Router(candidate.name, process.pid, clients, bench.baton_steps, told["runs"])
+
+
+@asynccontextmanager
+async def engines(ports: Sequence[int], steps: Path, log: Path, cores: Cores) -> AsyncIterator[None]:
     """The prefill and the decode worker of routers that relay bytes."""
     command = [sys.executable, "-m", "benchmarks.peers.engine"]
-    with _running([*command, "prefill", str(ports[0])], log), _running([*command, "decode", str(ports[1])], log):
+    async with AsyncExitStack() as stack:
+        for role, port in zip(("prefill", "decode"), ports, strict=True):
+            await stack.enter_async_context(running([*command, role, str(port), str(steps)], log, cores.others))
         for port in ports:
-            await _answers(f"http://127.0.0.1:{port}/v1/models")
+            await _models(port)
         yield
 
 
-def vllm_router(folder: Path, port: int, metrics: int, engines: Sequence[int]) -> list[str]:
-    """The command line of vllm-router, with prefill and decode apart."""
-    return [
-        *(str(python_of(folder)), "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
-        *("--vllm-pd-disaggregation", "--prefill", f"http://127.0.0.1:{engines[0]}"),
-        *("--decode", f"http://127.0.0.1:{engines[1]}", "--prometheus-port", str(metrics)),
-    ]
-
-
-def sglang_router(folder: Path, port: int, metrics: int, engines: Sequence[int]) -> list[str]:
-    """The command line of sglang-router, with prefill and decode apart."""
-    return [
-        *(str(python_of(folder)), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
-        *("--pd-disaggregation", "--prefill", f"http://127.0.0.1:{engines[0]}", "9001"),
-        *("--decode", f"http://127.0.0.1:{engines[1]}", "--prometheus-port", str(metrics)),
-    ]
+@asynccontextmanager
+async def relay(bench: Bench, name: str, ways: Sequence[str]) -> AsyncIterator[Router]:
+    """vllm-router or sglang-router, with prefill and decode apart. Raises OSError if it does not start."""
+    if not HTTP.is_complete(bench.folder):
+        raise OSError("it is not installed; see benchmarks/peers/environments.py")
+    port = free_port()
+    prefill, decode = (f"http://127.0.0.1:{engine}" for engine in bench.engines)
+    disaggregated = {
+        "vllm-router": ["vllm_router.launch_router", "--vllm-pd-disaggregation", "--prefill", prefill],
+        "sglang-router": ["sglang_router.launch_router", "--pd-disaggregation", "--prefill", prefill, "9001"],
+    }[name]
+    command = [str(HTTP.python(bench.folder)), "-m", *disaggregated, "--decode", decode]
+    listening = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    async with running([*command, *listening], bench.log, bench.cores.router) as process:
+        await _models(port, process=process)
+        async with _http(bench, Router(name, process.pid, {}, bench.http_steps), port, ways) as router:
+            yield router
 
 
 @asynccontextmanager
-async def peer(name: str, command: Sequence[str], port: int, log: Path) -> AsyncIterator[Peer]:
-    """A router that has answered a request."""
-    with _running(command, log) as pid:
-        await _answers(f"http://127.0.0.1:{port}/v1/models")
-        yield Peer(name, port, pid)
+async def dynamo_frontend(bench: Bench, ways: Sequence[str]) -> AsyncIterator[Router]:
+    """Dynamo's frontend, before its own mocker. Raises OSError if it does not start."""
+    if not DYNAMO.is_complete(bench.folder):
+        raise OSError("it is not installed: it needs Python 3.10; see benchmarks/peers/environments.py")
+    port = free_port()
+    async with dynamo(bench.folder, port, bench.cores, bench.log) as pid:
+        await _models(port, tuple(STEP_SECONDS))
+        async with _http(bench, Router("Dynamo", pid, {}, None), port, ways) as router:
+            yield router
 
 
-async def _answers(url: str) -> None:
-    """Waits until there is any answer. Raises TimeoutError."""
+@asynccontextmanager
+async def _http(bench: Bench, router: Router, port: int, ways: Sequence[str]) -> AsyncIterator[Router]:
+    """A router of HTTP/1.1, where every stream needs a connection for itself."""
+    async with AsyncExitStack() as stack:
+        router.clients[EACH] = client = HttpClient(port)
+        stack.callback(client.close)
+        if ENVOY in ways:
+            starting = envoy(f"127.0.0.1:{port}", bench.folder, bench.cores, bench.log, is_grpc=False)
+            address = await stack.enter_async_context(starting)
+            router.clients[ENVOY] = edge = HttpClient(int(address.rpartition(":")[2]))
+            stack.callback(edge.close)
+        yield router
+
+
+def direct_to_workers(bench: Bench) -> Router:
+    """The client before Baton's workers: it asks both itself."""
+    addresses = {record.worker_id: record.address for record in bench.records}
+    return Router("no router (Baton's workers)", None, {EIGHT: WorkersClient(addresses)}, bench.baton_steps)
+
+
+def direct_to_engine(bench: Bench) -> Router:
+    """The client before the decode worker of routers that relay bytes."""
+    return Router("no router (HTTP engine)", None, {EACH: HttpClient(bench.engines[1])}, bench.http_steps)
+
+
+# How the routers of other projects are started.
+PEERS: Final[dict[str, Callable[[Bench, Sequence[str]], Any]]] = {
+    "vllm-router": lambda bench, ways: relay(bench, "vllm-router", ways),
+    "sglang-router": lambda bench, ways: relay(bench, "sglang-router", ways),
+    "dynamo": dynamo_frontend,
+}
+
+
+async def _models(port: int, names: Sequence[str] = (), process: "subprocess.Popen[bytes] | None" = None) -> None:
+    """Waits until a server answers, and lists these models. Raises TimeoutError, and OSError if the process ends."""
     async with timeout(_PATIENCE_SECONDS):
-        while not await asyncio.to_thread(_has_answer, url):  # noqa: ASYNC110
+        while not await asyncio.to_thread(_lists, f"http://127.0.0.1:{port}/v1/models", names):
+            if process is not None and process.poll() is not None:
+                raise OSError(f"it has ended with {process.returncode}")
             await asyncio.sleep(0.1)
 
 
-def _has_answer(url: str) -> bool:
+def _lists(url: str, names: Sequence[str]) -> bool:
     try:
-        urllib.request.urlopen(url, timeout=2).close()
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            if not names:
+                return True
+            return {model["id"] for model in json.load(answer)["data"]} >= set(names)
     except urllib.error.HTTPError:
-        return True
-    except OSError:
+        return not names
+    except (OSError, ValueError):
         return False
-    return True

@@ -1,0 +1,223 @@
+"""What was measured, as Markdown: the machine, the CPU, the latencies, and the bars that Baton is held to."""
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks.peers.environments import DYNAMO, HTTP
+from benchmarks.peers.load import HALF, PACED
+from benchmarks.peers.measure import LoadPlan, Measured, Sample, Spread
+from benchmarks.peers.plot import bars
+
+_COMPARABLE = """\
+CPU is user and system time of the router's processes. A token's rows have the whole cost of its request in them: 128 tokens carry one.
+Baton tokenizes (one token a byte), prefills and decodes on different workers, detokenizes, checks admission and quotas, keeps metrics and
+traces a tenth of the requests; workers and routers are `server: http2` where nothing else is said. vllm-router and sglang-router relay
+the bytes of an HTTP engine whose answers are ready-made. Dynamo tokenizes, prefills, decodes and detokenizes too, before its own mocker:
+that has the pace of the others, but its own way to it, so its CPU is comparable with Baton's, and its TTFT is not. Flat out every
+engine goes as fast as it can, and no two go equally fast: read `tokens a message` with those rows. Streams of one load start within
+a second, flat out at once. Baton's client comes over 8 connections where nothing else is said, those of HTTP/1.1 with a connection
+for each stream. Ratios are medians of the rounds' ratios to the first row; other figures are medians of the rounds.
+
+TTFT is from the request to the first token. ITL is the interval between two arrivals of tokens of one stream; jitter is its standard
+deviation. `after step` is from the end of the engine's step to the client; more than a step cannot be told from less. `core` is how
+busy the router was, of 1, and `rest` how busy the cores of engines and client were: above 0.9 the engines are what is measured.
+`client` is the load generator's CPU for each token or request, on another core than the router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run."""
+
+    measured: Sequence[Measured]
+    left_out: Sequence[str]
+    cores: str
+    command: str
+    load_before: float
+    rounds: int
+
+    @property
+    def routers(self) -> Sequence[Measured]:
+        """Without the engines themselves."""
+        return [each for each in self.measured if each.router.pid is not None]
+
+    @property
+    def plans(self) -> Sequence[LoadPlan]:
+        """All loads, in the order in which they came."""
+        return list(dict.fromkeys(plan for each in self.measured for plan in each.samples))
+
+
+def report(run: Run, folder: Path) -> str:
+    """The whole page, but its title."""
+    parts = [head(run, folder), _COMPARABLE, "## CPU", costs(run), "## Latency, ms", latencies(run), "## Bars", held(run)]
+    return "\n\n".join(parts)
+
+
+def head(run: Run, folder: Path) -> str:
+    """The machine, the versions, and what ran."""
+    now = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    machine = f"{os.cpu_count()} x {_processor()}, {memory:.0f} GiB, {platform.freedesktop_os_release()['PRETTY_NAME']}"
+    peers = ", ".join((*HTTP.packages, *(DYNAMO.alone[:1] if DYNAMO.is_complete(folder) else ()))).replace("==", " ")
+    lines = [
+        f"Measured {now} on {machine}, Linux {platform.release()}; {run.cores}. Load average {run.load_before:.1f} before and "
+        f"{os.getloadavg()[0]:.1f} after, {run.rounds} rounds, one router after the other in each: `{run.command}`.",
+        f"Of PyPI: {peers}.",
+        "",
+        *(f"- {each.router.name}: {each.router.runs}." for each in run.routers if each.router.runs),
+        *(f"- Left out: {each}." for each in run.left_out),
+    ]
+    return "\n".join(lines)
+
+
+def costs(run: Run) -> str:
+    """The table of CPU."""
+    names = ("load", "router", "us of CPU", "least - most", "ratio", "core", "rest", "client, us", "tokens a message")
+    rows = []
+    for plan, each, samples in _rows(run, run.routers):
+        spent = [sample.microseconds for sample in samples]
+        found = ratio(run.routers[0], each, plan)
+        rows.append(
+            (
+                *(str(plan), each.router.name, f"{statistics.median(spent):.1f}", f"{min(spent):.1f} - {max(spent):.1f}"),
+                "" if found is None else f"{1 / found:.2f}",
+                *(f"{_median(samples, take):.2f}" for take in (_router_cores, _other_cores)),
+                f"{_median(samples, lambda sample: sample.client_microseconds):.1f}",
+                f"{_median(samples, lambda sample: sample.tokens_a_message):.2f}",
+            )
+        )
+    return _table(names, rows)
+
+
+def latencies(run: Run) -> str:
+    """The table of latencies, of each load for which they are the router's."""
+    names = ("load", "router", "TTFT p50 / p99", "ITL p50 / p99", "jitter", "after step p50 / p99")
+    rows = []
+    for plan, each, samples in _rows(run, run.measured):
+        if not plan.is_paced:
+            continue
+        later = [sample.later for sample in samples if sample.later]
+        steps = [each.since_step for each in later if each.since_step]
+        rows.append(
+            (
+                *(str(plan).removeprefix("a token, "), each.router.name),
+                str(_middle([sample.first_token for sample in samples])),
+                str(_middle([each.interval for each in later])),
+                f"{statistics.median(each.jitter for each in later):.2f}",
+                str(_middle(steps)) if steps else "",
+            )
+        )
+    return _table(names, rows)
+
+
+def held(run: Run) -> str:
+    """The bars of each row of Baton's, and whether they were reached."""
+    rows = [
+        (each.router.name, name, f"{found:.2f}", f"{bar:g}", "yes" if found <= bar else "**no**")
+        for each in run.routers
+        if each.router.runs
+        for name, found, bar in (*_relative(run, each), *_absolute(run, each))
+    ]
+    return _table(("router", "what", "measured", "at most", "reached"), rows)
+
+
+def plot(run: Run) -> str:
+    """The medians of the CPU, as SVG."""
+    names = [each.router.name for each in run.routers]
+    groups: dict[str, dict[str, float]] = {}
+    for plan, each, samples in _rows(run, run.routers):
+        groups.setdefault(str(plan), {})[each.router.name] = _median(samples, lambda sample: sample.microseconds)
+    return bars("Microseconds of the router's CPU; shorter is better", groups, names)
+
+
+def ratio(one: Measured, other: Measured, plan: LoadPlan) -> float | None:
+    """The CPU of one router to that of another: the median of the ratios of the rounds that both have."""
+    a, b = one.samples.get(plan, {}), other.samples.get(plan, {})
+    ratios = [a[number].microseconds / b[number].microseconds for number in a if number in b]
+    return statistics.median(ratios) if ratios else None
+
+
+_BARS = (
+    ("paced", 256, 0.9, 0.35),
+    ("paced", 64, 1.0, 0.4),
+    ("flat", 256, 1.0, 0.5),
+    ("flat", 64, 1.0, 0.5),
+    ("flat", 0, None, 0.6),
+)
+
+
+def _relative(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
+    others = {each.router.name: each for each in run.routers}
+    for model, number, *limits in _BARS:
+        plan = LoadPlan(model, number)
+        for name, bar in zip(("vllm-router", "Dynamo"), limits, strict=True):
+            found = ratio(own, others[name], plan) if name in others else None
+            if bar is not None and found is not None:
+                yield f"CPU of {plan}, to {name}'s", found, bar
+
+
+def _absolute(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
+    paced, half = LoadPlan(PACED, 64), LoadPlan(HALF, 1024)
+    workers = next((each for each in run.measured if each.router.pid is None and own.router.steps == each.router.steps), None)
+    if workers is not None:
+        for name, take, bar in (("TTFT p50 at 64 streams paced, ms", _first_p50, 1.0), ("a later token's p50, ms", _step_p50, 0.3)):
+            pairs = _pairs(own, workers, paced)
+            if pairs:
+                yield f"added to {name}", statistics.median(take(a) - take(b) for a, b in pairs), bar
+    samples = [sample.later for sample in own.samples.get(half, {}).values() if sample.later]
+    if samples:
+        found = statistics.median(each.interval.p99 / each.interval.p50 for each in samples)
+        yield "ITL p99 to p50 at 1,024 streams at half the pace", found, 3.0
+
+
+def _pairs(one: Measured, other: Measured, plan: LoadPlan) -> list[tuple[Sample, Sample]]:
+    a, b = one.samples.get(plan, {}), other.samples.get(plan, {})
+    return [(a[number], b[number]) for number in a if number in b]
+
+
+def _rows(run: Run, measured: Sequence[Measured]) -> Iterator[tuple[LoadPlan, Measured, list[Sample]]]:
+    for plan in run.plans:
+        for each in measured:
+            if samples := list(each.samples.get(plan, {}).values()):
+                yield plan, each, samples
+
+
+def _first_p50(sample: Sample) -> float:
+    return sample.first_token.p50
+
+
+def _step_p50(sample: Sample) -> float:
+    assert sample.later
+    assert sample.later.since_step
+    return sample.later.since_step.p50
+
+
+def _router_cores(sample: Sample) -> float:
+    return sample.router_cores
+
+
+def _other_cores(sample: Sample) -> float:
+    return sample.other_cores
+
+
+def _median(samples: Sequence[Sample], take: Callable[[Sample], float]) -> float:
+    return statistics.median(map(take, samples))
+
+
+def _middle(spreads: Sequence[Spread]) -> Spread:
+    """The median of each."""
+    return Spread(statistics.median(each.p50 for each in spreads), statistics.median(each.p99 for each in spreads))
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
