@@ -2,10 +2,17 @@
 
 | module | subject |
 |---|---|
-| environments | installs the peers from PyPI, into an environment of their own |
-| engine | the workers of peers: an HTTP engine whose answers are ready-made |
-| routers | what is started for each candidate |
-| http_load | a client of completions over HTTP that costs little |
-| compare | the loads, alternated; a table and a plot |
+| environments | installs the peers from PyPI, into environments of their own |
+| compare | the command line, and the rounds |
+| routers | how each router is started, and how load reaches it |
+| baton_router | Baton's router as a process of any interpreter |
+| dynamo | Dynamo's frontend, with its mocker as the workers |
+| edge | Envoy before a router |
+| workers | Baton's workers, with simulated engines |
+| engine | the workers of routers that relay bytes: an HTTP engine whose answers are ready-made |
+| cores | which core each process runs on |
+| clients | the load |
+| measure | one round of one load: its cost and its latencies |
+| report | the tables, as Markdown |
 | plot | the bars, as SVG |
 """

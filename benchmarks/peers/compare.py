@@ -15,15 +15,16 @@ that another environment has installed, such as a compiled wheel (or this checko
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from baton.errors import ConfigError
+from benchmarks.peers.clients.load import FLAT, HALF, PACED, requests
 from benchmarks.peers.cores import Cores, share_cores
 from benchmarks.peers.environments import FOLDER
-from benchmarks.peers.load import FLAT, HALF, PACED, requests
 from benchmarks.peers.measure import LoadPlan, Measured
 from benchmarks.peers.report import Run, plot, report
 from benchmarks.peers.routers import (
@@ -78,7 +79,10 @@ class Comparison:
         self.left_out: list[str] = []
 
     async def run(self) -> None:
-        """Starts everything, and measures."""
+        """Starts everything, and measures. SIGTERM ends it in order: no process is left behind."""
+        task = asyncio.current_task()
+        assert task
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         async with AsyncExitStack() as stack:
             for router in await self._start(stack):
                 try:
@@ -103,7 +107,7 @@ class Comparison:
                 self._leave_out(f"{each.router.name}, {plan}", error)
 
     def _leave_out(self, name: str, error: BaseException) -> None:
-        said = f"{name}: {error or type(error).__name__}"
+        said = f"{name}: {error!r}"
         print(said, file=sys.stderr)
         if said not in self.left_out:
             self.left_out.append(said)

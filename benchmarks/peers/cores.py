@@ -57,7 +57,9 @@ async def running(
 ) -> AsyncIterator["subprocess.Popen[bytes]"]:
     """A process, until the context is left; what it prints is appended to `log`."""
     with log.open("ab") as output, on_cores(cores):
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(environment or {})})
+        process = subprocess.Popen(  # noqa: ASYNC220  # before anything is measured
+            command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}
+        )
     try:
         yield process
     finally:

@@ -6,6 +6,7 @@ are on loopback; its event sockets (ZeroMQ) bind all interfaces, whatever is set
 """
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Final
 
 import numpy
 
+from benchmarks.peers.clients.load import STEP_SECONDS
 from benchmarks.peers.cores import Cores, running
 from benchmarks.peers.environments import DYNAMO
-from benchmarks.peers.load import STEP_SECONDS
 
 # The mocker's ids are from 1000 to 2000. They have to have texts, or no event is sent for a token.
 _VOCABULARY: Final = 2304
@@ -25,14 +26,16 @@ _MAX_STREAMS: Final = 1024
 @asynccontextmanager
 async def dynamo(folder: Path, port: int, cores: Cores, log: Path) -> AsyncIterator[int]:
     """The frontend's process id; it may take seconds until it serves all models."""
-    home = folder / "dynamo-run"
+    home = (folder / "dynamo-run").absolute()
+    shutil.rmtree(home, ignore_errors=True)
     model = _write_model(home / "model")
     environment = {
         "HOME": str(home),
-        "DYN_FILE_KV": str(home / f"discovery-{port}"),
+        "DYN_FILE_KV": str(home / "discovery"),
         "DYN_TCP_RPC_HOST": "127.0.0.1",
         "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
         "DYN_EVENT_PLANE_HOST": "127.0.0.1",
+        "DYN_SELF_HOST_METADATA": "0",
         "HF_HUB_OFFLINE": "1",
         # As the others: a log line for each request.
         "DYN_LOG": "info",
@@ -94,4 +97,4 @@ def _write_model(folder: Path) -> Path:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    return folder.absolute()
+    return folder

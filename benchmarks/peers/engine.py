@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from benchmarks.peers.load import STEP_SECONDS
-from benchmarks.peers.steps import StepLog
+from benchmarks.peers.clients.load import STEP_SECONDS
+from benchmarks.peers.clients.steps import StepLog
 
 _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"

@@ -1,5 +1,6 @@
 """Gives a router one load, and notes what it has cost and what the client saw."""
 
+import asyncio
 import gc
 import time
 from dataclasses import dataclass, field
@@ -8,10 +9,21 @@ from typing import Final
 
 import numpy
 
+from benchmarks.peers.clients.load import (
+    FLAT,
+    HALF,
+    PACED,
+    STEP_SECONDS,
+    TOKENS,
+    Answer,
+    Load,
+    Seconds,
+    requests,
+    streams,
+)
+from benchmarks.peers.clients.steps import since_steps
 from benchmarks.peers.cores import Cores, cpu_of_tree
-from benchmarks.peers.load import FLAT, HALF, LANES, PACED, REQUESTS, STEP_SECONDS, Load, Seconds, requests, streams
 from benchmarks.peers.routers import EACH, EIGHT, Router
-from benchmarks.peers.steps import since_steps
 
 _HOW: Final = {PACED: "paced", HALF: "at half the pace", FLAT: "flat out"}
 
@@ -59,12 +71,14 @@ class LaterTokens:
     """What tokens after a stream's first one took, in milliseconds.
 
     `jitter` is the standard deviation of the intervals between tokens; `since_step` is from the end of the engine's
-    step to the client, where the engine notes its steps.
+    step to the client, where the engine notes its steps, and `direct` the same of one stream beside the load, which the
+    client has from the decode worker itself.
     """
 
     interval: Spread
     jitter: float
     since_step: Spread | None
+    direct: Spread | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +114,9 @@ class Measured:
         gc.disable()  # Its pauses would be in the latencies of whichever router is served just then.
         try:
             before, busy = self._cpu(), _busy_seconds(cores.others)
-            load = await (streams(client, plan.model, plan.number) if plan.number else requests(client))
+            load, direct = await asyncio.gather(
+                streams(client, plan.model, plan.number) if plan.number else requests(client), self._direct(plan)
+            )
             router, own = (now - was for now, was in zip(self._cpu(), before, strict=True))
             busy = _busy_seconds(cores.others) - busy
         finally:
@@ -113,18 +129,28 @@ class Measured:
             other_cores=busy / load.seconds / len(cores.others),
             tokens_a_message=load.tokens / load.messages,
             first_token=_spread(load.first_token_seconds()),
-            later=_later(load, self.router.steps) if plan.is_paced else None,
+            later=_later(load, direct, self.router.steps) if plan.is_paced else None,
         )
+
+    async def _direct(self, plan: LoadPlan) -> Answer | None:
+        """One stream that passes by the router, of the same steps."""
+        if not plan.is_paced or self.router.direct is None:
+            return None
+        return await self.router.direct.answer(plan.model, TOKENS[plan.model])
 
     def _cpu(self) -> tuple[int, int]:
         """Nanoseconds of the router and of this process."""
         return (cpu_of_tree(self.router.pid) if self.router.pid else 0), time.process_time_ns()
 
 
-def _later(load: Load, steps: Path | None) -> LaterTokens:
+def _later(load: Load, direct: Answer | None, steps: Path | None) -> LaterTokens:
     intervals = load.intervals()
-    since_step = _spread(since_steps(steps, load.later_arrivals())) if steps else None
-    return LaterTokens(_spread(intervals), float(numpy.std(intervals)) * 1e3, since_step)
+    return LaterTokens(
+        _spread(intervals),
+        float(numpy.std(intervals)) * 1e3,
+        _spread(since_steps(steps, load.later_arrivals())) if steps else None,
+        _spread(since_steps(steps, numpy.array(direct.arrivals[1:]))) if steps and direct else None,
+    )
 
 
 def _spread(seconds: Seconds) -> Spread:

@@ -8,25 +8,32 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from benchmarks.peers.clients.load import HALF, PACED
 from benchmarks.peers.environments import DYNAMO, HTTP
-from benchmarks.peers.load import HALF, PACED
-from benchmarks.peers.measure import LoadPlan, Measured, Sample, Spread
+from benchmarks.peers.measure import LaterTokens, LoadPlan, Measured, Sample, Spread
 from benchmarks.peers.plot import bars
 
 _COMPARABLE = """\
-CPU is user and system time of the router's processes. A token's rows have the whole cost of its request in them: 128 tokens carry one.
-Baton tokenizes (one token a byte), prefills and decodes on different workers, detokenizes, checks admission and quotas, keeps metrics and
-traces a tenth of the requests; workers and routers are `server: http2` where nothing else is said. vllm-router and sglang-router relay
-the bytes of an HTTP engine whose answers are ready-made. Dynamo tokenizes, prefills, decodes and detokenizes too, before its own mocker:
-that has the pace of the others, but its own way to it, so its CPU is comparable with Baton's, and its TTFT is not. Flat out every
-engine goes as fast as it can, and no two go equally fast: read `tokens a message` with those rows. Streams of one load start within
-a second, flat out at once. Baton's client comes over 8 connections where nothing else is said, those of HTTP/1.1 with a connection
-for each stream. Ratios are medians of the rounds' ratios to the first row; other figures are medians of the rounds.
+CPU is user and system time of the router's processes. A token's rows have the whole cost of its request in them,
+and 128 tokens carry one (64 at half the pace). Ratios are medians of the rounds' ratios to the first row, other
+figures medians of the rounds.
 
-TTFT is from the request to the first token. ITL is the interval between two arrivals of tokens of one stream; jitter is its standard
-deviation. `after step` is from the end of the engine's step to the client; more than a step cannot be told from less. `core` is how
-busy the router was, of 1, and `rest` how busy the cores of engines and client were: above 0.9 the engines are what is measured.
-`client` is the load generator's CPU for each token or request, on another core than the router."""
+- Baton tokenizes (one token a byte), prefills and decodes on different workers, detokenizes, checks admission,
+  keeps metrics and traces a tenth of the requests. Its workers are `server: http2`.
+- vllm-router and sglang-router relay the bytes of an HTTP engine whose answers are ready-made, and do not tokenize.
+- Dynamo tokenizes, prefills, decodes and detokenizes, before its own mocker. That has the pace of the other
+  engines, but its own way to it: the CPU can be compared, the TTFT cannot, since the mocker's first token takes
+  steps of its own.
+- Flat out every engine goes as fast as it can, and no two go equally fast: read `tokens a message` with those rows.
+- Baton's client comes over 8 connections where nothing else is said; over HTTP/1.1 each stream has a connection.
+  All are kept alive. Envoy has one thread, before one router.
+
+TTFT is from the request to the first token. ITL is the interval between two arrivals of tokens of one stream, and
+jitter its standard deviation. `after step` is from the end of the engine's step to the client (more than a step
+cannot be told from less); `direct` is the same of one stream beside, which the same client has from the decode
+worker itself, so that what the router adds is the difference. `core` is how busy the router was, of 1, and `rest`
+how busy the cores of engines and client were: near 1 it is the engines that are measured. `client` is the load
+generator's CPU for each token or request, which it spends on another core than the router's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +60,8 @@ class Run:
 
 def report(run: Run, folder: Path) -> str:
     """The whole page, but its title."""
-    parts = [head(run, folder), _COMPARABLE, "## CPU", costs(run), "## Latency, ms", latencies(run), "## Bars", held(run)]
-    return "\n\n".join(parts)
+    tables = ["## CPU", costs(run), "## Latency, ms", latencies(run), "## Bars", held(run)]
+    return "\n\n".join([head(run, folder), _COMPARABLE, *tables])
 
 
 def head(run: Run, folder: Path) -> str:
@@ -64,10 +71,10 @@ def head(run: Run, folder: Path) -> str:
     machine = f"{os.cpu_count()} x {_processor()}, {memory:.0f} GiB, {platform.freedesktop_os_release()['PRETTY_NAME']}"
     peers = ", ".join((*HTTP.packages, *(DYNAMO.alone[:1] if DYNAMO.is_complete(folder) else ()))).replace("==", " ")
     lines = [
-        f"Measured {now} on {machine}, Linux {platform.release()}; {run.cores}. Load average {run.load_before:.1f} before and "
-        f"{os.getloadavg()[0]:.1f} after, {run.rounds} rounds, one router after the other in each: `{run.command}`.",
-        f"Of PyPI: {peers}.",
-        "",
+        f"Measured {now} on {machine}, Linux {platform.release()};",
+        f"{run.cores}. Load average {run.load_before:.1f} before, and {os.getloadavg()[0]:.1f} after, the run's own included.",
+        f"{run.rounds} rounds, each with all routers in turn at every load. From PyPI: {peers}.",
+        f"\n    {run.command}\n",
         *(f"- {each.router.name}: {each.router.runs}." for each in run.routers if each.router.runs),
         *(f"- Left out: {each}." for each in run.left_out),
     ]
@@ -80,11 +87,12 @@ def costs(run: Run) -> str:
     rows = []
     for plan, each, samples in _rows(run, run.routers):
         spent = [sample.microseconds for sample in samples]
-        found = ratio(run.routers[0], each, plan)
+        found = ratio(each, run.routers[0], plan)
         rows.append(
             (
-                *(str(plan), each.router.name, f"{statistics.median(spent):.1f}", f"{min(spent):.1f} - {max(spent):.1f}"),
-                "" if found is None else f"{1 / found:.2f}",
+                *(str(plan), each.router.name, f"{statistics.median(spent):.1f}"),
+                f"{min(spent):.1f} - {max(spent):.1f}",
+                "" if found is None else f"{found:.2f}",
                 *(f"{_median(samples, take):.2f}" for take in (_router_cores, _other_cores)),
                 f"{_median(samples, lambda sample: sample.client_microseconds):.1f}",
                 f"{_median(samples, lambda sample: sample.tokens_a_message):.2f}",
@@ -95,20 +103,20 @@ def costs(run: Run) -> str:
 
 def latencies(run: Run) -> str:
     """The table of latencies, of each load for which they are the router's."""
-    names = ("load", "router", "TTFT p50 / p99", "ITL p50 / p99", "jitter", "after step p50 / p99")
+    names = ("load", "router", "TTFT p50 / p99", "ITL p50 / p99", "jitter", "after step p50 / p99", "direct")
     rows = []
     for plan, each, samples in _rows(run, run.measured):
         if not plan.is_paced:
             continue
         later = [sample.later for sample in samples if sample.later]
-        steps = [each.since_step for each in later if each.since_step]
+        steps, direct = ([spread for spread in found if spread] for found in _transposed(later))
         rows.append(
             (
                 *(str(plan).removeprefix("a token, "), each.router.name),
                 str(_middle([sample.first_token for sample in samples])),
                 str(_middle([each.interval for each in later])),
                 f"{statistics.median(each.jitter for each in later):.2f}",
-                str(_middle(steps)) if steps else "",
+                *(str(_middle(spreads)) if spreads else "" for spreads in (steps, direct)),
             )
         )
     return _table(names, rows)
@@ -162,12 +170,14 @@ def _relative(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
 
 def _absolute(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
     paced, half = LoadPlan(PACED, 64), LoadPlan(HALF, 1024)
-    workers = next((each for each in run.measured if each.router.pid is None and own.router.steps == each.router.steps), None)
-    if workers is not None:
-        for name, take, bar in (("TTFT p50 at 64 streams paced, ms", _first_p50, 1.0), ("a later token's p50, ms", _step_p50, 0.3)):
-            pairs = _pairs(own, workers, paced)
-            if pairs:
-                yield f"added to {name}", statistics.median(take(a) - take(b) for a, b in pairs), bar
+    workers = next(each for each in run.measured if each.router.pid is None and each.router.steps == own.router.steps)
+    if pairs := _pairs(own, workers, paced):
+        added = statistics.median(a.first_token.p50 - b.first_token.p50 for a, b in pairs)
+        yield "added to TTFT p50 at 64 streams paced, ms", added, 1.0
+    steps = [sample.later for sample in own.samples.get(paced, {}).values() if sample.later]
+    added = [each.since_step.p50 - each.direct.p50 for each in steps if each.since_step and each.direct]
+    if added:
+        yield "added to a later token's p50 at 64 streams paced, ms", statistics.median(added), 0.3
     samples = [sample.later for sample in own.samples.get(half, {}).values() if sample.later]
     if samples:
         found = statistics.median(each.interval.p99 / each.interval.p50 for each in samples)
@@ -186,14 +196,8 @@ def _rows(run: Run, measured: Sequence[Measured]) -> Iterator[tuple[LoadPlan, Me
                 yield plan, each, samples
 
 
-def _first_p50(sample: Sample) -> float:
-    return sample.first_token.p50
-
-
-def _step_p50(sample: Sample) -> float:
-    assert sample.later
-    assert sample.later.since_step
-    return sample.later.since_step.p50
+def _transposed(later: Sequence[LaterTokens]) -> tuple[list[Spread | None], list[Spread | None]]:
+    return [each.since_step for each in later], [each.direct for each in later]
 
 
 def _router_cores(sample: Sample) -> float:

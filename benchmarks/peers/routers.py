@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.peers import baton_router
+from benchmarks.peers.clients.grpc_client import GrpcClient, WorkersClient
+from benchmarks.peers.clients.http_client import HttpClient
+from benchmarks.peers.clients.load import STEP_SECONDS, LoadClient
 from benchmarks.peers.cores import Cores, on_cores, running, stop
 from benchmarks.peers.dynamo import dynamo
 from benchmarks.peers.edge import envoy
 from benchmarks.peers.environments import DYNAMO, HTTP
-from benchmarks.peers.grpc_load import GrpcClient, WorkersClient
-from benchmarks.peers.http_load import HttpClient
-from benchmarks.peers.load import STEP_SECONDS, LoadClient
 from cli.local.ports import free_port
 from discovery.record import WorkerRecord
 from rpc.server import ServerKind
@@ -44,6 +44,11 @@ class Bench:
     baton_steps: Path
     http_steps: Path
 
+    @property
+    def workers(self) -> dict[str, str]:
+        """The addresses of Baton's workers, by their ids."""
+        return {record.worker_id: record.address for record in self.records}
+
 
 @dataclass(frozen=True, slots=True)
 class Router:
@@ -54,6 +59,8 @@ class Router:
     clients: dict[str, LoadClient]
     # Where its engines note their steps; None if they do not.
     steps: Path | None
+    # Of a client that asks those engines itself.
+    direct: LoadClient | None = None
     runs: str = ""
 
 
@@ -79,7 +86,9 @@ async def baton(bench: Bench, candidate: Baton, ways: Sequence[str]) -> AsyncIte
     }
     command = [candidate.python, "-I", str(Path(baton_router.__file__)), json.dumps(asked)]
     with bench.log.open("ab") as log, on_cores(bench.cores.router):
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        process = subprocess.Popen(  # noqa: ASYNC220  # before anything is measured
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        )
     async with AsyncExitStack() as stack:
         stack.callback(stop, process)
         assert process.stdout
@@ -94,9 +103,10 @@ async def baton(bench: Bench, candidate: Baton, ways: Sequence[str]) -> AsyncIte
         if ENVOY in ways:
             starting = envoy(told["address"], bench.folder, bench.cores, bench.log, is_grpc=True)
             clients[ENVOY] = GrpcClient(await stack.enter_async_context(starting))
-        for client in clients.values():
+        direct = WorkersClient(bench.workers)
+        for client in (*clients.values(), direct):
             stack.callback(client.close)
-        yield Router(candidate.name, process.pid, clients, bench.baton_steps, told["runs"])
+        yield Router(candidate.name, process.pid, clients, bench.baton_steps, direct, told["runs"])
 
 
 @asynccontextmanager
@@ -126,8 +136,12 @@ async def relay(bench: Bench, name: str, ways: Sequence[str]) -> AsyncIterator[R
     listening = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     async with running([*command, *listening], bench.log, bench.cores.router) as process:
         await _models(port, process=process)
-        async with _http(bench, Router(name, process.pid, {}, bench.http_steps), port, ways) as router:
-            yield router
+        direct = HttpClient(bench.engines[1])
+        try:
+            async with _http(bench, Router(name, process.pid, {}, bench.http_steps, direct), port, ways) as router:
+                yield router
+        finally:
+            direct.close()
 
 
 @asynccontextmanager
@@ -158,8 +172,7 @@ async def _http(bench: Bench, router: Router, port: int, ways: Sequence[str]) ->
 
 def direct_to_workers(bench: Bench) -> Router:
     """The client before Baton's workers: it asks both itself."""
-    addresses = {record.worker_id: record.address for record in bench.records}
-    return Router("no router (Baton's workers)", None, {EIGHT: WorkersClient(addresses)}, bench.baton_steps)
+    return Router("no router (Baton's workers)", None, {EIGHT: WorkersClient(bench.workers)}, bench.baton_steps)
 
 
 def direct_to_engine(bench: Bench) -> Router:

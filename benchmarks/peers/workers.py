@@ -6,8 +6,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.load import STEP_SECONDS
-from benchmarks.peers.steps import StepLog
+from benchmarks.peers.clients.load import STEP_SECONDS
+from benchmarks.peers.clients.steps import StepLog
 from benchmarks.processes import child, received, run_process, until_told
 from benchmarks.router_overhead import worker_config
 from devtools.trace_viewer.store import Bounds

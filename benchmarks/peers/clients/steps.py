@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy
 
-from benchmarks.peers.load import Seconds
+from benchmarks.peers.clients.load import Seconds
 
 _TIME = struct.Struct("=d")
 

@@ -12,7 +12,7 @@ from typing import Final, cast
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.inference.v1 import generate_pb2
-from benchmarks.peers.load import PROMPT_TOKENS, Answer
+from benchmarks.peers.clients.load import PROMPT_TOKENS, Answer
 from benchmarks.router_overhead import prompts
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.hpack import HpackDecoder, literal

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, cast
 
-from benchmarks.peers.load import Answer
+from benchmarks.peers.clients.load import Answer
 from benchmarks.router_overhead import prompts
 
 _EVENT: Final = b"data: "
@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends a router its load. Connections are kept and used again, as clients with a pool have them. See LoadClient."""
+    """Sends a router its load, on connections that are kept and used again. See LoadClient."""
 
     def __init__(self, port: int) -> None:
         self._port = port
