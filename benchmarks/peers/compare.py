@@ -15,6 +15,8 @@ that another environment has installed, such as a compiled wheel (or this checko
 import argparse
 import asyncio
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -166,7 +168,9 @@ def main() -> None:
     load_before, cores = os.getloadavg()[0], share_cores()
     comparison = Comparison(options, cores)
     uvloop.run(comparison.run())
-    command = " ".join(["python -m benchmarks.peers.compare", *sys.argv[1:]])
+    # Without the folders of this machine's interpreters.
+    words = [re.sub(r"(^|=)/\S*/", r"\1", word) for word in sys.argv[1:]]
+    command = " ".join(["python -m benchmarks.peers.compare", *map(shlex.quote, words)])
     run = Run(comparison.measured, comparison.left_out, str(cores), command, load_before, options.rounds)
     printed = report(run, options.folder)
     print(printed)

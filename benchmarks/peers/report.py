@@ -72,7 +72,7 @@ def head(run: Run, folder: Path) -> str:
     peers = ", ".join((*HTTP.packages, *(DYNAMO.alone[:1] if DYNAMO.is_complete(folder) else ()))).replace("==", " ")
     lines = [
         f"Measured {now} on {machine}, Linux {platform.release()};",
-        f"{run.cores}. Load average {run.load_before:.1f} before, and {os.getloadavg()[0]:.1f} after, the run's own included.",
+        f"{run.cores}. Load average {run.load_before:.1f} before, {os.getloadavg()[0]:.1f} after with the run's own.",
         f"{run.rounds} rounds, each with all routers in turn at every load. From PyPI: {peers}.",
         f"\n    {run.command}\n",
         *(f"- {each.router.name}: {each.router.runs}." for each in run.routers if each.router.runs),

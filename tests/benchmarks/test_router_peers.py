@@ -1,0 +1,166 @@
+"""`make bench-router`: its clients, its engines and its page, without the other projects' routers."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import pytest
+
+from benchmarks.peers.clients.grpc_client import GrpcClient, WorkersClient
+from benchmarks.peers.clients.http_client import HttpClient
+from benchmarks.peers.clients.load import FLAT, HALF, PACED, Answer, Load, LoadClient
+from benchmarks.peers.clients.steps import since_steps
+from benchmarks.peers.compare import candidates, parse, plans
+from benchmarks.peers.cores import Cores
+from benchmarks.peers.environments import DYNAMO, HTTP
+from benchmarks.peers.measure import LaterTokens, LoadPlan, Measured, Sample, Spread
+from benchmarks.peers.report import Run, plot, ratio, report
+from benchmarks.peers.routers import EACH, EIGHT, Baton, Bench, Router, baton, engines, relay
+from benchmarks.peers.workers import workers
+from cli.local.ports import free_port
+
+CORES = Cores(*[frozenset(os.sched_getaffinity(0))] * 2)
+
+
+def bench(folder: Path) -> Bench:
+    return Bench(folder, CORES, folder / "log", (), "", (1, 2), folder / "baton-steps", folder / "http-steps")
+
+
+def sample(microseconds: float, first: float, since_step: float, direct: float) -> Sample:
+    later = LaterTokens(Spread(33.0, 66.0), 2.0, Spread(since_step, 9.0), Spread(direct, 5.0))
+    return Sample(microseconds, 5.0, 0.2, 0.6, 1.0, Spread(first, 9.0), later)
+
+
+def measured(router: Router, **loads: Sequence[Sample]) -> Measured:
+    plans = {"paced": LoadPlan(PACED, 64), "half": LoadPlan(HALF, 1024)}
+    return Measured(router, {plans[name]: dict(enumerate(samples)) for name, samples in loads.items()})
+
+
+def a_run(*others: Measured) -> Run:
+    steps = Path("steps")
+    own = measured(
+        Router("Baton (http2)", 1, {}, steps, runs="CPython 3.11 with PGO, no compiled modules"),
+        paced=[sample(40.0, 2.5, 1.5, 1.0), sample(44.0, 2.5, 1.5, 1.0)],
+        half=[sample(30.0, 3.0, 2.0, 1.0)],
+    )
+    direct = measured(Router("no router", None, {}, steps), paced=[sample(0.0, 1.0, 1.0, 1.0)] * 2)
+    return Run([own, *others, direct], ["Dynamo: no Python 3.10"], "the router on core 1", "compare", 0.5, 2)
+
+
+def test_the_page_holds_baton_to_its_bars() -> None:
+    vllm = measured(Router("vllm-router", 2, {}, Path("other")), paced=[sample(50.0, 1, 1, 1), sample(40.0, 1, 1, 1)])
+    page = report(a_run(vllm), Path("nowhere"))
+    assert "| Baton (http2) | CPU of a token, 64 streams paced, to vllm-router's | 0.95 | 1 | yes |" in page
+    assert "| Baton (http2) | added to TTFT p50 at 64 streams paced, ms | 1.50 | 1 | **no** |" in page
+    assert "| Baton (http2) | added to a later token's p50 at 64 streams paced, ms | 0.50 | 0.3 | **no** |" in page
+    assert "| Baton (http2) | ITL p99 to p50 at 1,024 streams at half the pace | 2.00 | 3 | yes |" in page
+
+
+def test_the_page_names_what_ran_and_what_is_left_out() -> None:
+    page = report(a_run(), Path("nowhere"))
+    assert "- Baton (http2): CPython 3.11 with PGO, no compiled modules." in page
+    assert "- Left out: Dynamo: no Python 3.10." in page
+    assert "vllm-router 0.1.17" in page
+    assert "to vllm-router's" not in page
+
+
+def test_a_ratio_is_of_the_rounds_that_both_have() -> None:
+    one = measured(Router("a", 1, {}, None), paced=[sample(10.0, 1, 1, 1), sample(30.0, 1, 1, 1)])
+    other = measured(Router("b", 2, {}, None), paced=[sample(20.0, 1, 1, 1)])
+    assert ratio(one, other, LoadPlan(PACED, 64)) == 0.5
+    assert ratio(one, other, LoadPlan(FLAT, 64)) is None
+
+
+def test_the_plot_has_a_bar_for_each_router() -> None:
+    drawn = plot(a_run())
+    assert "Baton (http2)" in drawn
+    assert "no router" not in drawn
+
+
+def test_an_arrival_is_compared_with_the_step_before_it(tmp_path: Path) -> None:
+    numpy.array([1.0, 2.0]).tofile(tmp_path / "steps")
+    assert since_steps(tmp_path / "steps", numpy.array([0.5, 1.25, 2.75])) == pytest.approx([0.25, 0.75])
+
+
+def test_what_comes_after_the_last_token_is_no_token() -> None:
+    answer = Answer(3, started=1.0)
+    for now, tokens in ((2.0, 1), (3.5, 5), (4.0, 1)):
+        answer.note(now, tokens)
+    load = Load([answer], 3.0)
+    assert (load.tokens, load.messages) == (3, 2)
+    assert load.first_token_seconds() == pytest.approx([1.0])
+    assert load.intervals() == pytest.approx([1.5])
+
+
+def test_options_choose_the_loads_and_the_rows() -> None:
+    words = [
+        "--streams",
+        "64",
+        "--half",
+        "--ways",
+        EACH,
+        "--way-streams",
+        "8",
+        "--grpcio",
+        "--beside",
+        "Wheel=/a/python",
+    ]
+    options = parse(words)
+    assert [str(plan) for plan in plans(options)] == [
+        "a request of 1 token",
+        "a token, 64 streams paced",
+        "a token, 64 streams flat out",
+        f"a token, 8 streams paced, {EACH}",
+        f"a token, 8 streams flat out, {EACH}",
+    ]
+    assert list(candidates(options)) == [
+        Baton("Baton (http2)", "http2", sys.executable),
+        Baton("Baton (grpcio)", "grpcio", sys.executable),
+        Baton("Wheel", "http2", "/a/python", is_installed=True),
+    ]
+
+
+async def test_a_router_that_is_not_installed_is_an_error_of_its_own(tmp_path: Path) -> None:
+    assert not HTTP.is_complete(tmp_path)
+    assert not DYNAMO.is_complete(tmp_path)
+    with pytest.raises(OSError, match="not installed"):
+        async with relay(bench(tmp_path), "vllm-router", ()):
+            pass
+
+
+async def test_a_stream_from_the_http_engine_has_all_its_tokens(tmp_path: Path) -> None:
+    ports, steps = (free_port(), free_port()), tmp_path / "steps"
+    async with engines(ports, steps, tmp_path / "log", CORES):
+        client = HttpClient(ports[1])
+        answers = await asyncio.gather(client.answer(PACED, 4), client.answer(FLAT, 40), client.answer(FLAT, 1))
+        again = await client.answer(PACED, 3)
+        client.close()
+    assert [answer.tokens for answer in (*answers, again)] == [4, 40, 1, 3]
+    assert len(again.arrivals) <= 3
+    assert len(since_steps(steps, Load([again], 1.0).later_arrivals())) == len(again.arrivals) - 1
+
+
+async def test_batons_router_serves_each_client_on_any_interpreter(tmp_path: Path) -> None:
+    async with workers(tmp_path / "steps") as (records, _, spans):
+        shared = Bench(tmp_path, CORES, tmp_path / "log", records, spans, (1, 2), tmp_path / "steps", tmp_path / "none")
+        direct: LoadClient = WorkersClient(shared.workers)
+        async with baton(shared, Baton("Baton", "http2"), [EACH]) as router:
+            asked = (router.clients[EIGHT], router.clients[EACH], direct)
+            answers = [await client.answer(PACED, 4) for client in asked]
+        direct.close()
+    assert "PGO" in router.runs
+    assert [answer.tokens for answer in answers] == [4, 4, 4]
+    for answer in answers:
+        later = Load([answer], 1.0).later_arrivals()
+        assert len(since_steps(tmp_path / "steps", later)) == len(later)
+
+
+async def test_a_call_that_fails_says_its_status(tmp_path: Path) -> None:
+    async with workers(tmp_path / "steps") as (records, _, _):
+        client = GrpcClient(records[0].address)
+        with pytest.raises(ConnectionError, match="status b'12'"):
+            await client.answer(PACED, 1)
+        client.close()
