@@ -132,9 +132,9 @@ vllm: vllm-install ## Run vLLM's contract, handoffs and faults, on CPUs (5 to 10
 vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes; BATON_FAULTS=full runs the whole matrix, 40 minutes)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -s -p no:cacheprovider -m requires_vllm tests/faults/test_vllm.py
 
-bench-router: $(STUBS) ## Compare the router with vllm-router and sglang-router, which it installs from PyPI (takes minutes)
+bench-router: $(STUBS) ## Compare the router with vllm-router, sglang-router and Dynamo, from PyPI (12 minutes; BENCH= has options)
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments
-	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.compare --output benchmarks/results
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.compare --output benchmarks/results $(BENCH)
 
 bench-routing: $(STUBS) ## Compare the routing policies in simulated time (TRACE=FILE replays one in Mooncake's format)
 	@PYTHONPATH=. $(BIN)/python benchmarks/routing/simulation.py $(if $(TRACE),--trace $(TRACE),--seeds 1 2)

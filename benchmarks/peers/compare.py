@@ -4,9 +4,10 @@
         [--python PYTHON] [--grpcio] [--beside NAME=PYTHON] [--output FOLDER]
 
 Each round gives every router the same load, one router after the other: requests of one token; streams of 128 tokens,
-30 a second and as fast as they go; 1,024 streams at half the pace; and a connection for each stream, and Envoy, with
-256 streams. All prompts have 512 bytes. The router has a core for itself; engines, clients and Envoy share the others.
-report.py says what is printed, and what is comparable. A router that cannot be started is named, and left out.
+30 a second and as fast as they go; 1,024 streams at half the pace; and, in the first round, a connection for each
+stream, and Envoy, with 256 streams. All prompts have 512 bytes. The router has a core for itself; engines, clients and
+Envoy share the others. report.py says what is printed, and what is comparable. A router that cannot be started is
+named, and left out.
 
 `--python` runs Baton's router on another interpreter with this checkout's modules; `--beside` adds a row for the Baton
 that another environment has installed, such as a compiled wheel (or this checkout's, if it has none).
@@ -48,15 +49,15 @@ _DIRECT_STREAMS = 64
 _FAILURES = (OSError, ConfigError, asyncio.TimeoutError)
 
 
-def plans(options: argparse.Namespace) -> Iterator[LoadPlan]:
-    """The loads of one round."""
+def plans(options: argparse.Namespace, number: int) -> Iterator[LoadPlan]:
+    """The loads of round `number`."""
     yield LoadPlan(FLAT, 0)
     for number in options.streams:
         yield LoadPlan(PACED, number)
         yield LoadPlan(FLAT, number)
     for number in options.half:
         yield LoadPlan(HALF, number)
-    for way in options.ways:
+    for way in options.ways if number < options.way_rounds else ():
         yield LoadPlan(PACED, options.way_streams, way)
         yield LoadPlan(FLAT, options.way_streams, way)
 
@@ -96,7 +97,7 @@ class Comparison:
                 else:
                     self.measured.append(Measured(router))
             for number in range(self._options.rounds):
-                for plan in plans(self._options):
+                for plan in plans(self._options, number):
                     await self._measure(plan, number)
 
     async def _measure(self, plan: LoadPlan, number: int) -> None:
@@ -151,6 +152,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--half", type=int, nargs="*", default=[1024], help="streams at half the pace")
     parser.add_argument("--ways", nargs="*", choices=(EACH, ENVOY), default=[EACH, ENVOY], help="beside the usual one")
     parser.add_argument("--way-streams", type=int, default=256)
+    parser.add_argument("--way-rounds", type=int, default=1, help="in how many of the rounds they are measured")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--grpcio", action="store_true", help="a row for Baton with `server: grpcio`, too")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of Baton's router")
@@ -167,11 +169,16 @@ def main() -> None:
     options = parse()
     load_before, cores = os.getloadavg()[0], share_cores()
     comparison = Comparison(options, cores)
-    uvloop.run(comparison.run())
+    try:
+        uvloop.run(comparison.run())
+    except asyncio.CancelledError:
+        sys.exit("ended by SIGTERM")
     # Without the folders of this machine's interpreters.
     words = [re.sub(r"(^|=)/\S*/", r"\1", word) for word in sys.argv[1:]]
     command = " ".join(["python -m benchmarks.peers.compare", *map(shlex.quote, words)])
-    run = Run(comparison.measured, comparison.left_out, str(cores), command, load_before, options.rounds)
+    run = Run(
+        comparison.measured, comparison.left_out, str(cores), command, load_before, options.rounds, options.way_rounds
+    )
     printed = report(run, options.folder)
     print(printed)
     if options.output:

@@ -47,7 +47,7 @@ def a_run(*others: Measured) -> Run:
         half=[sample(30.0, 3.0, 2.0, 1.0)],
     )
     direct = measured(Router("no router", None, {}, steps), paced=[sample(0.0, 1.0, 1.0, 1.0)] * 2)
-    return Run([own, *others, direct], ["Dynamo: no Python 3.10"], "the router on core 1", "compare", 0.5, 2)
+    return Run([own, *others, direct], ["Dynamo: no Python 3.10"], "the router on core 1", "compare", 0.5, 2, 1)
 
 
 def test_the_page_holds_baton_to_its_bars() -> None:
@@ -109,13 +109,14 @@ def test_options_choose_the_loads_and_the_rows() -> None:
         "Wheel=/a/python",
     ]
     options = parse(words)
-    assert [str(plan) for plan in plans(options)] == [
+    assert [str(plan) for plan in plans(options, 0)] == [
         "a request of 1 token",
         "a token, 64 streams paced",
         "a token, 64 streams flat out",
         f"a token, 8 streams paced, {EACH}",
         f"a token, 8 streams flat out, {EACH}",
     ]
+    assert len(list(plans(options, 1))) == 3
     assert list(candidates(options)) == [
         Baton("Baton (http2)", "http2", sys.executable),
         Baton("Baton (grpcio)", "grpcio", sys.executable),
