@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import os
 import re
+import resource
 import shlex
 import signal
 import sys
@@ -168,6 +169,9 @@ def main() -> None:
 
     options = parse()
     load_before, cores = os.getloadavg()[0], share_cores()
+    # The client keeps a connection for each stream of each router, and so does each router.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     comparison = Comparison(options, cores)
     try:
         uvloop.run(comparison.run())

@@ -74,8 +74,8 @@ def head(run: Run, folder: Path) -> str:
     lines = [
         f"Measured {now} on {machine}, Linux {platform.release()};",
         f"{run.cores}. Load average {run.load_before:.1f} before, {os.getloadavg()[0]:.1f} after with the run's own.",
-        f"{run.rounds} rounds, each with all routers in turn at every load (Envoy, a connection a stream: {run.way_rounds}).",
-        f"From PyPI: {peers}.",
+        f"{run.rounds} rounds, each with all routers in turn at every load; {run.way_rounds} of them with Envoy and",
+        f"with a connection a stream. From PyPI: {peers}.",
         f"\n    {run.command}\n",
         *(f"- {each.router.name}: {each.router.runs}." for each in run.routers if each.router.runs),
         *(f"- Left out: {each}." for each in run.left_out),

@@ -28,9 +28,10 @@ def run_workers(pipe: Connection, steps: Path) -> None:
             for model, step_seconds in STEP_SECONDS.items():
                 for role in ("prefill", "decode"):
                     config = worker_config(model, role, step_seconds if role == "decode" else 0.0)
-                    await stack.enter_async_context(
-                        host_worker(config.model_copy(update={"server": "http2"}), registry)
-                    )
+                    # Room for the stream beside 1,024 others.
+                    engine = config.engine.model_copy(update={"max_batch": 2048})
+                    config = config.model_copy(update={"server": "http2", "engine": engine})
+                    await stack.enter_async_context(host_worker(config, registry))
             pipe.send(registry.workers())
             await until_told(pipe)
 

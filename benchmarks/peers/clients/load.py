@@ -17,7 +17,7 @@ REQUESTS, LANES = 512, 64
 PACED, HALF, FLAT = "paced", "half", "flat"
 STEP_SECONDS: Final = {PACED: 1 / 30, HALF: 1 / 15, FLAT: 0.0}
 TOKENS: Final = {PACED: 128, HALF: 64, FLAT: 128}
-_PATIENCE_SECONDS: Final = 180.0
+_PATIENCE_SECONDS: Final = 90.0
 
 Seconds = NDArray[numpy.float64]
 
