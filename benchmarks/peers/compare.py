@@ -50,15 +50,15 @@ _DIRECT_STREAMS = 64
 _FAILURES = (OSError, ConfigError, asyncio.TimeoutError)
 
 
-def plans(options: argparse.Namespace, number: int) -> Iterator[LoadPlan]:
-    """The loads of round `number`."""
+def plans(options: argparse.Namespace, turn: int) -> Iterator[LoadPlan]:
+    """The loads of a round; the first is 0."""
     yield LoadPlan(FLAT, 0)
     for number in options.streams:
         yield LoadPlan(PACED, number)
         yield LoadPlan(FLAT, number)
     for number in options.half:
         yield LoadPlan(HALF, number)
-    for way in options.ways if number < options.way_rounds else ():
+    for way in options.ways if turn < options.way_rounds else ():
         yield LoadPlan(PACED, options.way_streams, way)
         yield LoadPlan(FLAT, options.way_streams, way)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 import numpy
 import pytest
 
@@ -96,19 +97,8 @@ def test_what_comes_after_the_last_token_is_no_token() -> None:
 
 
 def test_options_choose_the_loads_and_the_rows() -> None:
-    words = [
-        "--streams",
-        "64",
-        "--half",
-        "--ways",
-        EACH,
-        "--way-streams",
-        "8",
-        "--grpcio",
-        "--beside",
-        "Wheel=/a/python",
-    ]
-    options = parse(words)
+    words = ["--streams", "64", "--half", "--ways", EACH, "--way-streams", "8", "--grpcio"]
+    options = parse([*words, "--beside", "Wheel=/a/python"])
     assert [str(plan) for plan in plans(options, 0)] == [
         "a request of 1 token",
         "a token, 64 streams paced",
@@ -159,9 +149,12 @@ async def test_batons_router_serves_each_client_on_any_interpreter(tmp_path: Pat
         assert len(since_steps(tmp_path / "steps", later)) == len(later)
 
 
-async def test_a_call_that_fails_says_its_status(tmp_path: Path) -> None:
-    async with workers(tmp_path / "steps") as (records, _, _):
-        client = GrpcClient(records[0].address)
-        with pytest.raises(ConnectionError, match="status b'12'"):
-            await client.answer(PACED, 1)
-        client.close()
+async def test_a_call_that_fails_says_its_status() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = GrpcClient(f"127.0.0.1:{port}")
+    with pytest.raises(ConnectionError, match="status b'12'"):
+        await client.answer(PACED, 1)
+    client.close()
+    await server.stop(0)
