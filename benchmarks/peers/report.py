@@ -174,8 +174,8 @@ def _absolute(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
     paced, half = LoadPlan(PACED, 64), LoadPlan(HALF, 1024)
     workers = next(each for each in run.measured if each.router.pid is None and each.router.steps == own.router.steps)
     if pairs := _pairs(own, workers, paced):
-        added = statistics.median(a.first_token.p50 - b.first_token.p50 for a, b in pairs)
-        yield "added to TTFT p50 at 64 streams paced, ms", added, 1.0
+        first = statistics.median(a.first_token.p50 - b.first_token.p50 for a, b in pairs)
+        yield "added to TTFT p50 at 64 streams paced, ms", first, 1.0
     steps = [sample.later for sample in own.samples.get(paced, {}).values() if sample.later]
     added = [each.since_step.p50 - each.direct.p50 for each in steps if each.since_step and each.direct]
     if added:

@@ -6,14 +6,13 @@ It opens all windows once, sends header blocks without any state, and parses onl
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Final, cast
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.inference.v1 import generate_pb2
-from benchmarks.peers.clients.load import PROMPT_TOKENS, Answer
-from benchmarks.router_overhead import prompts
+from benchmarks.peers.clients.load import PROMPT_TOKENS, PROMPTS, Answer
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.hpack import HpackDecoder, literal
 
@@ -90,7 +89,11 @@ class Connection(asyncio.Protocol):
         self._transport.write(head)
         self._waiting.append(h2.frame(h2.DATA, h2.END_STREAM, stream_id, body))
         self._send()
-        await call.done
+        try:
+            await call.done
+        finally:
+            if self._calls.pop(stream_id, None):
+                self._transport.write(h2.rst_stream(stream_id, h2.CANCEL))
 
     def _send(self) -> None:
         """Sends what the connection's window has room for. A prompt is shorter than a stream's."""
@@ -111,7 +114,8 @@ class Connection(asyncio.Protocol):
                 break
             payload = data[at + h2.FRAME_HEADER_BYTES : end]
             if head & 0xFF == h2.DATA:
-                self._calls[stream_id].receive(payload, now)
+                if call := self._calls.get(stream_id):
+                    call.receive(payload, now)
             else:
                 self._control(head & 0xFF, flags, stream_id, payload)
             at = end
@@ -132,7 +136,7 @@ class Connection(asyncio.Protocol):
 
     def _head(self, flags: int, stream_id: int, payload: bytes) -> None:
         fields = dict(self._heads.decode(payload))
-        if not flags & h2.END_STREAM:
+        if not flags & h2.END_STREAM or stream_id not in self._calls:
             return
         call = self._calls.pop(stream_id)
         if fields.get(b"grpc-status") == b"0":
@@ -188,10 +192,9 @@ class GrpcClient:
 
     def __init__(self, address: str, connections: int = CONNECTIONS) -> None:
         self._connections = Connections(address, connections)
-        self._prompts: Iterator[str] = prompts()
 
     async def answer(self, model: str, tokens: int) -> Answer:
-        request = generate_pb2.GenerateRequest(model=model, prompt=next(self._prompts))
+        request = generate_pb2.GenerateRequest(model=model, prompt=next(PROMPTS))
         request.stopping.max_tokens = tokens
         connection = await self._connections.take()
         answer = Answer(tokens)
@@ -217,11 +220,10 @@ class WorkersClient:
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
         self._workers = {name: Connections(address, CONNECTIONS) for name, address in addresses.items()}
-        self._prompts: Iterator[str] = prompts()
         self._ids = count()
 
     async def answer(self, model: str, tokens: int) -> Answer:
-        prompt = prompt_pb2.Prompt(token_ids=next(self._prompts)[:PROMPT_TOKENS].encode())
+        prompt = prompt_pb2.Prompt(token_ids=next(PROMPTS)[:PROMPT_TOKENS].encode())
         sampling = prompt_pb2.Sampling(stop=prompt_pb2.StopConditions(max_tokens=tokens))
         common = {"request_id": f"direct-{next(self._ids)}", "model": model}
         asked = prefill_pb2.PrefillRequest(**common, prompt=prompt, sampling=sampling)  # type: ignore[arg-type]

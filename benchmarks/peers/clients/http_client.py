@@ -3,11 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from typing import Final, cast
 
-from benchmarks.peers.clients.load import Answer
-from benchmarks.router_overhead import prompts
+from benchmarks.peers.clients.load import PROMPTS, Answer
 
 _EVENT: Final = b"data: "
 _DONE: Final = b"data: [DONE]"
@@ -36,7 +34,11 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answer = Answer(tokens)
         self._transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        await self._done
+        try:
+            await self._done
+        except asyncio.CancelledError:
+            self._transport.close()
+            raise
         return self._answer
 
     def data_received(self, data: bytes) -> None:
@@ -46,7 +48,7 @@ class Connection(asyncio.Protocol):
             self._answer.note(now, events)
         if not self._answer.arrivals and b" 200 " not in data[:32] and data.startswith(b"HTTP/1.1 "):
             self._fail(data[:300].decode("latin-1"))
-        elif (self._kept + data).endswith(_END):
+        elif (self._kept + data).endswith(_END) and not self._done.done():
             self._done.set_result(None)
         self._kept = (self._kept + data)[-_KEPT:]
 
@@ -66,11 +68,10 @@ class HttpClient:
         self._port = port
         self._idle: list[Connection] = []
         self._opened: list[Connection] = []
-        self._prompts: Iterator[str] = prompts()
 
     async def answer(self, model: str, tokens: int) -> Answer:
         connection = self._idle.pop() if self._idle else await self._open()
-        asked = {"model": model, "prompt": next(self._prompts), "max_tokens": tokens}
+        asked = {"model": model, "prompt": next(PROMPTS), "max_tokens": tokens}
         body = json.dumps({**asked, "stream": True, "ignore_eos": True}).encode()
         answer = await connection.answer(body, tokens)
         self._idle.append(connection)

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import numpy
 from numpy.typing import NDArray
 
+from benchmarks.router_overhead import prompts
 from runtime.aio import timeout
 
 PROMPT_TOKENS: Final = 512
@@ -18,6 +19,8 @@ PACED, HALF, FLAT = "paced", "half", "flat"
 STEP_SECONDS: Final = {PACED: 1 / 30, HALF: 1 / 15, FLAT: 0.0}
 TOKENS: Final = {PACED: 128, HALF: 64, FLAT: 128}
 _PATIENCE_SECONDS: Final = 90.0
+# Of all clients: an engine has the prompt of no other request in its prefix cache.
+PROMPTS: Final = prompts()
 
 Seconds = NDArray[numpy.float64]
 
@@ -103,8 +106,14 @@ async def requests(client: LoadClient) -> Load:
 
 async def _all(work: list[Coroutine[Any, Any, Any]]) -> Load:
     started = time.perf_counter()
-    async with timeout(_PATIENCE_SECONDS):
-        answers = await asyncio.gather(*work)
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        async with timeout(_PATIENCE_SECONDS):
+            answers = await asyncio.gather(*tasks)
+    finally:
+        # If one has failed, the others are not to go on during the next load.
+        for task in tasks:
+            task.cancel()
     seconds = time.perf_counter() - started
     if short := [answer for answer in answers if answer is not None and answer.tokens < answer.expected]:
         raise ConnectionError(f"{len(short)} answers ended early: {short[0].tokens} of {short[0].expected} tokens")
