@@ -52,12 +52,18 @@ async def serve(asked: dict[str, Any]) -> None:
 def _runs() -> str:
     """The interpreter and its build, and whether modules of Baton are compiled."""
     options = str(sysconfig.get_config_var("CONFIG_ARGS") or "")
-    build = "with" if "--enable-optimizations" in options else "without"
+    if "--enable-optimizations" in options:
+        build = "with PGO"
+    elif "--prefix=/usr'" in options:
+        # Debian builds with PGO, and takes it out of what sysconfig says.
+        build = "of the distribution (Debian's has PGO)"
+    else:
+        build = "without PGO"
     names = ("router", "rpc", "baton", "runtime")
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in names]
     compiled = sum(str(getattr(module, "__file__", "") or "").endswith((".so", ".pyd")) for module in ours)
     what = f"{compiled} of {len(ours)} modules compiled" if compiled else "no compiled modules"
-    return f"{platform.python_implementation()} {platform.python_version()} {build} PGO, {what}"
+    return f"{platform.python_implementation()} {platform.python_version()} {build}, {what}"
 
 
 def main() -> None:
