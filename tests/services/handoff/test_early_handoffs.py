@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from support.cluster.in_process import PATIENT, Bench, Stream, bench, simulated
-from support.engines.gated_prefill import GatedPrefill, open_gated
+from support.engines.checkpoints import DEMO
+from support.engines.device import DEVICE, ON_DEVICE
+from support.engines.gated_prefill import GatedProgress, open_gated
 from support.eventually import eventually
 from support.transports.nixl import NIXL
 
 from router.config import RouterConfig
 from services.config import WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
 from services.telemetry import metrics
 from services.transports.shm import ShmTransport
 
@@ -24,7 +27,7 @@ EARLY_BLOCKS = 5 * CHUNK // BLOCK
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[GatedPrefill]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[GatedProgress]:
     return open_gated(monkeypatch)
 
 
@@ -40,7 +43,7 @@ def _worker(worker_id: str, role: str, transport: str = "shm", **engine: object)
 
 
 @pytest_asyncio.fixture
-async def pair(engines: list[GatedPrefill]) -> AsyncIterator[Bench]:
+async def pair(engines: list[GatedProgress]) -> AsyncIterator[Bench]:
     async with bench(_worker("p1", "prefill"), _worker("d1", "decode"), router=_router()) as running:
         yield running
         await eventually(lambda: running.used_blocks() == 0)
@@ -67,7 +70,7 @@ async def _followed(running: Bench) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", NIXL, "tcp"])
 async def test_the_first_blocks_are_read_while_the_prompt_is_computed(
-    transport: str, engines: list[GatedPrefill]
+    transport: str, engines: list[GatedProgress]
 ) -> None:
     workers = (_worker("p1", "prefill", transport), _worker("d1", "decode", transport))
     async with bench(*workers, router=_router()) as running:
@@ -83,7 +86,7 @@ async def test_the_first_blocks_are_read_while_the_prompt_is_computed(
         await eventually(lambda: running.used_blocks() == 0)
 
 
-async def test_the_early_lease_becomes_that_of_the_handoff(pair: Bench, engines: list[GatedPrefill]) -> None:
+async def test_the_early_lease_becomes_that_of_the_handoff(pair: Bench, engines: list[GatedProgress]) -> None:
     asking = asyncio.create_task(_ask(pair))
     await _followed(pair)
     [lease] = pair.workers["p1"].leases.held
@@ -93,7 +96,7 @@ async def test_the_early_lease_becomes_that_of_the_handoff(pair: Bench, engines:
     assert lease.handoff_id in pair.workers["p1"].leases._released
 
 
-async def test_blocks_that_decode_has_cached_are_not_read(pair: Bench, engines: list[GatedPrefill]) -> None:
+async def test_blocks_that_decode_has_cached_are_not_read(pair: Bench, engines: list[GatedProgress]) -> None:
     first = await _ask(pair, routing={"topology": "TOPOLOGY_AGGREGATED"})
     before = _early_bytes()
     asking = asyncio.create_task(_ask(pair))
@@ -103,7 +106,7 @@ async def test_blocks_that_decode_has_cached_are_not_read(pair: Bench, engines: 
     assert _early_bytes() == before
 
 
-async def test_a_prompt_of_one_step_is_handed_over_after_it(engines: list[GatedPrefill]) -> None:
+async def test_a_prompt_of_one_step_is_handed_over_after_it(engines: list[GatedProgress]) -> None:
     workers = (_worker("p1", "prefill"), _worker("d1", "decode"))
     async with bench(*workers, router=_router()) as running:
         before = _early_bytes()
@@ -115,7 +118,7 @@ async def test_a_prompt_of_one_step_is_handed_over_after_it(engines: list[GatedP
         assert _early_bytes() == before
 
 
-async def test_short_prompts_are_left_alone(engines: list[GatedPrefill]) -> None:
+async def test_short_prompts_are_left_alone(engines: list[GatedProgress]) -> None:
     workers = (_worker("p1", "prefill"), _worker("d1", "decode"))
     async with bench(*workers, router=_router(len(IDS) + 1)) as running:
         before = metrics.CALLS.labels("prefetch", "success", "OK")._value.get()
@@ -133,7 +136,7 @@ async def test_a_client_that_leaves_frees_both_sides(pair: Bench) -> None:
 
 
 async def test_a_first_token_that_ends_the_answer_frees_what_was_read(
-    pair: Bench, engines: list[GatedPrefill]
+    pair: Bench, engines: list[GatedProgress]
 ) -> None:
     asking = asyncio.create_task(_ask(pair, stopping={"max_tokens": 1, "ignore_eos": True}))
     await _followed(pair)
@@ -143,7 +146,7 @@ async def test_a_first_token_that_ends_the_answer_frees_what_was_read(
 
 
 async def test_a_prompt_that_loses_its_blocks_is_handed_over_afterwards(
-    pair: Bench, engines: list[GatedPrefill]
+    pair: Bench, engines: list[GatedProgress]
 ) -> None:
     expected, before = await _expected(pair), _early_bytes()
     asking = asyncio.create_task(_ask(pair))
@@ -157,7 +160,7 @@ async def test_a_prompt_that_loses_its_blocks_is_handed_over_afterwards(
     assert _early_bytes() == before
 
 
-async def test_a_lost_prefill_worker_frees_what_was_read_from_it(engines: list[GatedPrefill]) -> None:
+async def test_a_lost_prefill_worker_frees_what_was_read_from_it(engines: list[GatedProgress]) -> None:
     async with bench(_worker("p1", "prefill"), _worker("d1", "decode"), router=_router()) as running:
         expected = await _expected(running)
         asking = asyncio.create_task(_ask(running))
@@ -169,7 +172,7 @@ async def test_a_lost_prefill_worker_frees_what_was_read_from_it(engines: list[G
         await eventually(lambda: running.used_blocks() == 0)
 
 
-async def test_another_decode_worker_takes_over_from_one_that_is_lost(engines: list[GatedPrefill]) -> None:
+async def test_another_decode_worker_takes_over_from_one_that_is_lost(engines: list[GatedProgress]) -> None:
     async with bench(_worker("p1", "prefill"), _worker("d1", "decode"), router=_router()) as running:
         expected = await _expected(running)
         asking = asyncio.create_task(_ask(running))
@@ -184,7 +187,7 @@ async def test_another_decode_worker_takes_over_from_one_that_is_lost(engines: l
 
 
 async def test_a_transport_that_cannot_read_early_reads_by_the_handoff(
-    engines: list[GatedPrefill], monkeypatch: pytest.MonkeyPatch
+    engines: list[GatedProgress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ShmTransport, "reads_early", False)
     async with bench(_worker("p1", "prefill"), _worker("d1", "decode"), router=_router()) as running:
@@ -195,11 +198,32 @@ async def test_a_transport_that_cannot_read_early_reads_by_the_handoff(
         assert _early_bytes() == before
 
 
-async def test_a_full_decode_worker_still_takes_the_handoff_later(engines: list[GatedPrefill]) -> None:
+async def test_a_full_decode_worker_still_takes_the_handoff_later(engines: list[GatedProgress]) -> None:
     small = _worker("d1", "decode")
     small = small.model_copy(update={"engine": small.engine.model_copy(update={"num_blocks": BLOCKS + 8})})
     async with bench(_worker("p1", "prefill"), small, router=_router()) as running:
         engines[0].gate.set()
         both = await asyncio.gather(_ask(running), _ask(running, routing={"cache_salt": "other"}))
         assert [len(answer.token_ids) for answer in both] == [12, 12]
+        await eventually(lambda: running.used_blocks() == 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"] if DEVICE == "cpu" else ["cuda_ipc", "tcp"])
+async def test_a_real_model_gives_the_same_ids(transport: str, engines: list[GatedProgress]) -> None:
+    options = {"model": DEMO, "name": "demo", "threads": 1, "kv_cache_bytes": 64 << 20, "max_step_tokens": CHUNK}
+    engine = PyTorchConfig.model_validate({**ON_DEVICE, **options, "max_sequences": 8})
+    both = (_worker("p1", "prefill", transport), _worker("d1", "decode", transport))
+    workers = [worker.model_copy(update={"engine": engine}) for worker in both]
+    # Ids of text.
+    asked = {"token_ids": {"ids": [300 + one for one in IDS]}, "sampling": {"temperature": 0}}
+    async with bench(*workers, router=_router()) as running:
+        before = _early_bytes()
+        asking = asyncio.create_task(_ask(running, **asked))
+        await eventually(lambda: len(running.workers["p1"].leases.held) == 1)
+        engines[0].gate.set()
+        answer = await asking
+        whole = await _ask(running, **asked, routing={"topology": "TOPOLOGY_AGGREGATED"})
+        assert answer.placed == ("p1", "d1")
+        assert answer.token_ids == whole.token_ids
+        assert _early_bytes() > before
         await eventually(lambda: running.used_blocks() == 0)
