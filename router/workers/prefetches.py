@@ -1,4 +1,4 @@
-"""A decode worker that reads KV while the prefill worker computes the prompt, as the router that asked for it sees it."""
+"""A decode worker that reads KV while its prompt is computed, as the router that asked for it sees it."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.engine.v1 import handoff_pb2
 from baton.errors import HandoffLost, PermissionDenied, RequestExists
 from runtime.aio import timeout
-from services.engines.kv import HeldBlocks, HeldKv
+from services.engines.kv import HeldKv
 from services.handoff.leases import Lease, LeaseTable
 from services.telemetry.timings import duration
 
@@ -65,14 +65,13 @@ class PromptInProgress:
 
     def hold(self, kv: HeldKv) -> Lease:
         """Holds the computed prompt: under the lease that its reader has, if that has been valid throughout."""
-        held: HeldBlocks = kv
         lease = self._lease
-        if lease is not None and kv.block_ids[: len(self.block_ids)] == self.block_ids:
-            if self._leases.promote(lease, held):
-                self.block_ids = kv.block_ids
-                self._is_handed_over = True
-                return lease
-        return self._leases.hold(self.request_id, held, self._layout_digest, self.holders)
+        has_the_same = kv.block_ids[: len(self.block_ids)] == self.block_ids
+        if lease is not None and has_the_same and self._leases.promote(lease, kv):
+            self.block_ids = kv.block_ids
+            self._is_handed_over = True
+            return lease
+        return self._leases.hold(self.request_id, kv, self._layout_digest, self.holders)
 
     def end(self) -> None:
         """Ends the following. Without a handoff, the blocks read so far are lost."""

@@ -169,7 +169,8 @@ class _Prefetch:
 
     async def pull(self, told: handoff_pb2.FollowResponse, pool: Pool) -> None:
         """Pulls the blocks that have become final, but those that are here. Raises HandoffLost and InvalidRequest."""
-        assert self._reservation is not None and self._engine.memory is not None
+        assert self._reservation is not None
+        assert self._engine.memory is not None
         done = len(self._source)
         source = packed_ids((*self._source, *told.block_ids))
         if len(source) > len(self._reservation.block_ids):

@@ -15,7 +15,6 @@ from services.telemetry import metrics
 from services.telemetry.request_context import set_traceparent, track_freed_kv
 from services.telemetry.timings import CallClock
 
-
 # A worker that decodes also reads KV before a request's Decode, in a call of its own.
 CallKind = Role | Literal["prefetch"]
 

@@ -104,9 +104,7 @@ class SimulatedEngine(Engine):
         """Computes the prompt and one id. See PrefillEngine."""
         return await self.prefill_telling(prompt, sampling, None)
 
-    async def prefill_telling(
-        self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None
-    ) -> SimulatedKv:
+    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> SimulatedKv:
         """What `prefill` does. See TellsProgress."""
         sequence = self._run_here(prompt, sampling)
         sequence.held, sequence.progress = True, progress

@@ -20,9 +20,7 @@ def test_a_preempted_prompt_loses_its_blocks_and_tells_of_them_again(llama: Chec
     core = EngineCore(config)
     events: list[Event] = []
     told: list[Sequence[int]] = []
-    decoding = core.new_sequence(
-        Prompt(tuple(range(20, 20 + RUNNING))), _greedy(23), lambda event: None, hold=False
-    )
+    decoding = core.new_sequence(Prompt(tuple(range(20, 20 + RUNNING))), _greedy(23), lambda event: None, hold=False)
     core.submit(decoding)
     while decoding.generated < 2:
         core.step()
