@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from support.clients.scraping import Since, since
 from support.cluster.in_process import PATIENT, Bench, Stream, bench, simulated
 from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE, ON_DEVICE
@@ -15,7 +16,6 @@ from support.transports.nixl import NIXL
 from router.config import RouterConfig
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
-from services.telemetry import metrics
 from services.transports.shm import ShmTransport
 
 CHUNK = 64
@@ -58,8 +58,8 @@ async def _expected(running: Bench) -> list[int]:
     return (await _ask(running, routing={"topology": "TOPOLOGY_AGGREGATED", "cache_salt": "whole"})).token_ids
 
 
-def _early_bytes() -> float:
-    return metrics.HANDOFF_EARLY_BYTES._value.get()  # type: ignore[no-any-return]
+def _early_bytes() -> Since:
+    return since("baton_handoff_early_bytes_total")
 
 
 async def _followed(running: Bench) -> None:
@@ -74,7 +74,8 @@ async def test_the_first_blocks_are_read_while_the_prompt_is_computed(
 ) -> None:
     workers = (_worker("p1", "prefill", transport), _worker("d1", "decode", transport))
     async with bench(*workers, router=_router()) as running:
-        expected, before = await _expected(running), _early_bytes()
+        expected, early = await _expected(running), _early_bytes()
+        asked = since("baton_worker_calls_total", stage="prefetch", outcome="ok", reason="OK")
         asking = asyncio.create_task(_ask(running))
         await _followed(running)
         [lease] = running.workers["p1"].leases.held
@@ -82,7 +83,8 @@ async def test_the_first_blocks_are_read_while_the_prompt_is_computed(
         engines[0].gate.set()
         answer = await asking
         assert (answer.token_ids, answer.placed) == (expected, ("p1", "d1"))
-        assert 0 < _early_bytes() - before <= EARLY_BLOCKS * 4096
+        await eventually(lambda: asked.grown == 1)
+        assert 0 < early.grown <= EARLY_BLOCKS * 4096
         await eventually(lambda: running.used_blocks() == 0)
 
 
@@ -98,33 +100,33 @@ async def test_the_early_lease_becomes_that_of_the_handoff(pair: Bench, engines:
 
 async def test_blocks_that_decode_has_cached_are_not_read(pair: Bench, engines: list[GatedProgress]) -> None:
     first = await _ask(pair, routing={"topology": "TOPOLOGY_AGGREGATED"})
-    before = _early_bytes()
+    early = _early_bytes()
     asking = asyncio.create_task(_ask(pair))
     await eventually(lambda: len(pair.workers["p1"].leases.held) == 1)
     engines[0].gate.set()
     assert (await asking).token_ids == first.token_ids
-    assert _early_bytes() == before
+    assert early.grown == 0
 
 
 async def test_a_prompt_of_one_step_is_handed_over_after_it(engines: list[GatedProgress]) -> None:
     workers = (_worker("p1", "prefill"), _worker("d1", "decode"))
     async with bench(*workers, router=_router()) as running:
-        before = _early_bytes()
+        early = _early_bytes()
         asking = asyncio.create_task(_ask(running, token_ids={"ids": IDS[:CHUNK]}))
         await eventually(lambda: engines[0].telling is not None)
         assert len(running.workers["p1"].leases.held) == 0
         engines[0].gate.set()
         assert len((await asking).token_ids) == 12
-        assert _early_bytes() == before
+        assert early.grown == 0
 
 
 async def test_short_prompts_are_left_alone(engines: list[GatedProgress]) -> None:
     workers = (_worker("p1", "prefill"), _worker("d1", "decode"))
     async with bench(*workers, router=_router(len(IDS) + 1)) as running:
-        before = metrics.CALLS.labels("prefetch", "success", "OK")._value.get()
+        asked = since("baton_worker_calls_total", stage="prefetch", outcome="ok", reason="OK")
         engines[0].gate.set()
         await _ask(running)
-        assert metrics.CALLS.labels("prefetch", "success", "OK")._value.get() == before
+        assert asked.grown == 0
 
 
 async def test_a_client_that_leaves_frees_both_sides(pair: Bench) -> None:
@@ -148,7 +150,7 @@ async def test_a_first_token_that_ends_the_answer_frees_what_was_read(
 async def test_a_prompt_that_loses_its_blocks_is_handed_over_afterwards(
     pair: Bench, engines: list[GatedProgress]
 ) -> None:
-    expected, before = await _expected(pair), _early_bytes()
+    expected, early = await _expected(pair), _early_bytes()
     asking = asyncio.create_task(_ask(pair))
     await _followed(pair)
     assert engines[0].telling is not None
@@ -157,7 +159,7 @@ async def test_a_prompt_that_loses_its_blocks_is_handed_over_afterwards(
     await eventually(lambda: pair.workers["d1"].engines.load().blocks_used == 0)
     engines[0].gate.set()
     assert (await asking).token_ids == expected
-    assert _early_bytes() == before
+    assert early.grown == 0
 
 
 async def test_a_lost_prefill_worker_frees_what_was_read_from_it(engines: list[GatedProgress]) -> None:
@@ -191,11 +193,11 @@ async def test_a_transport_that_cannot_read_early_reads_by_the_handoff(
 ) -> None:
     monkeypatch.setattr(ShmTransport, "reads_early", False)
     async with bench(_worker("p1", "prefill"), _worker("d1", "decode"), router=_router()) as running:
-        expected, before = await _expected(running), _early_bytes()
+        expected, early = await _expected(running), _early_bytes()
         engines[0].gate.set()
         answer = await _ask(running)
         assert (answer.token_ids, answer.placed) == (expected, ("p1", "d1"))
-        assert _early_bytes() == before
+        assert early.grown == 0
 
 
 async def test_a_full_decode_worker_still_takes_the_handoff_later(engines: list[GatedProgress]) -> None:
@@ -217,7 +219,7 @@ async def test_a_real_model_gives_the_same_ids(transport: str, engines: list[Gat
     # Ids of text.
     asked = {"token_ids": {"ids": [300 + one for one in IDS]}, "sampling": {"temperature": 0}}
     async with bench(*workers, router=_router()) as running:
-        before = _early_bytes()
+        early = _early_bytes()
         asking = asyncio.create_task(_ask(running, **asked))
         await eventually(lambda: len(running.workers["p1"].leases.held) == 1)
         engines[0].gate.set()
@@ -225,5 +227,5 @@ async def test_a_real_model_gives_the_same_ids(transport: str, engines: list[Gat
         whole = await _ask(running, **asked, routing={"topology": "TOPOLOGY_AGGREGATED"})
         assert answer.placed == ("p1", "d1")
         assert answer.token_ids == whole.token_ids
-        assert _early_bytes() > before
+        assert early.grown > 0
         await eventually(lambda: running.used_blocks() == 0)
