@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 from support.clients.scraping import Since, since
 from support.cluster.in_process import PATIENT, Bench, Stream, bench, simulated
+from support.cluster.traced import traced
 from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE, ON_DEVICE
 from support.engines.gated_prefill import GatedProgress, open_gated
@@ -229,3 +230,17 @@ async def test_a_real_model_gives_the_same_ids(transport: str, engines: list[Gat
         assert answer.token_ids == whole.token_ids
         assert early.grown > 0
         await eventually(lambda: running.used_blocks() == 0)
+
+
+async def test_the_trace_has_what_was_read_early(engines: list[GatedProgress]) -> None:
+    workers = (_worker("p1", "prefill"), _worker("d1", "decode"))
+    async with traced(*workers, routing=_router().routing) as cluster:
+        asking = asyncio.create_task(_ask(cluster.running))
+        await _followed(cluster.running)
+        engines[0].gate.set()
+        await asking
+        verdict = await cluster.verdict()
+        assert (verdict.outcome, verdict.faults) == ("ok", ())
+        [handoff] = cluster.trace().named("handoff")
+        assert int(handoff.attributes["baton.handoff.early_bytes"]) > 0
+        assert len(cluster.trace().named("prefetch")) == 1
