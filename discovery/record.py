@@ -20,6 +20,9 @@ LORA = "lora"
 # The capability of workers whose engine allocates for a prompt before another worker computes it.
 ALLOCATES_FIRST = "allocates_first"
 
+# The capability of workers that hand KV over, and take it, while the prompt is computed.
+EARLY_HANDOFF = "early_handoff"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

@@ -90,6 +90,11 @@ class RoutingConfig(Section):
         description="A file of `baton bench profile`: what predicted_seconds assumes before it has measured anything.",
     )
     local_prefill_tokens: int = Field(default=0, ge=0)  # shorter prompts run on their decode worker; 0 is off
+    early_handoff_tokens: int = Field(
+        default=8192,
+        ge=0,
+        description="Of prompts from this length on, decode workers read KV while the rest is computed; 0 is off.",
+    )
     session_slack: float = Field(default=8.0, ge=0)  # how many requests busier a session's own worker may be
     inline_encode: bool = True  # without a dedicated encode worker, use one with other roles
     beside: str = Field(

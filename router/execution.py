@@ -32,6 +32,7 @@ from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
+from router.workers.prefetches import Prefetch
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
 
@@ -99,6 +100,8 @@ class RequestExecution:
         self._held: _HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self._destination: Destination | None = None
+        # Of long prompts: until their decode has taken over what is read while they are computed.
+        self._prefetch: Prefetch | None = None
 
     async def run(self) -> None:
         """Places the request, then prefill → handoff → decode."""
@@ -171,6 +174,9 @@ class RequestExecution:
             running = self._calls.prefill(worker, prompt, placement, self._destination)
             handoff = await self._destination.during(running)
         else:
+            if self._placer.hands_over_early(placement, self._routing_request):
+                reading = self._calls.prefetch(placement, self._prompt.without_embeddings)
+                self._prefetch = Prefetch(reading, self._ctx.call_id)
             handoff = await self._calls.prefill(worker, prompt, placement)
         self._prompt.release()
         if handoff.handoff_id:
@@ -316,9 +322,12 @@ class RequestExecution:
         return self._routing_request.prompt_tokens + len(self._completion.token_ids) + 1
 
     async def _release_handoff(self) -> None:
-        """Frees the KV that no decode worker has taken over, and what was allocated for it."""
+        """Frees the KV that no decode worker has taken over, and what was allocated or read for it."""
         held, self._held = self._held, None
         destination, self._destination = self._destination, None
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch:
+            await prefetch.end()
         if held:
             await self._calls.release(held.owner, held.handoff)
         if destination:

@@ -11,7 +11,7 @@ FAULT_KEY = "x-baton-fault"
 
 Action = Literal["crash", "hang", "freeze", "delay", "drop", "corrupt"]
 RouterPoint = Literal["admission", "tokenize", "route", "detokenize"]
-WorkerPoint = Literal["queue", "encode", "prefill", "held", "reserve", "pull", "confirm", "decode", "embed"]
+WorkerPoint = Literal["queue", "encode", "prefill", "held", "early", "reserve", "pull", "confirm", "decode", "embed"]
 InjectionPoint = Literal[RouterPoint, WorkerPoint]
 Role = Literal["router", "encode", "prefill", "decode", "embed"]
 
@@ -24,6 +24,7 @@ _ROLES: dict[InjectionPoint, Role] = {
     "encode": "encode",
     "prefill": "prefill",
     "held": "prefill",
+    "early": "decode",
     "reserve": "decode",
     "pull": "decode",
     "confirm": "decode",

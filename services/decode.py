@@ -17,6 +17,7 @@ from services.engines.base import Engine, StepStream
 from services.engines.prompt import Prompt, Sampling
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
+from services.handoff.prefetch import Followed, read_followed
 from services.handoff.pull import Puller
 from services.handoff.remote_handoff import Handoff, read_handoff
 from services.identity import Identity
@@ -55,6 +56,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             call.stage = timing_pb2.STAGE_HANDOFF_WAIT
             prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
             return await self._decoder.allocator.allocate(request, prompt, read_sampling(request.sampling), context)
+
+    async def Prefetch(self, request: decode_pb2.PrefetchRequest, context: Any) -> decode_pb2.PrefetchResponse:
+        with self._calls.run("prefetch", request.request_id, request.model, context.invocation_metadata()) as call:
+            assert self._decoder is not None
+            prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
+            return await self._decoder.prefetch(read_followed(request), prompt, call)
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
@@ -112,6 +119,12 @@ class Decoder:
         self._engine = engine
         self._puller = puller
         self._fetcher = fetcher
+
+    async def prefetch(self, followed: Followed, prompt: Prompt, call: RunningCall) -> decode_pb2.PrefetchResponse:
+        """Pulls blocks of a prompt that is being computed, for its decode. Raises as Prefetcher.run does."""
+        check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
+        require_lora(self._engine, prompt)
+        return await self._puller.prefetcher.run(followed, prompt, call)
 
     async def decode(
         self, work: DecodeWork, call: RunningCall, relay: Relay | None = None

@@ -1,7 +1,7 @@
 """The prefill role: computes a prompt's KV, samples the first token, and holds the KV under a lease."""
 
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from rpc.tracing.span import current_span
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, ReportedPrompt
 from services.engines.prompt import Prompt, Sampling
+from services.handoff.early import PromptInProgress, PromptsInProgress
 from services.handoff.engine_transfer import AllocatesFirst, EngineHeldKv
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import HandoffOwner, release_if_undelivered
@@ -78,8 +79,9 @@ class Prefilled:
 class Prefiller:
     """Runs prompts on an engine, and holds their KV in the lease table."""
 
-    def __init__(self, engine: Engine, identity: Identity, leases: LeaseTable) -> None:
+    def __init__(self, engine: Engine, identity: Identity, leases: LeaseTable, prompts: PromptsInProgress) -> None:
         self._engine = engine
+        self._prompts = prompts
         self._owner = HandoffOwner(identity, engine.facts.layout)
         self._leases = leases
         self._layout_digest = engine.facts.layout.digest
@@ -90,12 +92,13 @@ class Prefiller:
         require_lora(self._engine, prompt)
         await call.faults.inject("queue")
         asked = time.perf_counter()
-        async with using_lora(self._engine, prompt):
-            kv = await self._computed(holder.destination, prompt, sampling)
-        if call.faults is not NO_FAULTS:
-            await self._inject_after_prefill(kv, call)
-        # From the engine to the lease table without an await in between, so that a cancellation loses no blocks.
-        lease = self._hold(holder, kv) if kv.finish_reason is None else None
+        with self._in_progress(holder, prompt) as progress:
+            async with using_lora(self._engine, prompt):
+                kv = await self._computed(holder.destination, prompt, sampling, progress)
+            if call.faults is not NO_FAULTS:
+                await self._inject_after_prefill(kv, call)
+            # From the engine to the lease table without an await in between, so that a cancellation loses no blocks.
+            lease = self._hold(holder, kv, progress) if kv.finish_reason is None else None
         if lease and call.faults is not NO_FAULTS:
             await self._inject_while_held(lease, call)
         timings = call.clock.prefilled(asked, kv.queue_seconds)
@@ -111,7 +114,17 @@ class Prefiller:
         response.handoff.traceparent = current_span().traceparent
         return response
 
-    async def _computed(self, destination: bytes | None, prompt: Prompt, sampling: Sampling) -> HeldKv:
+    def _in_progress(self, holder: Holder, prompt: Prompt) -> AbstractContextManager[PromptInProgress | None]:
+        """The prompt for a reader that follows it; None if the engine does not tell of its progress."""
+        if self._engine.progress is None or holder.destination is not None:
+            return nullcontext()
+        return self._prompts.computing(holder.request_id, len(prompt.context), holder.certificates)
+
+    async def _computed(
+        self, destination: bytes | None, prompt: Prompt, sampling: Sampling, progress: PromptInProgress | None
+    ) -> HeldKv:
+        if progress is not None and self._engine.progress is not None:
+            return await self._engine.progress.prefill_telling(prompt, sampling, progress)
         if destination is None:
             return await self._engine.prefill(prompt, sampling)
         transfer = self._engine.kv_transfer
@@ -119,7 +132,9 @@ class Prefiller:
             raise Unsupported(f"destination: the {self._engine.facts.engine} engine sends KV when a decode asks for it")
         return await transfer.prefill_into(prompt, sampling, destination)
 
-    def _hold(self, holder: Holder, kv: HeldKv) -> Lease:
+    def _hold(self, holder: Holder, kv: HeldKv, progress: PromptInProgress | None) -> Lease:
+        if progress is not None:
+            return progress.hold(kv)
         return self._leases.hold(holder.request_id, kv, self._layout_digest, holder.certificates)
 
     async def _inject_after_prefill(self, kv: HeldKv, call: RunningCall) -> None:

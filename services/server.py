@@ -31,6 +31,7 @@ from services.encode import EncodeServicer, open_media_encoder
 from services.engines.kv import BlockMemory, KvLayout
 from services.handoff import service as handoff
 from services.handoff.destinations import Allocator
+from services.handoff.early import PromptsInProgress
 from services.handoff.fetcher import Fetcher
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
 from services.handoff.peers import Peers
@@ -127,9 +128,10 @@ async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> 
         facts = engine.facts if engine is not None else engines.facts
         media = MediaResolver(facts, EmbeddingPuller(facts, peers, transports))
         media_encoder = await stack.enter_async_context(open_media_encoder(config, engines.encoding, leases))
+        prompts = PromptsInProgress(leases, facts.layout.digest)
         prefiller = decoder = None
         if engine is not None:
-            prefiller = Prefiller(engine, identity, leases)
+            prefiller = Prefiller(engine, identity, leases, prompts)
             puller = await stack.enter_async_context(Puller(engine, peers, transports))
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, peers) if transfer else None
@@ -158,7 +160,7 @@ async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> 
             Service(
                 handoff.SERVICE_NAME,
                 handoff_pb2_grpc.add_HandoffServiceServicer_to_server,
-                HandoffServicer(identity, pools, leases),
+                HandoffServicer(identity, pools, leases, prompts),
             ),
             Service(
                 control.SERVICE_NAME,

@@ -17,6 +17,7 @@ POOLS: dict[bytes, BlockMemory] = {}
 class InProcessTransport(base.Transport):
     name = "in_process"
     supports_tls = True  # No bytes leave the process.
+    reads_early = True
 
     def __init__(self, context: base.TransportContext) -> None:
         self._keys: list[bytes] = []

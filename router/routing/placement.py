@@ -15,6 +15,7 @@ from router.routing.policy import Candidates, Placement, Policy, PredictingPolic
 from router.routing.prefix.prompt_blocks import PromptHasher
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
+from router.workers.prefetches import can_hand_over_early
 
 
 class Placer:
@@ -49,6 +50,11 @@ class Placer:
         chosen = self._choose(request, self._candidates(request, among))
         explain = partial(self._explain, request, chosen)
         return Placement(chosen.decode, chosen.prefill, explain, chosen.prediction, chosen.progress)
+
+    def hands_over_early(self, placement: Placement[WorkerHandle], request: RoutingRequest) -> bool:
+        """Whether the decode worker is to read KV while the prompt is computed."""
+        least = self._config.early_handoff_tokens
+        return 0 < least <= request.prompt_tokens and can_hand_over_early(placement)
 
     def predictions(self, request: RoutingRequest) -> list[Prediction[WorkerHandle]]:
         """What a request would cost at each place; empty under a policy that does not predict. Raises NoWorker."""

@@ -83,6 +83,27 @@ class WorkerCalls:
             raise DestinationLost(error) from error
         return Destination(response.destination, worker)
 
+    async def prefetch(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> None:
+        """Lets the decode worker read KV while the prompt is computed, until its decode takes over what it has read.
+
+        Cancelling it frees what has not been taken. Raises BatonError.
+        """
+        worker, prefill = placement.decode, placement.prefill
+        assert prefill is not None
+        request = decode_pb2.PrefetchRequest(
+            request_id=self._ctx.call_id,
+            model=self._model,
+            prompt=prompt,
+            prefill_worker_id=prefill.record.worker_id,
+            prefill_epoch=prefill.record.epoch,
+            prefill_address=prefill.record.address,
+        )
+        # Faults are planned for the attempt to decode that follows.
+        seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes + 1)
+        with worker.keep_open(), stage_span("prefetch", worker_attributes(worker), kind=SpanKind.CLIENT) as span:
+            response = await unary(worker.decode.Prefetch(request, timeout=seconds, metadata=metadata))
+            span.set({"baton.handoff.early_bytes": response.num_bytes})
+
     async def prefill(
         self,
         worker: WorkerHandle,

@@ -146,6 +146,26 @@ class Encoder(EncodeEngine, Protocol):
         """Cheap and safe to call from the event loop at any time."""
 
 
+class PromptProgress(Protocol):
+    """Is told, on the event loop, of a prompt that is computed in several steps."""
+
+    def computed(self, block_ids: Sequence[int]) -> None:
+        """These blocks, the next ones in the order of the tokens, have their final content, also for other readers."""
+
+    def lost(self) -> None:
+        """The prompt has lost all blocks named so far, and begins again: they may get other content."""
+
+
+class TellsProgress(Protocol):
+    """An engine that tells which blocks of a prompt are computed while it computes the others."""
+
+    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
+        """What `prefill` does. `progress` is told of each step but the last, and of nothing once this has ended.
+
+        What it is told of are the first blocks of the held KV, unless it is told that they are lost.
+        """
+
+
 class PrefillEngine(Protocol):
     """Runs prompts and holds their KV."""
 
@@ -206,6 +226,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     @property
     def kv_transfer(self) -> TransfersKv | None:
         """The engine's own transfer of KV to other engines; None if its blocks are pulled from `memory`."""
+        return None
+
+    @property
+    def progress(self) -> TellsProgress | None:
+        """Itself, if others can read the first blocks of a prompt from `memory` while it computes the rest."""
         return None
 
     @property

@@ -219,6 +219,16 @@ class LeaseTable:
         lease = self._leases.get(handoff_id)
         return lease if lease is not None and lease.remaining_seconds else None
 
+    def promote(self, lease: Lease, held: HeldBlocks) -> bool:
+        """Replaces what a lease holds, without releasing it, and renews the lease. False if it is not valid any more:
+        then nothing has changed.
+        """
+        if self.find(lease.handoff_id) is not lease:
+            return False
+        lease.held = held
+        self.renew(lease.handoff_id)
+        return True
+
     def surrender(self, lease: Lease) -> None:
         """Ends a lease without freeing anything: the caller owns what it held."""
         del self._leases[lease.handoff_id]

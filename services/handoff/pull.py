@@ -17,6 +17,7 @@ from services.engines.base import Engine
 from services.engines.kv import NoRoom, PulledKv, Reservation
 from services.engines.prompt import Prompt
 from services.handoff.peers import OwnerConnection, Peers, Pool
+from services.handoff.prefetch import Prefetched, Prefetcher
 from services.handoff.remote_handoff import Handoff, check_blocks, check_handoff
 from services.handoff.remote_lease import ReaderLease
 from services.requests.calls import RunningCall
@@ -40,6 +41,7 @@ class Puller:
     """Pulls handoffs. An async context manager: leaving waits for pending releases."""
 
     def __init__(self, engine: Engine, peers: Peers, transports: Sequence[Transport]) -> None:
+        self.prefetcher = Prefetcher(engine, peers, transports)
         self._engine = engine
         self._peers = peers
         self._transports = transports
@@ -64,7 +66,7 @@ class Puller:
         """
         async with self._peers.use(handoff) as peer:
             lease = ReaderLease(handoff, peer.stub)
-            attempt = _Attempt(self._engine, handoff, prompt, call)
+            attempt = _Attempt(self._engine, self.prefetcher, handoff, prompt, call)
             try:
                 with ExitStack() as undo:
                     undo.callback(self._give_up, handoff, lease)
@@ -110,12 +112,16 @@ class Puller:
 class _Attempt:
     """The transfer of one handoff into this worker's pool."""
 
-    def __init__(self, engine: Engine, handoff: Handoff, prompt: Prompt, call: RunningCall) -> None:
+    def __init__(
+        self, engine: Engine, prefetcher: Prefetcher, handoff: Handoff, prompt: Prompt, call: RunningCall
+    ) -> None:
         self.handoff = handoff
         self._engine = engine
+        self._prefetcher = prefetcher
         self._prompt = prompt
         self._call = call
         self._reservation: Reservation | None = None
+        self._prefetched: Prefetched | None = None
         self._started = time.monotonic()
         self._reserved_at = self._started
         self._num_bytes = 0
@@ -125,11 +131,16 @@ class _Attempt:
         """Waits for blocks of this worker, and fills them. Their content is not valid before `confirm`."""
         self._call.stage = timing_pb2.STAGE_HANDOFF_WAIT
         await self._call.faults.inject("reserve")
-        self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
+        self._prefetched = await self._prefetcher.take(self.handoff, self._prompt)
+        if self._prefetched is not None:
+            self._reservation = self._prefetched.reservation
+        else:
+            self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
         self._reserved_at = time.monotonic()
         self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
         await self._call.faults.inject("pull")
-        self._num_bytes = await self._copy(pool, self._reservation)
+        early = self._prefetched
+        self._num_bytes = await self._copy(pool, self._reservation) + (early.num_bytes if early else 0)
         self._transport = pool.transport if self._num_bytes else ""
 
     async def confirm(self, lease: ReaderLease) -> Pulled:
@@ -143,7 +154,8 @@ class _Attempt:
         waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, self._reserved_at - self._started)
         seconds = time.monotonic() - self._reserved_at
         cached = self._reservation.cached_blocks * self._engine.facts.layout.block_bytes
-        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, seconds, self._num_bytes, self._transport, cached)
+        early = self._prefetched.early_bytes if self._prefetched else 0
+        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, seconds, self._num_bytes, self._transport, cached, early)
         return Pulled(PulledKv(self._prompt, self._reservation), (waiting, moving))
 
     async def release(self) -> None:
@@ -153,18 +165,18 @@ class _Attempt:
             current_freed_kv().give_back(self.handoff.num_tokens, blocks)
 
     async def _copy(self, pool: Pool, reservation: Reservation) -> int:
-        cached = reservation.cached_blocks
-        missing = self.handoff.block_ids[cached:]
+        here = max(reservation.cached_blocks, self._prefetched.num_blocks if self._prefetched else 0)
+        missing = self.handoff.block_ids[here:]
         if not missing:
             return 0
         memory = self._engine.memory
         assert memory is not None  # without a pool the engine grants no reservation
         deadline = time.monotonic() + KV_TRANSFER_SECONDS
-        transfer = Transfer(missing, memory, reservation.block_ids[cached:], deadline, self.handoff.handoff_id)
+        transfer = Transfer(missing, memory, reservation.block_ids[here:], deadline, self.handoff.handoff_id)
         try:
             await pool.reader.pull(transfer)
         except TransferFailed as error:
             raise HandoffLost(f"the KV of worker {self.handoff.worker_id} did not arrive: {error}") from error
         if self._call.faults.has("corrupt", "pull"):
-            corrupt(memory, reservation.block_ids[cached:])
+            corrupt(memory, reservation.block_ids[here:])
         return transfer.num_bytes

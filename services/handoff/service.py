@@ -1,6 +1,7 @@
 """HandoffService, the owner's side of handoffs: its pools, and the leases on their blocks."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from baton.errors import LayoutMismatch
 from rpc.auth.caller import certificate
 from services.engines.kv import KvLayout
+from services.handoff.early import PromptsInProgress, follow_response
 from services.handoff.leases import Lease, LeaseTable
 from services.identity import Identity
 from services.telemetry.timings import duration
@@ -35,10 +37,13 @@ class OfferedPool:
 class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     """Lets the holders of handoffs read the pools, and renew and release their leases."""
 
-    def __init__(self, identity: Identity, pools: Sequence[OfferedPool], leases: LeaseTable) -> None:
+    def __init__(
+        self, identity: Identity, pools: Sequence[OfferedPool], leases: LeaseTable, prompts: PromptsInProgress
+    ) -> None:
         self._pools = pools
         self._identity = identity
         self._leases = leases
+        self._prompts = prompts
 
     async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: Any) -> handoff_pb2.GetPoolResponse:
         self._identity.require_epoch(request.epoch)
@@ -60,6 +65,14 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
             self._leases.fetched(request.handoff_id)
         released = await self._leases.release(request.handoff_id, request.reader)
         return handoff_pb2.ReleaseResponse(still_valid=released.still_valid, blocks_freed=released.blocks_freed)
+
+    # Writes instead of yielding: a reader that leaves ends the lease at once.
+    async def Follow(self, request: handoff_pb2.FollowRequest, context: Any) -> None:  # type: ignore[override]
+        self._identity.require_epoch(request.epoch)
+        prompt = await self._prompts.find(request.request_id, certificate())
+        async with aclosing(prompt.follow()) as told:
+            async for blocks in told:
+                await context.write(follow_response(prompt, blocks))
 
     async def List(self, request: handoff_pb2.ListRequest, context: Any) -> handoff_pb2.ListResponse:
         return handoff_pb2.ListResponse(handoffs=[_held_handoff(lease) for lease in self._leases.held])

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
 from baton.inference.v1 import timing_pb2
@@ -13,6 +14,9 @@ from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
 from services.telemetry import metrics
 from services.telemetry.request_context import set_traceparent, track_freed_kv
 from services.telemetry.timings import CallClock
+
+# A worker that decodes also reads KV before a request's Decode, in a call of its own.
+CallKind = Role | Literal["prefetch"]
 
 
 class RunningCall:
@@ -35,41 +39,41 @@ class RunningCall:
 
 
 class Calls:
-    """All running calls, by role and request id."""
+    """All running calls, by kind and request id."""
 
     def __init__(self, identity: Identity, faults: FaultReader) -> None:
         self._identity = identity
         self._faults = faults
-        self._calls: dict[tuple[Role, str], RunningCall] = {}
+        self._calls: dict[tuple[CallKind, str], RunningCall] = {}
         self.draining = False
 
     def __len__(self) -> int:
         return len(self._calls)
 
     @contextmanager
-    def run(self, role: Role, request_id: str, model: str, metadata: Metadata = ()) -> Iterator[RunningCall]:
+    def run(self, kind: CallKind, request_id: str, model: str, metadata: Metadata = ()) -> Iterator[RunningCall]:
         """Admits a request, and counts it as running while the context is open, within one task.
 
         `metadata` is the call's, and may contain a fault plan. Raises RoleMismatch, ModelNotFound, Draining or
-        RequestExists. Errors that pass through get the worker's id and the role as their stage, unless they have them.
+        RequestExists. Errors that pass through get the worker's id and the kind as their stage, unless they have them.
         """
         reason = BatonError.reason
         try:
-            self._admit(role, request_id, model)
-            call = self._calls[role, request_id] = RunningCall(_FIRST_STAGES[role])
+            self._admit(kind, request_id, model)
+            call = self._calls[kind, request_id] = RunningCall(_FIRST_STAGES[kind])
             set_traceparent(current_span().traceparent)
             try:
-                call.faults = self._faults.read(metadata, role, request_id)
+                call.faults = self._faults.read(metadata, _role(kind), request_id)
                 yield call
                 reason = OK
             except asyncio.CancelledError:
                 _raise_if_stopped(call)
                 raise
             finally:
-                del self._calls[role, request_id]
+                del self._calls[kind, request_id]
                 call.ended.set()
         except BatonError as error:
-            error.stage = error.stage or role
+            error.stage = error.stage or kind
             error.worker_id = error.worker_id or self._identity.worker_id
             reason = error.reason
             raise
@@ -77,11 +81,11 @@ class Calls:
             reason = Cancelled.reason
             raise
         finally:
-            metrics.CALLS.labels(role, outcome_of(reason), reason).inc()
+            metrics.CALLS.labels(kind, outcome_of(reason), reason).inc()
 
     def find(self, request_id: str) -> list[RunningCall]:
         """Returns the calls of a request, in the order of the stages."""
-        return [call for role in _FIRST_STAGES if (call := self._calls.get((role, request_id)))]
+        return [call for kind in _FIRST_STAGES if (call := self._calls.get((kind, request_id)))]
 
     async def stop_all(self, error: BatonError) -> None:
         """Stops all calls, and waits for their end."""
@@ -91,23 +95,28 @@ class Calls:
         for call in calls:
             await call.ended.wait()
 
-    def _admit(self, role: Role, request_id: str, model: str) -> None:
-        self._identity.require_role(role)
+    def _admit(self, kind: CallKind, request_id: str, model: str) -> None:
+        self._identity.require_role(_role(kind))
         self._identity.require_model(model)
         if not request_id:
             raise InvalidRequest.of("request_id", "is empty")
         if self.draining:
             raise Draining(f"worker {self._identity.worker_id} is draining")
-        if (role, request_id) in self._calls:
-            raise RequestExists(f"request {request_id} is already in {role} on worker {self._identity.worker_id}")
+        if (kind, request_id) in self._calls:
+            raise RequestExists(f"request {request_id} is already in {kind} on worker {self._identity.worker_id}")
 
 
-_FIRST_STAGES: dict[Role, "timing_pb2.Stage.ValueType"] = {
+_FIRST_STAGES: dict[CallKind, "timing_pb2.Stage.ValueType"] = {
     "encode": timing_pb2.STAGE_ENCODE,
     "prefill": timing_pb2.STAGE_PREFILL_COMPUTE,
+    "prefetch": timing_pb2.STAGE_HANDOFF_WAIT,
     "decode": timing_pb2.STAGE_DECODE,
     "embed": timing_pb2.STAGE_EMBED,
 }
+
+
+def _role(kind: CallKind) -> Role:
+    return "decode" if kind == "prefetch" else kind
 
 
 def aborted(request_id: str) -> Cancelled:

@@ -23,7 +23,10 @@ _PASSED_ON: tuple[Parameter | Literal["top_k", "seed"], ...] = (*RANGES, "top_k"
 
 
 def read_prompt(
-    request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest | decode_pb2.AllocateRequest,
+    request: prefill_pb2.PrefillRequest
+    | decode_pb2.DecodeRequest
+    | decode_pb2.AllocateRequest
+    | decode_pb2.PrefetchRequest,
 ) -> Prompt:
     """Returns the prompt without its media. Raises InvalidRequest if it has no tokens."""
     message = request.prompt

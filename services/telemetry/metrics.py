@@ -89,6 +89,11 @@ HANDOFF_CACHED_BYTES = Counter(
     "KV of handoffs that did not have to move, since this worker had it in its prefix cache.",
     registry=REGISTRY,
 )
+HANDOFF_EARLY_BYTES = Counter(
+    "baton_handoff_early_bytes_total",
+    "KV that was pulled while its prompt was computed, of that which was pulled and confirmed.",
+    registry=REGISTRY,
+)
 LEASE_EXPIRIES = Counter(
     "baton_handoff_lease_expiries_total",
     "Handoffs that were not released before their lease expired.",
@@ -199,6 +204,7 @@ def observe_handoff(timings: Iterable[Timing]) -> None:
             HANDOFF_SECONDS.labels(transport).observe(timing.seconds)
             HANDOFF_BYTES.labels(transport).inc(timing.num_bytes)
             HANDOFF_CACHED_BYTES.inc(timing.cached_bytes)
+            HANDOFF_EARLY_BYTES.inc(timing.early_bytes)
 
 
 def observe_embedding(timing: Timing) -> None:

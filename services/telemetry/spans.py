@@ -73,6 +73,8 @@ def _moved(prefix: str, timing: Timing) -> Attributes:
     }
     if timing.cached_bytes:
         said[f"{prefix}.cached_bytes"] = timing.cached_bytes
-    if timing.num_bytes and timing.seconds:
-        said[f"{prefix}.gigabytes_per_second"] = timing.num_bytes / timing.seconds / 1e9
+    if timing.early_bytes:
+        said[f"{prefix}.early_bytes"] = timing.early_bytes
+    if (num_bytes := timing.num_bytes - timing.early_bytes) and timing.seconds:
+        said[f"{prefix}.gigabytes_per_second"] = num_bytes / timing.seconds / 1e9
     return said

@@ -18,7 +18,8 @@ from services.engines.answer import Finished, Tokens
 class Timing:
     """The duration of a stage on this worker.
 
-    For transfers also the bytes moved, the transport's name, and the bytes that were here already.
+    For transfers also the bytes moved, the transport's name, the bytes that were here already, and those of the bytes
+    moved that came before the stage, while the prompt was computed.
     """
 
     stage: "timing_pb2.Stage.ValueType"
@@ -26,6 +27,7 @@ class Timing:
     num_bytes: int = 0
     transport: str = ""
     cached_bytes: int = 0
+    early_bytes: int = 0
 
 
 def concurrent(timings: Sequence[Timing], seconds: float) -> Timing:

@@ -118,6 +118,8 @@ class Transport(Protocol):
 
     name: str  # a class attribute: unique, and equal on both sides
     supports_tls: bool  # a class attribute: true also if bytes never leave the host
+    # A class attribute: whether it can read a handoff's first blocks while its owner writes others of the pool.
+    reads_early: bool = False
     options: type[TransportOptions] = TransportOptions
 
     def __init__(self, context: TransportContext) -> None: ...

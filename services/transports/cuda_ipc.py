@@ -66,6 +66,7 @@ class CudaIpcTransport(Transport):
 
     name = "cuda_ipc"
     supports_tls = True
+    reads_early = True
 
     def __init__(self, context: TransportContext) -> None:
         self._memory = context.memory

@@ -61,6 +61,7 @@ class NixlTransport(Transport):
 
     name = "nixl"
     supports_tls = False
+    reads_early = True
     options = NixlOptions
 
     def __init__(self, context: TransportContext) -> None:

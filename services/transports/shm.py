@@ -67,6 +67,7 @@ class ShmTransport(Transport):
 
     name = "shm"
     supports_tls = True
+    reads_early = True
 
     def __init__(self, context: TransportContext) -> None:
         del context

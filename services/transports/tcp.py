@@ -40,6 +40,7 @@ class TcpTransport(Transport):
 
     name = "tcp"
     supports_tls = True
+    reads_early = True
 
     def __init__(self, context: TransportContext) -> None:
         self._tls = None if context.tls is None else ReaderTls(context.tls)

@@ -24,6 +24,8 @@ ROUTER = (
     "allow_faults=true",
     "probe={interval_seconds: 0.3, timeout_seconds: 0.7, hung_seconds: 1.5}",
     "routing.session_slack=1000",
+    # Of the long prompts, which are computed in several steps: their handoffs begin meanwhile.
+    "routing.early_handoff_tokens=512",
     "retry.budget_floor=1000",
     "embeddings.max_bytes=0",
     "drain_seconds=2",

@@ -289,7 +289,9 @@ class EngineCore:
             return
         sequence.computed = chunk.end - len(chunk.drafts)
         self._store(sequence)
-        if chosen is not None and chosen.token_id is not None:
+        if chosen is None:
+            sequence.tell_computed(self._layout.block_tokens)
+        elif chosen.token_id is not None:
             sequence.drafts.drafted += len(chunk.drafts)
             self._append(sequence, chosen.token_id, chosen)
             if chunk.drafts:

@@ -1,7 +1,7 @@
 """The embedded engine: asynchronous calls into the engine's thread, and their abort."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from services.engines.answer import Finished, Tokens
-from services.engines.base import Engine, EngineLoad, ModelFacts
+from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.canary import Canary
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
@@ -135,8 +135,17 @@ class PyTorchEngine(Engine):
         """Returns the load at the end of the last step."""
         return self._loop.load
 
+    @property
+    def progress(self) -> "PyTorchEngine | None":
+        """Itself; None for a model that is split over ranks, whose steps end here before they do elsewhere."""
+        return self if self._core.followers is None else None
+
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Computes the KV of `prompt.context`, samples one token, and holds the blocks."""
+        return await self.prefill_telling(prompt, sampling, None)
+
+    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> HeldKv:
+        """What `prefill` does. See TellsProgress."""
         assert prompt.is_computable
         check_prompt(prompt, self.facts)
         check_sampling(sampling, self.facts)
@@ -144,6 +153,8 @@ class PyTorchEngine(Engine):
             raise InvalidRequest.of("emitted", "leaves no token to be generated")
         mailbox = EventQueue()
         sequence = self._sequence(prompt, sampling, mailbox, hold=True)
+        if progress is not None:
+            sequence.told = lambda blocks: self._loop.notify(partial(_tell, progress, blocks))
         await self._guide(sequence)
         try:
             await self._loop.call(lambda core: core.submit(sequence))
@@ -274,6 +285,13 @@ class PyTorchEngine(Engine):
             raise event.error
         assert isinstance(event, Held)
         return HeldPrompt(self._loop, sequence, event)
+
+
+def _tell(progress: PromptProgress, blocks: Sequence[int]) -> None:
+    if blocks:
+        progress.computed(blocks)
+    else:
+        progress.lost()
 
 
 def _settle(granted: "asyncio.Future[None]", error: BatonError | None) -> None:

@@ -189,6 +189,7 @@ class Scheduler:
     def _preempt(self, sequence: TokenSequence) -> None:
         metrics.PREEMPTIONS.inc()
         self.running.remove(sequence)
+        sequence.tell_lost()
         self._free(sequence)
         sequence.computed = sequence.stored_blocks = 0
         sequence.state = State.WAITING

@@ -2,7 +2,7 @@
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +51,8 @@ class Failed:
 
 Event = Token | Finished | Held | Failed
 Sink = Callable[[Event], None]
+# Gets the blocks whose KV is complete; none of them once all that it got are lost.
+Computed = Callable[[Sequence[int]], None]
 
 
 class State(enum.Enum):
@@ -104,6 +106,8 @@ class TokenSequence:
     started: float = 0.0
     first_token_at: float = 0.0
     prompt_report: PromptReport | None = None  # until it is sent
+    told: Computed | None = None  # is told what is computed before all of it is
+    told_blocks: int = 0
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -136,6 +140,19 @@ class TokenSequence:
     def length(self) -> int:
         """The tokens of prompt and answer, including the ids being sampled."""
         return len(self.tokens) + self.in_flight.ids
+
+    def tell_computed(self, block_tokens: int) -> None:
+        """Tells of the blocks that were filled since the last call, if that was asked for."""
+        filled = self.computed // block_tokens
+        if self.told is not None and filled > self.told_blocks:
+            self.told(self.blocks[self.told_blocks : filled])
+            self.told_blocks = filled
+
+    def tell_lost(self) -> None:
+        """Tells that the blocks told of are lost, if there are any."""
+        if self.told is not None and self.told_blocks:
+            self.told(())
+            self.told_blocks = 0
 
     def ends_in_flight(self, max_context_tokens: int) -> bool:
         """Whether, as far as is known now, nothing remains to compute after the steps in flight."""

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from baton.errors import EngineFailed, InvalidRequest, Unsupported
 from runtime.aio import TaskGroup
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.base import Engine, EngineLoad, ModelFacts
+from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.closing_stream import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
@@ -95,10 +95,19 @@ class SimulatedEngine(Engine):
         """Returns the running and waiting requests, and their blocks."""
         return self._ranks.load(len(self._held))
 
+    @property
+    def progress(self) -> "SimulatedEngine":
+        """Itself: it tells of each chunk."""
+        return self
+
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> SimulatedKv:
         """Computes the prompt and one id. See PrefillEngine."""
+        return await self.prefill_telling(prompt, sampling, None)
+
+    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> SimulatedKv:
+        """What `prefill` does. See TellsProgress."""
         sequence = self._run_here(prompt, sampling)
-        sequence.held = True
+        sequence.held, sequence.progress = True, progress
         try:
             self._of(sequence).enqueue(sequence)
             await sequence.changed.wait()

@@ -260,7 +260,9 @@ class SimulatedScheduler:
         before = sequence.computed
         sequence.computed += count
         self._contents.write(sequence, before)
-        if not sequence.missing:
+        if sequence.missing:
+            sequence.tell_computed()
+        else:
             self._generate(sequence)
 
     def _generate(self, sequence: Sequence) -> None:

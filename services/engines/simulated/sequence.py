@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from baton.errors import BatonError
 from runtime.prefix_hash import block_hash, block_hashes, media_key, root_hash
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
+from services.engines.base import PromptProgress
 from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.tokens import TokenStream
 
@@ -30,6 +31,8 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.error: BatonError | None = None
         self.changed = Change()
+        self.progress: PromptProgress | None = None
+        self._told_blocks = 0
         self.clock = SimulatedClock()
         self._stream = stream
         self._block_tokens = block_tokens
@@ -74,6 +77,13 @@ class Sequence:
         self.clock.start()
         if self.decoding:
             self.clock.decode()
+
+    def tell_computed(self) -> None:
+        """Tells of the blocks that were filled since the last call, if that was asked for."""
+        filled = self.computed // self._block_tokens
+        if self.progress is not None and filled > self._told_blocks:
+            self.progress.computed(self.blocks[self._told_blocks : filled])
+            self._told_blocks = filled
 
     def learn(self, index: int, block_hash: bytes) -> None:
         """Remembers the hash of a block that has become full."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -63,7 +64,7 @@ class LibraryRunner:
         logits = reported.report(output.logits[0], len(states))
         chosen = iter(sample(logits.float(), states) if sampling else [])
         outcomes = [confirmed(chunk, chosen) if chunk.samples else None for chunk in step.chunks]
-        return InflightStep(step.chunks, lambda: outcomes, may_be_followed=False)
+        return InflightStep(step.chunks, partial(_completed, outcomes, logits), may_be_followed=False)
 
     def _tokens(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Returns the model's input: ids or, with media, the embeddings of ids and media."""
@@ -73,6 +74,13 @@ class LibraryRunner:
         for part in step.media:
             read[0, part.start : part.start + len(part.rows)] = part.rows.to(read.device, read.dtype)
         return {"inputs_embeds": read}
+
+
+def _completed(outcomes: list[Chosen | None], logits: torch.Tensor) -> list[Chosen | None]:
+    """Waits for a step on a device, if no sampled token has done so: its KV may be told of afterwards."""
+    if logits.device.type == "cuda" and not any(outcomes):
+        torch.cuda.current_stream(logits.device).synchronize()
+    return outcomes
 
 
 def guided(chunks: Sequence[Chunk]) -> list[Guidance]:
