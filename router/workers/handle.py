@@ -211,9 +211,17 @@ class WorkerHandle:
             await asyncio.sleep(backoff.next_seconds())
 
     async def check_health(self, probe: ProbeConfig) -> None:
-        """Checks the health repeatedly, until cancelled: a hung process reports nothing."""
+        """Checks the health repeatedly, until cancelled: a hung process reports nothing.
+
+        One that has reported its load within the interval does not hang, and is not asked.
+        """
         failures = 0
         while True:
+            unasked_seconds = probe.interval_seconds - self.silent_seconds
+            if unasked_seconds > 0 and not self._check_problem:
+                failures = 0
+                await asyncio.sleep(unasked_seconds)
+                continue
             started = time.monotonic()
             problem = await self._check(probe.timeout_seconds)
             if problem and time.monotonic() - started > 2 * probe.timeout_seconds:

@@ -27,6 +27,7 @@ from runtime.aio import wait_until_done
 _LARGE_BYTES = 256 * 1024
 # How much of several requests is put into one message.
 _MESSAGE_BYTES = 1024 * 1024
+_SECOND = 1_000_000_000  # in nanoseconds
 
 
 @asynccontextmanager
@@ -88,17 +89,19 @@ class _Stream:
 
     # What its calls ask.
 
-    def begin(self, start: pb.CallStart, call: Callable[[int], MultiplexedCall[Any]]) -> MultiplexedCall[Any]:
-        """Begins a call, which gets its number here."""
-        start.call = next(self._numbers)
-        begun = self._calls[start.call] = call(start.call)
-        self._waiting_bytes += len(start.request)
+    def begin(self, path: str, request: bytes) -> pb.CallStart:
+        """What begins a call, to be filled before this turn of the loop ends; `add` adds the call itself."""
+        self._waiting_bytes += len(request)
         if self._waiting_bytes > _MESSAGE_BYTES:
             self._waiting.append(pb.MultiplexRequest())
-            self._waiting_bytes = len(start.request)
-        self._waiting[-1].starts.append(start)
+            self._waiting_bytes = len(request)
         self._wake.set()
-        return begun
+        # In its place: a message that is appended is copied.
+        return self._waiting[-1].starts.add(call=next(self._numbers), method=path, request=request)
+
+    def add(self, number: int, call: MultiplexedCall[Any]) -> None:
+        """Adds a call that has begun."""
+        self._calls[number] = call
 
     def cancel(self, call: int) -> None:
         """See Link."""
@@ -239,13 +242,16 @@ class _MultiplexedChannel(aio.Channel):
             wire = request_serializer(request)
             if len(wire) > _LARGE_BYTES:
                 return alone(request, timeout=timeout, metadata=metadata)
-            message = pb.CallStart(method=path, request=wire, metadata=to_messages(metadata or ()))
-            if timeout is not None:
-                message.timeout.FromNanoseconds(int(timeout * 1e9))
+            sent = to_messages(metadata or ())
             present = self._streams.present()
-            return present.begin(
-                message, lambda number: MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
-            )
+            message = present.begin(path, wire)
+            message.metadata.extend(sent)
+            if timeout is not None:
+                message.timeout.seconds, message.timeout.nanos = divmod(int(timeout * 1e9), _SECOND)
+            number = message.call
+            call: MultiplexedCall[Any] = MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
+            present.add(number, call)
+            return call
 
         return start
 
