@@ -1,4 +1,4 @@
-"""The messages of a stream of calls: the ends of calls go out with their last tokens, and hold up no others for long."""
+"""The messages of a stream of calls: the ends of calls go out with their last tokens, and delay others little."""
 
 import asyncio
 from collections.abc import Callable, Sequence
