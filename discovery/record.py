@@ -14,6 +14,9 @@ _MAX_RANKS = 4096  # routers keep a count for each
 # The capability of workers that take the calls of one router over a shared stream.
 MULTIPLEX = "multiplex"
 
+# The capability of those whose load can be watched over that stream, too.
+MULTIPLEXED_LOAD = "multiplexed_load"
+
 # The capability of workers that serve adapters, and tell which by WorkerService.WatchLoras.
 LORA = "lora"
 

@@ -370,5 +370,8 @@ class RequestExecution:
 
     def _finished(self, finish: Finish) -> generate_pb2.Finished:
         finished = self._ctx.stats.finished()
-        finished.MergeFrom(generate_pb2.Finished(stop_string=finish.stop_string, stop_token_id=finish.stop_token_id))
+        if finish.stop_string:
+            finished.stop_string = finish.stop_string
+        if finish.stop_token_id is not None:
+            finished.stop_token_id = finish.stop_token_id
         return finished

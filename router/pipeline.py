@@ -57,6 +57,7 @@ class Pipeline:
         self._executor = executor
         self._limits = limits
         self._grammars = grammars
+        self._checks = validation.OptionChecks(limits)
         self.requests = RequestTable()
 
     async def run(self, ctx: RequestContext, reply: Reply) -> None:
@@ -94,7 +95,7 @@ class Pipeline:
             await ctx.inject("admission")
             model = self._cluster.model(ctx.request.model)
             ctx.stats.model = model.name
-            await _aside(ctx.is_large, validation.check, ctx.request, model, self._limits)
+            await _aside(ctx.is_large, self._checks.check, ctx.request, model)
             await self._grammars.prepare(ctx.request, model)
         return model
 

@@ -19,6 +19,9 @@ _LONGEST_NAME = 256
 _LONGEST_KEY = 1024
 _MOST_TOKENS_A_MESSAGE = 1024
 _LONGEST_DELAY_SECONDS = 10.0
+# Of options that are remembered: how many, and how long each may be.
+_REMEMBERED_OPTIONS = 256
+_LONGEST_OPTIONS = 1024
 # In one message: the values and ids of a prompt's log probabilities.
 _MOST_PROMPT_LOGPROBS = 131_072
 # Sampling parameters that equal the default.
@@ -30,6 +33,50 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+
+class OptionChecks:
+    """Checks requests as `check` does, and remembers the options of those that were right: clients send the same again.
+
+    Of a text with options that are known, only the text, the request id and the session key are looked at.
+    """
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._known: dict[bytes, ServedModel] = {}  # by what is remembered of the request, the model it was right for
+
+    def check(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
+        """Raises InvalidRequest naming every wrong field, or Unsupported naming what the model lacks."""
+        if request.WhichOneof("input") != "prompt":
+            check(request, model, self._limits)
+            return
+        options = _options(request)
+        if self._known.get(options) is not model:
+            check(request, model, self._limits)
+            self._remember(options, model)
+            return
+        violations = Violations()
+        _check_request_id(request.request_id, violations)
+        _check_name("routing.session_key", request.routing.session_key, _LONGEST_KEY, violations)
+        request_input.check_prompt(request.prompt, model, violations)
+        violations.raise_any()
+
+    def _remember(self, options: bytes, model: ServedModel) -> None:
+        if len(options) > _LONGEST_OPTIONS:
+            return
+        if len(self._known) >= _REMEMBERED_OPTIONS:
+            self._known.clear()
+        self._known[options] = model
+
+
+def _options(request: generate_pb2.GenerateRequest) -> bytes:
+    """The request without what differs from one to the next."""
+    options = generate_pb2.GenerateRequest()
+    options.CopyFrom(request)
+    options.prompt = options.request_id = ""
+    if options.HasField("routing"):
+        options.routing.session_key = ""
+    return options.SerializeToString(deterministic=True)
 
 
 def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: LimitsConfig) -> None:
@@ -106,22 +153,22 @@ def _bound(
 
 
 def _check_identity(request: generate_pb2.GenerateRequest, violations: Violations) -> None:
-    request_id = request.request_id
-    violations.require(
-        len(request_id) <= _LONGEST_REQUEST_ID and request_id.isprintable(),
-        "request_id",
-        f"must be at most {_LONGEST_REQUEST_ID} printable characters",
-    )
-    names = {
-        "lora_name": (request.lora_name, _LONGEST_NAME),
-        "routing.session_key": (request.routing.session_key, _LONGEST_KEY),
-        "routing.cache_salt": (request.routing.cache_salt, _LONGEST_KEY),
-    }
-    for field, (name, longest) in names.items():
-        if len(name) > longest:
-            violations.add(field, f"has {len(name)} characters of at most {longest}")
+    _check_request_id(request.request_id, violations)
+    _check_name("lora_name", request.lora_name, _LONGEST_NAME, violations)
+    _check_name("routing.session_key", request.routing.session_key, _LONGEST_KEY, violations)
+    _check_name("routing.cache_salt", request.routing.cache_salt, _LONGEST_KEY, violations)
     known = request.routing.topology in generate_pb2.Topology.values()
     violations.require(known, "routing.topology", f"unknown topology {request.routing.topology}")
+
+
+def _check_request_id(request_id: str, violations: Violations) -> None:
+    is_right = len(request_id) <= _LONGEST_REQUEST_ID and request_id.isprintable()
+    violations.require(is_right, "request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
+
+
+def _check_name(field: str, name: str, longest: int, violations: Violations) -> None:
+    if len(name) > longest:
+        violations.add(field, f"has {len(name)} characters of at most {longest}")
 
 
 def _check_input(request: generate_pb2.GenerateRequest, model: ServedModel, violations: Violations) -> None:

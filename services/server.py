@@ -14,7 +14,7 @@ from baton.engine.v1 import (
     worker_pb2_grpc,
 )
 from discovery.config import open_registry
-from discovery.record import MULTIPLEX
+from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
 from rpc.auth.access import Access, Rules
 from rpc.auth.caller import Role as CallerRole
@@ -53,8 +53,8 @@ log = structlog.get_logger(__name__)
 
 ROLE_SERVICES = (encode.SERVICE_NAME, prefill.SERVICE_NAME, decode.SERVICE_NAME, embed.SERVICE_NAME)
 
-# What routers call for each request. Images are large, and not multiplexed.
-_MULTIPLEXED = (prefill.SERVICE_NAME, decode.SERVICE_NAME, handoff.SERVICE_NAME)
+# What routers call for each request, and what tells of load. Images are large, and not multiplexed.
+_MULTIPLEXED = (prefill.SERVICE_NAME, decode.SERVICE_NAME, handoff.SERVICE_NAME, control.SERVICE_NAME)
 
 _WORKER: frozenset[CallerRole] = frozenset({"worker"})
 _OPERATOR: frozenset[CallerRole] = frozenset({"operator"})
@@ -269,7 +269,7 @@ def _record(worker: Worker) -> WorkerRecord:
         engine=facts.engine,
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
-        capabilities=(*worker.engines.capabilities, MULTIPLEX),
+        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD),
         data_parallel_ranks=facts.data_parallel_ranks,
         certificate=worker.identity.certificate,
         layout=facts.layout.in_words,

@@ -140,7 +140,7 @@ class Placer:
         if not paired:
             constraints = _prefill_constraints(candidates.decode[0], request, frozenset())
             _raise_none(constraints, self._filter(constraints))
-        return replace(candidates, decode=paired)
+        return Candidates(paired, candidates.prefill, candidates.requires_prefill)
 
     def _choose(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Placement[WorkerHandle]:
         """Raises BatonError, for INTERNAL, if the policy breaks its contract."""

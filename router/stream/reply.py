@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from baton.connection.metadata import TIMINGS_KEY
-from baton.inference.v1 import generate_pb2, timing_pb2
-from router.telemetry.stages import StageTiming
+from baton.inference.v1 import generate_pb2
+from router.telemetry.stages import StageTiming, timings_message
 from router.telemetry.timings import Timings
 
 Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
@@ -40,17 +40,13 @@ class Reply:
 def timings_trailer(stages: tuple[StageTiming, ...]) -> bytes:
     """A serialized Timings of bounded size. The shortest stages are added to the last one, the unattributed."""
     kept = list(stages)
-    message = _timings(kept)
+    message = timings_message(kept)
     while message.ByteSize() > _MAX_TRAILER_BYTES:
         least = min(kept[:-1], key=lambda stage: stage.nanoseconds)
         kept.remove(least)
         kept[-1] = kept[-1].plus(least.nanoseconds, least.before_first_token)
-        message = _timings(kept)
+        message = timings_message(kept)
     return message.SerializeToString()
-
-
-def _timings(stages: list[StageTiming]) -> timing_pb2.Timings:
-    return timing_pb2.Timings(stages=[stage.message() for stage in stages])
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ class StageTiming:
             before_first_token=self.before_first_token + before_first_token,
         )
 
-    def message(self) -> timing_pb2.StageTiming:
-        """The entry as a message."""
+    def fill(self, message: timing_pb2.StageTiming) -> None:
+        """Makes an empty message the entry."""
         # Set in place: with messages as arguments it takes three times as long, and each request has about seven.
-        message = timing_pb2.StageTiming(stage=self.stage)
+        message.stage = self.stage
         duration, first = message.duration, message.before_first_token
         duration.nanos, first.nanos = self.nanoseconds % _SECOND, self.before_first_token % _SECOND
         if self.nanoseconds >= _SECOND:
@@ -53,7 +53,15 @@ class StageTiming:
             message.transport = self.transport
         if self.num_bytes or self.cached_bytes:
             message.num_bytes, message.cached_bytes = self.num_bytes, self.cached_bytes
-        return message
+
+
+def timings_message(stages: Iterable[StageTiming]) -> timing_pb2.Timings:
+    """All entries as one message."""
+    message = timing_pb2.Timings()
+    add = message.stages.add
+    for stage in stages:
+        stage.fill(add())
+    return message
 
 
 class CallTiming:

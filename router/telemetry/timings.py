@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from baton.inference.v1 import timing_pb2
-from router.telemetry.stages import CallTiming, StageTiming, name_of
+from router.telemetry.stages import CallTiming, StageTiming, name_of, timings_message
 from rpc.tracing.span import Span, current_span, stage_span
 
 
@@ -118,7 +118,7 @@ class Timings:
     def message(self) -> timing_pb2.Timings:
         """The closed timings as a message, which is made once."""
         if self._message is None:
-            self._message = timing_pb2.Timings(stages=[stage.message() for stage in self.close()])
+            self._message = timings_message(self.close())
         return self._message
 
     @property

@@ -23,7 +23,7 @@ from baton.engine.v1 import (
 from baton.errors import BatonError, EngineFailed, Unavailable
 from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
-from discovery.record import LORA, MULTIPLEX
+from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import WorkerRecord
 from router.config import ProbeConfig
 from router.routing.latency import WorkerLatency
@@ -61,6 +61,9 @@ class WorkerHandle:
         self.decode = decode_pb2_grpc.DecodeServiceStub(shared)
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(shared)
         self.control = worker_pb2_grpc.WorkerServiceStub(channel)
+        # Its reports come ten times a second while it works: a message of grpc.aio's takes several times as long.
+        reporting = shared if MULTIPLEXED_LOAD in record.capabilities else channel
+        self._reports = worker_pb2_grpc.WorkerServiceStub(reporting)
         self.model: ServedModel | None = None
         self.load = cluster_service_pb2.WorkerLoad()
         self.loras = KnownLoras()
@@ -211,9 +214,17 @@ class WorkerHandle:
             await asyncio.sleep(backoff.next_seconds())
 
     async def check_health(self, probe: ProbeConfig) -> None:
-        """Checks the health repeatedly, until cancelled: a hung process reports nothing."""
+        """Checks the health repeatedly, until cancelled: a hung process reports nothing.
+
+        One that has reported its load within the interval does not hang, and is not asked.
+        """
         failures = 0
         while True:
+            unasked_seconds = probe.interval_seconds - self.silent_seconds
+            if unasked_seconds > 0 and not self._check_problem:
+                failures = 0
+                await asyncio.sleep(unasked_seconds)
+                continue
             started = time.monotonic()
             problem = await self._check(probe.timeout_seconds)
             if problem and time.monotonic() - started > 2 * probe.timeout_seconds:
@@ -232,7 +243,7 @@ class WorkerHandle:
         with ReportStream("load", self.record.worker_id) as reports:
             while True:
                 try:
-                    async with aclosing(stream(self.control.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
+                    async with aclosing(stream(self._reports.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
                         async for response in responses:
                             backoff.reset()
                             self._heard_at = time.monotonic()

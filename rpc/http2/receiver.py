@@ -131,7 +131,8 @@ class Receiver:
             if kind != h2.SETTINGS or flags & h2.ACK:
                 raise ConnectionFailure(h2.PROTOCOL_ERROR, "the first frame is not SETTINGS")
             self.is_settled = True
-        self._blocks.check(kind, stream_id)
+        if self._blocks.has_begun:
+            self._blocks.check(kind, stream_id)
         try:
             if kind < len(self._handlers):
                 self._handlers[kind](flags, stream_id, payload)

@@ -102,11 +102,12 @@ class Stream:
         if self._receive_window < 0:
             raise StreamFailure(FLOW_CONTROL_ERROR, "more was sent than the stream's window allows")
         self.received_bytes += len(payload)
-        inbox = self.inbox
-        before = inbox.size
-        inbox.feed(payload)
-        self._owner.account_input(inbox.size - before)
-        self._grant()
+        inbox = self._inbox or self.inbox
+        more = inbox.feed(payload)
+        if more:
+            self._owner.account_input(more)
+        if self._receive_window * 2 < RECEIVE_WINDOW:
+            self._grant()
 
     def end(self) -> None:
         """The peer has sent its last. Raises StreamFailure and MessageFailure."""

@@ -4,14 +4,13 @@ import time
 from typing import Any
 
 import grpc
-import structlog
 from grpc import aio
 
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.metadata import client_request_id, remaining_seconds, was_left_at_its_deadline
-from runtime.logs import add_log_fields, log_fields, set_log_fields
+from runtime.logs import FrequentLogger, add_log_fields, log_fields, set_log_fields
 
-log = structlog.get_logger(__name__)
+_log = FrequentLogger(__name__)
 
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -44,6 +43,7 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
 
 def _log_end(code: str, seconds: float) -> None:
     routine = code in ("OK", "CANCELLED") and "request_id" not in log_fields()
+    log = _log.bound()
     write = log.debug if routine else log.info
     write("call ended", code=code, seconds=round(seconds, 6))
 

@@ -18,7 +18,7 @@ from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Unavailable
 from rpc.multiplex.metadata import FailedStatus, to_messages
-from rpc.multiplex.peer_stream import OpenStream, PeerStream, open_on_channel
+from rpc.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
 from rpc.multiplex.replies import MultiplexedCall, TakeToken
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
@@ -27,6 +27,7 @@ from runtime.aio import wait_until_done
 _LARGE_BYTES = 256 * 1024
 # How much of several requests is put into one message.
 _MESSAGE_BYTES = 1024 * 1024
+_SECOND = 1_000_000_000  # in nanoseconds
 
 
 @asynccontextmanager
@@ -83,34 +84,38 @@ class _Stream:
         self._relays: dict[int, TakeToken] = {}
         self._waiting = [pb.MultiplexRequest()]
         self._waiting_bytes = 0
+        self._write_at_once: WriteNow | None = None  # unless the task has something to write
+        self._is_scheduled = False
         self._wake = asyncio.Event()
         self.is_lost = False
 
     # What its calls ask.
 
-    def begin(self, start: pb.CallStart, call: Callable[[int], MultiplexedCall[Any]]) -> MultiplexedCall[Any]:
-        """Begins a call, which gets its number here."""
-        start.call = next(self._numbers)
-        begun = self._calls[start.call] = call(start.call)
-        self._waiting_bytes += len(start.request)
+    def begin(self, path: str, request: bytes) -> pb.CallStart:
+        """What begins a call, to be filled before this turn of the loop ends; `add` adds the call itself."""
+        self._waiting_bytes += len(request)
         if self._waiting_bytes > _MESSAGE_BYTES:
             self._waiting.append(pb.MultiplexRequest())
-            self._waiting_bytes = len(start.request)
-        self._waiting[-1].starts.append(start)
-        self._wake.set()
-        return begun
+            self._waiting_bytes = len(request)
+        self._schedule()
+        # In its place: a message that is appended is copied.
+        return self._waiting[-1].starts.add(call=next(self._numbers), method=path, request=request)
+
+    def add(self, number: int, call: MultiplexedCall[Any]) -> None:
+        """Adds a call that has begun."""
+        self._calls[number] = call
 
     def cancel(self, call: int) -> None:
         """See Link."""
         self._relays.pop(call, None)
         if self._calls.pop(call, None) is not None:
             self._waiting[-1].cancelled.append(call)
-            self._wake.set()
+            self._schedule()
 
     def pause(self, call: int, *, is_paused: bool) -> None:
         """See Link."""
         (self._waiting[-1].paused if is_paused else self._waiting[-1].resumed).append(call)
-        self._wake.set()
+        self._schedule()
 
     def relay_tokens(self, call: int, take: TakeToken | None) -> None:
         """See Link."""
@@ -139,13 +144,38 @@ class _Stream:
         finally:
             self._end_calls(error)
 
+    def _schedule(self) -> None:
+        """Has what waits written at the end of this turn of the loop."""
+        if self._write_at_once is None:
+            self._wake.set()
+        elif not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._write_now)
+
+    def _write_now(self) -> None:
+        self._is_scheduled = False
+        write, waiting = self._write_at_once, self._waiting
+        while waiting and write is not None and write(waiting[0]):
+            del waiting[0]
+        if not waiting:
+            self._take_waiting()
+            return
+        self._write_at_once = None
+        self._wake.set()
+
     async def _write(self, peer: PeerStream) -> None:
+        """Writes what waits whenever the peer cannot take it at once."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            messages, self._waiting, self._waiting_bytes = self._waiting, [pb.MultiplexRequest()], 0
-            for message in messages:
+            for message in self._take_waiting():
                 await peer.write(message)
+            if not self._wake.is_set():
+                self._write_at_once = peer.write_now
+
+    def _take_waiting(self) -> list[pb.MultiplexRequest]:
+        messages, self._waiting, self._waiting_bytes = self._waiting, [pb.MultiplexRequest()], 0
+        return messages
 
     def _end_calls(self, error: BatonError) -> None:
         self.is_lost = True
@@ -239,13 +269,16 @@ class _MultiplexedChannel(aio.Channel):
             wire = request_serializer(request)
             if len(wire) > _LARGE_BYTES:
                 return alone(request, timeout=timeout, metadata=metadata)
-            message = pb.CallStart(method=path, request=wire, metadata=to_messages(metadata or ()))
-            if timeout is not None:
-                message.timeout.FromNanoseconds(int(timeout * 1e9))
+            sent = to_messages(metadata or ())
             present = self._streams.present()
-            return present.begin(
-                message, lambda number: MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
-            )
+            message = present.begin(path, wire)
+            message.metadata.extend(sent)
+            if timeout is not None:
+                message.timeout.seconds, message.timeout.nanos = divmod(int(timeout * 1e9), _SECOND)
+            number = message.call
+            call: MultiplexedCall[Any] = MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
+            present.add(number, call)
+            return call
 
         return start
 

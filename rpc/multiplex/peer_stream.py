@@ -23,6 +23,9 @@ from rpc.server import ServerKind
 # Takes what all calls of the stream have to say, as it comes.
 TakeResponse = Callable[[pb.MultiplexResponse], None]
 
+# Sends a message at once; False if the peer does not read, and the message has to be written.
+WriteNow = Callable[[pb.MultiplexRequest], bool]
+
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["MultiplexService"]
 _PATH: Final = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Multiplex'].name}"
 
@@ -32,6 +35,10 @@ class PeerStream(Protocol):
 
     async def write(self, message: pb.MultiplexRequest) -> None:
         """Sends a message; waits while the peer does not read. Does nothing once the stream is lost."""
+
+    @property
+    def write_now(self) -> WriteNow | None:
+        """Sends a message without waiting; None for a stream that cannot."""
 
     async def end(self) -> BatonError:
         """Waits until the stream is lost, and says why."""
@@ -80,6 +87,8 @@ async def open_on_connection(peer: Peer, take: TakeResponse) -> AsyncGenerator["
 
 
 class _GrpcioStream:
+    write_now = None
+
     def __init__(self, call: Any, take: TakeResponse) -> None:
         self._call = call
         self._take = take
@@ -109,6 +118,10 @@ class _Http2Stream:
     async def write(self, message: pb.MultiplexRequest) -> None:
         """See PeerStream."""
         await self._call.write(message.SerializeToString())
+
+    def write_now(self, message: pb.MultiplexRequest) -> bool:
+        """See PeerStream."""
+        return self._call.write_now(message.SerializeToString())
 
     async def end(self) -> BatonError:
         """See PeerStream."""

@@ -13,6 +13,9 @@ from rpc.multiplex.tokens import TokenSource
 _MESSAGE_BYTES = 512 * 1024
 # What an answer takes besides its bytes.
 _ANSWER_BYTES = 128
+# How many turns of the loop a message waits for the ends of calls whose last tokens it has: what a call does after them
+# takes a few, and each of its last answers would wake the caller alone.
+_TURNS_TO_END = 4
 
 
 class Ended(Protocol):
@@ -67,6 +70,7 @@ class ResponseQueue:
         self._ended: list[Ended] = []
         self._bytes = 0
         self._ready: dict[RelayedTokens, None] = {}
+        self._ending: set[int] = set()  # calls whose last tokens were taken, and whose status has not come
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -77,6 +81,7 @@ class ResponseQueue:
 
     def end(self, call: int, status: pb.CallStatus, ended: Ended) -> None:
         """Adds the end of a call."""
+        self._ending.discard(call)
         self._ended.append(ended)
         self._add(pb.CallAnswer(call=call, status=status), status.ByteSize())
 
@@ -107,6 +112,7 @@ class ResponseQueue:
             calls, ids = self._take_tokens()
             if calls or self._answers:
                 break
+        await self._let_calls_end()
         message = pb.MultiplexResponse(token_calls=calls, token_ids=ids, answers=self._answers)
         batch = Batch(message, self._ended)
         self._answers, self._ended, self._bytes = [], [], 0
@@ -115,6 +121,13 @@ class ResponseQueue:
         if self._ready:
             self._wake.set()
         return batch
+
+    async def _let_calls_end(self) -> None:
+        for _ in range(_TURNS_TO_END):
+            if not self._ending:
+                return
+            await asyncio.sleep(0)
+        self._ending.clear()
 
     def _add(self, answer: pb.CallAnswer, size: int) -> None:
         self._answers.append(answer)
@@ -137,6 +150,8 @@ class ResponseQueue:
                 self._ready[tokens] = None
                 continue
             ids = tokens.take()
+            if tokens.done.done():
+                self._ending.add(tokens.call)
             all_ids += ids
             calls += (tokens.call,) * len(ids)
         return calls, all_ids

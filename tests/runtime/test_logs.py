@@ -4,12 +4,13 @@ import asyncio
 import json
 import logging
 from contextvars import copy_context
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 import structlog
 
-from runtime.logs import LogFormat, add_log_fields, configure_logging, log_fields
+from runtime.logs import FrequentLogger, LogFormat, add_log_fields, configure_logging, log_fields
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -107,3 +108,27 @@ async def test_the_fields_of_one_task_are_on_no_line_of_another() -> None:
     found = await asyncio.gather(add("r-1"), add("r-2"))
     assert [fields["request_id"] for fields in found] == ["r-1", "r-2"]
     assert "request_id" not in log_fields()
+
+
+def test_a_logger_for_frequent_lines_follows_a_new_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = FrequentLogger("calls")
+    for worker in ("w-1", "w-2"):
+        configure_logging("json", "info", worker_id=worker)
+        logger.bound().info("call ended")
+    configure_logging("json", "warning")
+    logger.bound().info("no")
+    assert [line["worker_id"] for line in lines(capsys)] == ["w-1", "w-2"]
+
+
+def test_a_value_that_json_does_not_have_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    structlog.get_logger().info("model loaded", device=object)
+    assert lines(capsys)[0]["device"] == repr(object)
+
+
+def test_a_line_has_the_time_now_in_utc(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    structlog.get_logger().info("model loaded")
+    logged = datetime.fromisoformat(lines(capsys)[0]["ts"].replace("Z", "+00:00"))
+    # Clocks may be set while tests run.
+    assert abs(datetime.now(timezone.utc) - logged) < timedelta(minutes=10)

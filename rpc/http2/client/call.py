@@ -75,6 +75,16 @@ class Call:
         if not stream.closed:
             stream.write(message)
 
+    def write_now(self, message: bytes) -> bool:
+        """Sends a message unless the peer has not read enough; after the end it is dropped. False if `write` must."""
+        stream = self._stream
+        if stream.closed:
+            return True
+        if not stream.can_take(len(message)):
+            return False
+        stream.write(message)
+        return True
+
     def cancel(self) -> None:
         """Tells the peer that the answer is not wanted any more."""
         self._end(Status(StatusCode.CANCELLED, "the call was cancelled on this side"), CANCEL)

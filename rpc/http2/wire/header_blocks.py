@@ -9,7 +9,7 @@ from rpc.http2.wire.frames import ConnectionFailure
 from rpc.http2.wire.hpack import Field, HeaderListTooLarge, HpackDecoder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each call has one, and freezing takes a call for each field
 class HeaderBlock:
     """A whole block. `fields` is None for a list over the limit."""
 
@@ -27,14 +27,13 @@ class HeaderBlocks:
         self._max_block_bytes = 2 * limits.max_header_list_bytes
         self._max_continuations = limits.max_continuations
         self._continuations = 0
-        self._begun: bytearray | None = None
+        self.has_begun = False  # whether CONTINUATION has to come
+        self._begun = bytearray()
         self._stream_id = 0
         self._is_last = False
 
     def check(self, kind: int, stream_id: int) -> None:
         """Raises ConnectionFailure for a frame that must not be within a block."""
-        if self._begun is None:
-            return
         if kind != h2.CONTINUATION or stream_id != self._stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "a header block is interrupted")
 
@@ -49,12 +48,12 @@ class HeaderBlocks:
         self._stream_id, self._is_last = stream_id, bool(flags & h2.END_STREAM)
         if flags & h2.END_HEADERS:
             return self._decode(payload)
-        self._begun, self._continuations = bytearray(payload), 0
+        self._begun, self._continuations, self.has_begun = bytearray(payload), 0, True
         return None
 
     def go_on(self, flags: int, payload: bytes) -> HeaderBlock | None:
         """CONTINUATION: the block, if it ends here. Raises ConnectionFailure."""
-        if self._begun is None:
+        if not self.has_begun:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "CONTINUATION continues nothing")
         self._continuations += 1
         if self._continuations > self._max_continuations:
@@ -64,7 +63,7 @@ class HeaderBlocks:
             raise exceeded("header_lists", "a header block is too large")
         if not flags & h2.END_HEADERS:
             return None
-        block, self._begun = bytes(self._begun), None
+        block, self._begun, self.has_begun = bytes(self._begun), bytearray(), False
         return self._decode(block)
 
     def _decode(self, block: bytes) -> HeaderBlock:

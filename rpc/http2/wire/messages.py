@@ -73,15 +73,20 @@ class Inbox:
         """Whether no whole message waits to be read: what is here of the next one must not keep its rest away."""
         return not self._messages
 
-    def feed(self, chunk: bytes) -> None:
-        """Adds bytes of the stream. Raises MessageFailure for a message over the limit."""
+    def feed(self, chunk: bytes) -> int:
+        """Adds bytes of the stream; how much more is held here now.
+
+        Raises MessageFailure for a message over the limit.
+        """
         if not self._partial and len(chunk) >= _PREFIX_BYTES:
             flag, length = PREFIX.unpack_from(chunk)
             if length + _PREFIX_BYTES == len(chunk) and length <= self._max_bytes:
                 self._add(flag, chunk[_PREFIX_BYTES:])
-                return
+                return 0 if self._take is not None else length + _MESSAGE_OVERHEAD
+        before = self.size
         self._partial += chunk
         self._cut()
+        return self.size - before
 
     def end(self) -> None:
         """No more will come. Raises MessageFailure in the midst of a message."""
