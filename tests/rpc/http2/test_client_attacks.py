@@ -21,6 +21,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 from support.clients.scraping import since
+from support.eventually import eventually
 from support.http2.peer import message
 from support.http2.pipe import Pipe
 
@@ -185,6 +186,23 @@ async def test_a_worker_that_says_nothing_is_left(answer: bytes) -> None:
 async def test_a_worker_that_stops_within_a_frame_is_left(answer: bytes) -> None:
     ended = await silenced(SETTINGS + answer, Http2Limits(), keepalive_seconds=0.2, keepalive_timeout_seconds=0.2)
     assert ended == (StatusCode.UNAVAILABLE, "a PING was not answered")
+
+
+async def test_a_worker_is_not_left_because_this_process_was_held_up() -> None:
+    pipe = Pipe()
+    limits = replace(DEFAULT_LIMITS, keepalive_seconds=0.05, keepalive_timeout_seconds=0.2)
+    connection = ClientConnection(REQUEST, lambda _: None, limits)
+    connection.connection_made(pipe)
+    connection.data_received(SETTINGS)
+    await eventually(lambda: b"keepaliv" in pipe.written)
+    time.sleep(1.5)  # noqa: ASYNC251  # holds the loop up
+    # The loop's timers have their turn before what the worker has sent is read.
+    await asyncio.sleep(0.01)
+    assert not pipe.is_closed
+    # A worker that stays silent is left all the same.
+    await eventually(lambda: pipe.is_closed)
+    assert connection.call.status.result().details() == "a PING was not answered"
+    connection.connection_lost(None)
 
 
 async def test_a_worker_that_never_opens_a_window_is_left() -> None:
