@@ -1,5 +1,7 @@
 """Streams that are opened and reset at once: they wait within bounds, and others are answered meanwhile."""
 
+import asyncio
+
 from support.cluster.in_process import Bench, eventually
 from support.http2.client import raw_client
 
@@ -33,6 +35,8 @@ async def test_others_are_answered_while_a_client_resets_thousands_of_streams(on
     message = request.SerializeToString()
     frame = b"\0" + len(message).to_bytes(4, "big") + message
     async with timeout(60), raw_client(on_grpcio.address) as client:
+        # A client that answers no PING is left after 3 s.
+        answering = asyncio.ensure_future(client.answer())
         for _ in range(40):
             for _ in range(50):
                 stream = client.begin(GENERATE)
@@ -40,4 +44,6 @@ async def test_others_are_answered_while_a_client_resets_thousands_of_streams(on
                 client.connection.reset_stream(stream, CANCEL)
             await client.flush()
             assert await on_grpcio.text_of(prompt="x", stopping={"max_tokens": 3})
+        assert not answering.done()
+        answering.cancel()
     await eventually(lambda: on_grpcio.used_blocks() == 0)
