@@ -39,6 +39,9 @@ TRACE ?=
 INPUTS ?= 10000
 # How much `make fuzz-http2` sends.
 FRAMES ?= 1000000
+# What `make soak` sends: HOURS of RATE requests a second.
+HOURS ?= 8
+RATE ?= 4
 # CI reruns a test once if its process crashed, and reports it. The pattern matches no failure, so failed tests are not rerun.
 RERUNS := $(if $(CI),--reruns 1 --only-rerun '(?!)' --rerun-show-tracebacks -rfER)
 # A test process that hangs where its own time limits cannot stop it is killed, and another one continues.
@@ -70,7 +73,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers dashboards clients web fuzz fuzz-http2 lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up down status logs doctor test faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -162,8 +165,11 @@ web: ## Serve the chat page of examples/web at http://127.0.0.1:8090, for `make 
 fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
-fuzz-http2: $(STUBS) ## Send FRAMES (1,000,000) mutated frames to our own HTTP/2 server
-	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/rpc/http2/test_mutated_frames.py
+fuzz-http2: $(STUBS) ## Send FRAMES (1,000,000) mutated frames to our own HTTP/2 server, and as many to its client
+	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/rpc/http2/test_mutated_frames.py tests/rpc/http2/test_client_mutated_frames.py
+
+soak: $(STUBS) ## Send HOURS (8) of RATE (4) requests a second through our own HTTP/2, as fast as it goes, and look for growth (20 minutes)
+	@PYTHONPATH=tests:. $(BIN)/python -m benchmarks.soak --hours $(HOURS) --rate $(RATE)
 
 mutations: $(STUBS) ## Remove each guard of the TensorRT-LLM engine, and verify that a test fails (15 minutes)
 	@$(BIN)/python tools/mutate.py tools/mutations/trtllm.yaml --jobs $(JOBS)

@@ -115,6 +115,10 @@ class Call:
         if self.head.fault:
             self.finish(StatusCode.INVALID_ARGUMENT, self.head.fault)
             return
+        if self.deadline_at is not None and self.deadline_at <= time.monotonic():
+            # Its timer has not had its turn yet.
+            self._expire()
+            return
         self._task = self._host.spawn(self._run())
         self._task.add_done_callback(self._on_task_end)
 

@@ -14,6 +14,8 @@ _KEEPALIVE: Final = b"keepaliv"
 _DRAIN: Final = b"draining"
 # How long a peer may take to hear that the connection is drained, before its calls are refused.
 _DRAIN_SECONDS: Final = 1.0
+# A timer that is so late was held up by this process itself, which may not have read what its peers sent meanwhile.
+_LATE_SECONDS: Final = 0.5
 # As gRPC's own servers do it: so many pings may come too early in a row.
 _MAX_PING_STRIKES: Final = 2
 # Connections that began together shall not all end together.
@@ -105,7 +107,11 @@ class Liveness:
         connection, limits = self._connection, self._limits
         now = connection.loop.time()
         if self._asked_at is not None and connection.heard_at < self._asked_at:
-            self._end_silent()
+            if now < self._asked_at + limits.keepalive_timeout_seconds + _LATE_SECONDS:
+                self._end_silent()
+                return
+            self._asked_at = now
+            self._later("keepalive", limits.keepalive_timeout_seconds, self._check_silence)
             return
         self._asked_at = None
         silence = now - connection.heard_at

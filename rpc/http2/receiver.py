@@ -170,7 +170,8 @@ class Receiver:
     def _on_block(self, block: HeaderBlock) -> None:
         connection = self._connection
         if block.fields is None:
-            self._header_lists.spend()
+            for _ in range(block.times):
+                self._header_lists.spend()
         stream = self._streams.get(block.stream_id)
         if stream is not None:
             connection.heads.go_on(stream, block)

@@ -108,7 +108,8 @@ class LeaseTable:
         self._clock = clock
         self._leases: OrderedDict[str, Lease] = OrderedDict()
         # By handoff id: the reader that released it, and the answer. A second reader must not get the same answer.
-        self._released: OrderedDict[str, tuple[str, asyncio.Task[Released]]] = OrderedDict()
+        # A task only while it runs: it keeps the context of its request alive.
+        self._released: OrderedDict[str, tuple[str, asyncio.Task[Released] | Released]] = OrderedDict()
         self._granted = asyncio.Event()
         self._freeing: set[asyncio.Task[Released]] = set()
 
@@ -195,11 +196,13 @@ class LeaseTable:
             is_reader = lease.reader in ("", reader)
             task = self._end_one(lease, still_valid=lease.remaining_seconds > 0 and is_reader)
             self._remember(handoff_id, reader, task)
-        elif remembered[0] == reader:
-            task = remembered[1]
-        else:
+        elif remembered[0] != reader:
             metrics.CONFIRMATIONS_REFUSED.inc()
             return Released(still_valid=False, blocks_freed=0)
+        elif isinstance(remembered[1], Released):
+            return remembered[1]
+        else:
+            task = remembered[1]
         return await asyncio.shield(task)
 
     def fetched(self, handoff_id: str) -> None:
@@ -260,8 +263,13 @@ class LeaseTable:
 
     def _remember(self, handoff_id: str, reader: str, task: "asyncio.Task[Released]") -> None:
         self._released[handoff_id] = (reader, task)
+        task.add_done_callback(lambda _: self._keep_answer(handoff_id, reader, task))
         while len(self._released) > _REMEMBERED:
             self._released.popitem(last=False)
+
+    def _keep_answer(self, handoff_id: str, reader: str, task: "asyncio.Task[Released]") -> None:
+        if handoff_id in self._released and not task.cancelled() and task.exception() is None:
+            self._released[handoff_id] = (reader, task.result())
 
     async def _expire(self) -> None:
         while True:

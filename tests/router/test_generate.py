@@ -7,7 +7,6 @@ import pytest
 from google.protobuf import json_format
 from structlog.testing import capture_logs
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, bench, simulated
-from support.cluster.server_kind import of_grpcio
 from support.eventually import eventually
 
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
@@ -243,9 +242,8 @@ async def test_the_timings_has_each_stage_with_the_worker_that_ran_it(pair: Benc
 
 
 # Ours writes without waiting, so that no token of a client that reads waits for another one.
-@of_grpcio
-async def test_tokens_that_wait_go_out_together(pair: Bench) -> None:
-    stream = await pair.generate(prompt="hello", stopping={"max_tokens": 2000})
+async def test_tokens_that_wait_go_out_together(on_grpcio: Bench) -> None:
+    stream = await on_grpcio.generate(prompt="hello", stopping={"max_tokens": 2000})
     assert len(stream.token_ids) == 2000
     assert len(stream.messages) < 2000
 

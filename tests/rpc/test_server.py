@@ -10,7 +10,6 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from support.cluster.server_kind import of_grpcio
 from support.servers.scripted_router import NAME, scripted, service
 
 from baton.calls import stream, unary
@@ -184,11 +183,10 @@ async def grpc_ends_its_own_task() -> AsyncGenerator[None, None]:
     assert not any(task.cancelled() for task in began)
 
 
-@of_grpcio
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_server_that_is_cancelled_while_it_starts_ends_in_order(turns: int) -> None:
     async with grpc_ends_its_own_task():
-        starting = asyncio.ensure_future(serve("127.0.0.1:0", [], health=Health()).__aenter__())
+        starting = asyncio.ensure_future(serve("127.0.0.1:0", [], health=Health(), kind="grpcio").__aenter__())
         await asyncio.sleep(0)
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -196,11 +194,10 @@ async def test_a_server_that_is_cancelled_while_it_starts_ends_in_order(turns: i
         await asyncio.wait([starting])
 
 
-@of_grpcio
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_server_that_is_cancelled_while_it_stops_ends_in_order(turns: int) -> None:
     async with grpc_ends_its_own_task():
-        serving = serve("127.0.0.1:0", [], health=Health())
+        serving = serve("127.0.0.1:0", [], health=Health(), kind="grpcio")
         await serving.__aenter__()
         stopping = asyncio.ensure_future(serving.__aexit__(None, None, None))
         await asyncio.sleep(0)

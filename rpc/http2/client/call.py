@@ -8,7 +8,7 @@ from typing import Final
 from grpc import StatusCode
 
 from rpc.http2.stream import Stream
-from rpc.http2.wire.frames import CANCEL
+from rpc.http2.wire.frames import CANCEL, ENHANCE_YOUR_CALM, PROTOCOL_ERROR, StreamFailure
 from rpc.http2.wire.hpack import Field
 from rpc.http2.wire.messages import MessageFailure
 from rpc.http2.wire.metadata import MalformedMetadata, Metadata, decode, percent_decoded
@@ -17,6 +17,8 @@ from rpc.http2.wire.metadata import MalformedMetadata, Metadata, decode, percent
 TakeMessage = Callable[[bytes], None]
 
 _CODES: Final = {code.value[0]: code for code in StatusCode}
+# Blocks that announce an answer (1xx); gRPC's servers send none, a proxy before them may.
+_MAX_ANNOUNCEMENTS: Final = 16
 # What an HTTP answer that is not gRPC's stands for (gRPC, http-grpc-status-mapping.md).
 _OF_HTTP: Final = {
     b"400": StatusCode.INTERNAL,
@@ -63,6 +65,7 @@ class Call:
         self._take = take
         stream.take_messages(self._received)
         self._has_head = False
+        self._announcements = 0
         self._trailers: Status | None = None
 
     # What the caller does.
@@ -92,17 +95,24 @@ class Call:
     # What the connection says.
 
     def note_fields(self, fields: Sequence[Field], *, is_last: bool) -> None:
-        """A header block of the answer: its head, or its trailers, or both in one."""
+        """A header block of the answer: its head, or its trailers, or both in one. Raises StreamFailure for another."""
         values = dict(fields)
         if not self._has_head:
-            self._has_head = True
             http_status = values.get(b":status")
+            if http_status is not None and http_status.startswith(b"1") and not is_last:
+                self._announcements += 1
+                if self._announcements > _MAX_ANNOUNCEMENTS:
+                    raise StreamFailure(ENHANCE_YOUR_CALM, "the answer is announced too often")
+                return
+            self._has_head = True
             if http_status != b"200":
                 code = _OF_HTTP.get(http_status or b"", StatusCode.UNKNOWN)
                 self._end(
                     Status(code, f"the answer has the HTTP status {(http_status or b'-').decode('latin-1')}"), CANCEL
                 )
                 return
+        elif not is_last:
+            raise StreamFailure(PROTOCOL_ERROR, "HEADERS is neither the head of the answer nor its end")
         if is_last:
             self._trailers = _status_of(values, fields)
 

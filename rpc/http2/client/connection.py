@@ -4,9 +4,11 @@ import asyncio
 from contextvars import copy_context
 from typing import Final, cast
 
+import structlog
+
 from rpc.http2.client.call import Call, TakeMessage
 from rpc.http2.endpoint import Heads, StreamHandler
-from rpc.http2.limits import ServerLimits, exceeded
+from rpc.http2.limits import EXCEEDED, ServerLimits, exceeded
 from rpc.http2.liveness import Liveness
 from rpc.http2.output import Output
 from rpc.http2.receiver import CONNECTION_WINDOW, Receiver
@@ -15,6 +17,8 @@ from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
 from rpc.http2.wire.header_blocks import HeaderBlock
 from rpc.http2.wire.request import check_trailers
+
+log = structlog.get_logger(__name__)
 
 _STREAM_ID: Final = 1
 # How long a closed connection may take to be written out.
@@ -118,10 +122,18 @@ class ClientConnection(asyncio.Protocol):
 
     # Its end.
 
+    @property
+    def _peer(self) -> str:
+        name = self.transport.get_extra_info("peername")
+        return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unknown"
+
     def fail(self, failure: ConnectionFailure) -> None:
         """Ends the connection with GOAWAY, and the call."""
         if self.is_closing:
             return
+        if failure.budget:
+            EXCEEDED.labels(failure.budget).inc()
+            log.warning("connection ended", peer=self._peer, budget=failure.budget, reason=str(failure))
         self.call.stop(str(failure))
         self.is_closing = True
         self.liveness.stop()

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from rpc.http2.limits import Http2Limits, exceeded
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure
-from rpc.http2.wire.hpack import Field, HeaderListTooLarge, HpackDecoder
+from rpc.http2.wire.hpack import HOPELESS, Field, HeaderListTooLarge, HpackDecoder
 
 
 @dataclass(slots=True)  # not frozen: each call has one, and freezing takes a call for each field
 class HeaderBlock:
-    """A whole block. `fields` is None for a list over the limit."""
+    """A whole block. `fields` is None for a list over the limit, which is about `times` as long as that."""
 
     stream_id: int
     is_last: bool
     fields: Sequence[Field] | None
+    times: int
 
 
 class HeaderBlocks:
@@ -23,8 +24,9 @@ class HeaderBlocks:
 
     def __init__(self, limits: Http2Limits) -> None:
         self._decoder = HpackDecoder(limits.max_header_list_bytes)
-        # Huffman's code makes nothing longer than four times itself, and no field is shorter than a byte here.
-        self._max_block_bytes = 2 * limits.max_header_list_bytes
+        self._max_list_bytes = limits.max_header_list_bytes
+        # Up to here a list that is too long is only a call's fault, and others on the connection go on.
+        self._max_block_bytes = HOPELESS * limits.max_header_list_bytes
         self._max_continuations = limits.max_continuations
         self._continuations = 0
         self.has_begun = False  # whether CONTINUATION has to come
@@ -72,7 +74,7 @@ class HeaderBlocks:
             fields = self._decoder.decode(block)
         except HeaderListTooLarge:
             fields = None
-        return HeaderBlock(self._stream_id, self._is_last, fields)
+        return HeaderBlock(self._stream_id, self._is_last, fields, 1 + len(block) // self._max_list_bytes)
 
 
 def _without_priority(stream_id: int, payload: bytes) -> bytes:

@@ -29,7 +29,7 @@ _REMEMBERED_BYTES: Final = 512
 # Longer strings are decoded each time.
 _CACHED_STRING_BYTES: Final = 128
 # A list that is so many times over its limit is not read to the end: the connection is closed.
-_HOPELESS: Final = 4
+HOPELESS: Final = 4
 
 
 class HeaderListTooLarge(Exception):
@@ -84,7 +84,7 @@ class HpackDecoder:
             list_bytes += len(field[0]) + len(field[1]) + _ENTRY_OVERHEAD
             if list_bytes <= self._max_list_bytes:
                 fields.append(field)
-            elif list_bytes > _HOPELESS * self._max_list_bytes:
+            elif list_bytes > HOPELESS * self._max_list_bytes:
                 # A few bytes that stand for many. It is not worth the time to keep the tables in step.
                 raise _wrong("a header list is far too large", "header_lists")
         if is_changed:

@@ -8,7 +8,6 @@ from grpc import aio
 from structlog.testing import capture_logs
 from support.clients.scraping import sample, since
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, simulated
-from support.cluster.server_kind import of_grpcio
 from support.eventually import eventually
 from support.images.simulated_workers import IMAGE_TOKENS, about, multimodal
 
@@ -164,12 +163,11 @@ async def test_every_token_after_the_first_has_its_latency() -> None:
 
 
 # On ours they do not come together.
-@of_grpcio
-async def test_tokens_that_come_together_all_have_their_latency(pair: Bench) -> None:
+async def test_tokens_that_come_together_all_have_their_latency(on_grpcio: Bench) -> None:
     count = since("baton_router_inter_token_latency_seconds_count", **SHORT)
     seconds = since("baton_router_inter_token_latency_seconds_sum", **SHORT)
     whole = since("baton_router_request_seconds_sum", **SHORT)
-    stream = await run(pair, max_tokens=300)
+    stream = await run(on_grpcio, max_tokens=300)
     assert len(stream.messages) < 200
     assert count.grown == 299
     assert seconds.grown < whole.grown

@@ -88,6 +88,12 @@ async def test_a_deadline_that_passes_ends_the_call(timeout: str) -> None:
         assert server.seen.cancelled == server.seen.started
 
 
+async def test_a_deadline_that_has_passed_already_ends_the_call_before_it_begins() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        answer = await asked(peer, head("unary", grpc_timeout="0n"))
+    assert (answer.status, answer.data, server.seen.started) == (DEADLINE_EXCEEDED, b"", 0)
+
+
 @pytest.mark.parametrize("timeout", ["99999999H", "10S", "1M", "00000010S"])
 async def test_a_long_deadline_is_taken(timeout: str) -> None:
     assert (await answer_to(head("unary", ("grpc-timeout", timeout)))).status == OK

@@ -105,6 +105,19 @@ async def test_metadata_there_and_back() -> None:
         assert dict(await call.trailing_metadata()) == {"trailing-b-bin": b"\0\xff" * 50, "trailing-c": "x, y"}
 
 
+@pytest.mark.parametrize("sizes", [[17_000], [40_000], [1000] * 50], ids=["17 KB", "40 KB", "50 of 1 KB"])
+async def test_metadata_over_the_limit_end_their_call_and_no_other(sizes: list[int]) -> None:
+    async with opened() as (_, channel):
+        running = channel.unary_stream(path("hang"))(b"x")
+        assert await running.read() == b"x"
+        metadata = [(f"x-{number}", "v" * size) for number, size in enumerate(sizes)]
+        error = await failure(channel.unary_unary(path("unary"))(b"", metadata=metadata))
+        assert (error.code(), error.details()) == (StatusCode.RESOURCE_EXHAUSTED, "metadata is too large")
+        assert await channel.unary_unary(path("unary"))(b"next") == b"next"
+        assert not running.done()
+        running.cancel()
+
+
 async def test_an_abort_arrives_with_its_text_and_metadata() -> None:
     async with opened() as (_, channel):
         error = await failure(channel.unary_unary(path("abort"))(b""))

@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import resource
-import time
 
 import h2.config
 import h2.connection
@@ -18,67 +17,13 @@ import pytest
 from hypothesis import strategies as st
 from support.http2.fuzz import conversation, mutated, wire
 from support.http2.peer import head, message
+from support.http2.pipe import converse, failures_of, kinds_of_frames
 from support.http2.server import Echoing, echoing
 
 from rpc.http2.connection import Connection
 
 FRAMES = int(os.environ.get("BATON_HTTP2_FRAMES", "20000"))
 MEMORY_BYTES = 64 * 2**20
-# Of CPU, that one read of a connection may take; collecting garbage is in it.
-HELD_UP_SECONDS = 0.25
-
-
-class Pipe(asyncio.Transport):
-    """A transport that keeps nothing of what it is given, but its size."""
-
-    def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 1)})
-        self.is_closed = False
-        self.written = b""
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]
-        self.written += bytes(data)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    abort = close
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-
-async def converse(server: Echoing, data: bytes, cuts: list[int]) -> Pipe:
-    """Gives a connection the bytes, cut into reads, and takes the connection away again."""
-    pipe, connection = Pipe(), Connection(server.server)
-    connection.connection_made(pipe)
-    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        began = time.process_time()
-        connection.data_received(data[start:end])
-        assert time.process_time() - began < HELD_UP_SECONDS
-        await asyncio.sleep(0)
-        if pipe.is_closed:
-            break
-    for _ in range(3):
-        await asyncio.sleep(0)
-    connection.connection_lost(None)
-    return pipe
-
-
-def failures_of(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """The errors that nothing caught, as the event loop reports them from now on."""
-    found: list[str] = []
-    loop.set_exception_handler(lambda _, context: found.append(repr(context.get("exception", context["message"]))))
-    return found
 
 
 @pytest.mark.timeout(0)
@@ -92,7 +37,7 @@ async def test_mutated_frames_do_no_harm() -> None:
             frames = mutated(source, conversation(source, source.randrange(1, 6)))
             data = wire(frames)
             cuts = sorted(source.randrange(len(data)) for _ in range(source.randrange(3)))
-            await converse(server, data, cuts)
+            await converse(Connection(server.server), data, cuts)
             sent += len(frames)
             assert not failures, f"seed {seed}, after {sent} frames: {failures}"
             memory = memory or (sent > 5000 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -112,7 +57,7 @@ async def _settle(server: Echoing) -> None:
 
 
 async def _still_serves(server: Echoing) -> None:
-    pipe = await converse(server, wire(conversation(random.Random(3), 1)), [])
+    pipe = await converse(Connection(server.server), wire(conversation(random.Random(3), 1)), [])
     assert not pipe.is_closed
 
 
@@ -123,7 +68,7 @@ def test_any_bytes_after_the_preface_do_no_harm(data: bytes, cuts: list[int]) ->
         failures = failures_of(asyncio.get_running_loop())
         async with echoing() as server:
             whole = wire([b"\0\0\0\4\0\0\0\0\0", data])
-            await converse(server, whole, sorted(min(cut, len(whole)) for cut in cuts))
+            await converse(Connection(server.server), whole, sorted(min(cut, len(whole)) for cut in cuts))
         assert failures == []
 
     asyncio.run(run())
@@ -152,22 +97,12 @@ def test_any_frames_are_answered_with_frames_that_h2_understands(sent: list[byte
         client.send_headers(1, head("unary"))
         client.send_data(1, message(b"hello"), end_stream=True)
         async with echoing() as server:
-            valid = await converse(server, client.data_to_send(), [])
+            valid = await converse(Connection(server.server), client.data_to_send(), [])
             events = client.receive_data(valid.written)
             assert any(isinstance(event, h2.events.StreamEnded) for event in events)
             start = wire([b"\0\0\0\4\0\0\0\0\0"])
-            pipe = await converse(server, start + b"".join(sent), [])
-            assert _kinds(pipe.written) <= {0, 1, 3, 4, 6, 7, 8}
+            pipe = await converse(Connection(server.server), start + b"".join(sent), [])
+            assert kinds_of_frames(pipe.written) <= {0, 1, 3, 4, 6, 7, 8}
         assert failures == []
 
     asyncio.run(run())
-
-
-def _kinds(data: bytes) -> set[int]:
-    """The types of frames; raises if the last is cut."""
-    found, at = set(), 0
-    while at < len(data):
-        found.add(data[at + 3])
-        at += 9 + int.from_bytes(data[at : at + 3], "big")
-    assert at == len(data)
-    return found

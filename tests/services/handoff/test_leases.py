@@ -1,6 +1,8 @@
 """The lease table alone, with the simulated engine's KV."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -125,3 +127,16 @@ async def test_released_ids_are_not_remembered_for_ever(engine: SimulatedEngine)
         for _ in range(leases._REMEMBERED):
             await table.release((await hold(engine, table)).handoff_id)
         assert not (await table.release(first.handoff_id)).still_valid
+
+
+async def test_a_remembered_answer_keeps_nothing_of_its_request(engine: SimulatedEngine) -> None:
+    async with LeaseTable(10) as table:
+        lease = await hold(engine, table)
+        before = asyncio.all_tasks()
+        releasing = asyncio.create_task(table.release(lease.handoff_id))
+        await asyncio.sleep(0)
+        freeing = weakref.WeakSet(asyncio.all_tasks() - before - {releasing})
+        assert len(freeing) == 1
+        answer = await releasing
+        await eventually(lambda: gc.collect() >= 0 and not freeing)
+        assert await table.release(lease.handoff_id) == answer

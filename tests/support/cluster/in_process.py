@@ -19,6 +19,9 @@ from services.config import HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import Worker, host_worker
 
+# This client shares an event loop with the server that answers its pings, and everything else.
+_PATIENT_CHANNEL = {"grpc.keepalive_timeout_ms": 60_000, "grpc.http2.ping_timeout_ms": 60_000}
+
 PROBE = ProbeConfig(interval_seconds=0.1, timeout_seconds=1.5)
 # Prefill and decode on separate workers, whatever the workers' caches hold: most tests need a known choice.
 PLACED_BY_LOAD = RoutingConfig(policy="least_loaded")
@@ -149,7 +152,10 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """A router and these workers, all ready."""
     registry = MemoryRegistry("test")
-    async with host_router(router, registry) as host, open_channel(host.address) as channel:
+    async with (
+        host_router(router, registry) as host,
+        open_channel(host.address, replaced_options=_PATIENT_CHANNEL) as channel,
+    ):
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         operators = cluster_service_pb2_grpc.ClusterServiceStub(channel)
         running = Bench(registry, stub, operators, host.address, host.cluster, host.openai_address, proxied)

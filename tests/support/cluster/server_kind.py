@@ -3,16 +3,10 @@
 import os
 from typing import cast, get_args
 
-import pytest
-
 import rpc.server
 from rpc.server import ServerKind
 
 SERVER_KIND = cast("ServerKind", os.environ.get("BATON_TEST_SERVER") or rpc.server.DEFAULT_SERVER)
-
-of_grpcio = pytest.mark.skipif(
-    SERVER_KIND != "grpcio", reason="of what grpcio's server does and ours does not: BATON_TEST_SERVER says which runs"
-)
 
 # What processes are started with.
 OVERRIDES = (f"server={SERVER_KIND}",)

@@ -27,6 +27,12 @@ class RawClient:
         self._writer.write(self.connection.data_to_send())
         await self._writer.drain()
 
+    async def answer(self) -> None:
+        """Reads what comes, and answers the server's PING and SETTINGS, until the connection is closed."""
+        while received := await self._reader.read(65536):
+            self.connection.receive_data(received)
+            await self.flush()
+
     def begin(self, method: str, metadata: Headers = ()) -> int:
         """A stream with the headers of a call to `/package.Service/Method`; nothing is sent before `flush`."""
         stream = self.connection.get_next_available_stream_id()

@@ -8,6 +8,7 @@ from hyperframe.frame import (
     ContinuationFrame,
     DataFrame,
     Frame,
+    GoAwayFrame,
     HeadersFrame,
     PingFrame,
     PriorityFrame,
@@ -31,6 +32,28 @@ def conversation(source: random.Random, calls: int) -> list[bytes]:
     return [each.serialize() for each in frames]
 
 
+def answers(source: random.Random) -> list[bytes]:
+    """The frames of a server that answers one call, on stream 1."""
+    encoder = Encoder()
+    head, trailers = [(":status", "200"), ("content-type", "application/grpc")], [("grpc-status", "0")]
+    details = [("grpc-message", "a%20b"), ("x-bin", "AAEC"), ("x-a", "a" * source.randrange(40))]
+    settings = SettingsFrame(settings={4: source.choice((0, 100, 65_535, 2**20))})
+    if source.random() < 0.1:
+        whole = HeadersFrame(1, encoder.encode(head + trailers + details), flags=["END_HEADERS", "END_STREAM"])
+        return [settings.serialize(), whole.serialize()]
+    frames: list[Frame] = [settings, *_block(source, encoder.encode(head), [])]
+    body = b"".join(message(source.choice(_BODIES)) for _ in range(source.randrange(8)))
+    while body:
+        size = source.randrange(1, 400)
+        frames += [DataFrame(1, body[:size]), *_control(source, 1)]
+        body = body[size:]
+    if source.random() < 0.2:
+        frames.append(GoAwayFrame(0, last_stream_id=source.choice((0, 1, 2**31 - 1))))
+    if source.random() < 0.9:
+        frames += _block(source, encoder.encode(trailers + details[: source.randrange(4)]), ["END_STREAM"])
+    return [each.serialize() for each in frames]
+
+
 def mutated(source: random.Random, frames: Sequence[bytes]) -> list[bytes]:
     """The same frames, of which some are changed, repeated, left out, moved or replaced by others."""
     out = list(frames)
@@ -47,15 +70,21 @@ def wire(frames: Sequence[bytes]) -> bytes:
 def _call(source: random.Random, encoder: Encoder, stream_id: int) -> list[Frame]:
     block = encoder.encode(head(source.choice(_METHODS), ("x-a", "a" * source.randrange(40))))
     body = b"".join(message(source.choice(_BODIES)) for _ in range(source.randrange(3)))
-    cut = source.randrange(len(block))
+    data = DataFrame(stream_id, body, flags=source.choice(([], ["END_STREAM"], ["END_STREAM"])))
+    return [*_block(source, block, [], stream_id), data, *_control(source, stream_id)]
+
+
+def _block(source: random.Random, block: bytes, flags: list[str], stream_id: int = 1) -> list[Frame]:
+    """A header block, in one frame or in two."""
     if source.random() < 0.2:
-        frames: list[Frame] = [
-            HeadersFrame(stream_id, block[:cut]),
-            ContinuationFrame(stream_id, block[cut:], flags=["END_HEADERS"]),
-        ]
-    else:
-        frames = [HeadersFrame(stream_id, block, flags=["END_HEADERS"])]
-    frames.append(DataFrame(stream_id, body, flags=source.choice(([], ["END_STREAM"], ["END_STREAM"]))))
+        cut = source.randrange(len(block))
+        first = HeadersFrame(stream_id, block[:cut], flags=flags)
+        return [first, ContinuationFrame(stream_id, block[cut:], flags=["END_HEADERS"])]
+    return [HeadersFrame(stream_id, block, flags=["END_HEADERS", *flags])]
+
+
+def _control(source: random.Random, stream_id: int) -> list[Frame]:
+    """Up to two frames of other kinds."""
     others: list[Frame] = [
         PingFrame(opaque_data=b"12345678"),
         PriorityFrame(stream_id, depends_on=0),
@@ -64,7 +93,7 @@ def _call(source: random.Random, encoder: Encoder, stream_id: int) -> list[Frame
         WindowUpdateFrame(0, window_increment=1000),
         SettingsFrame(settings={4: source.randrange(2**17)}),
     ]
-    return frames + source.sample(others, source.randrange(3))
+    return source.sample(others, source.randrange(3))
 
 
 Mutation = Callable[[random.Random, list[bytes]], None]
