@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
-from router.routing.policy import W, WorkerView, share_transport
+from discovery.pairing import share_transport, transport_names
+from router.routing.policy import W, WorkerView
 
 W_co = TypeVar("W_co", bound=WorkerView, covariant=True)
 
@@ -115,7 +116,7 @@ def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
     if constraints.layout_digest and record.layout_digest != constraints.layout_digest:
         return f"its KV layout {record.layout_digest[:12]} differs from {constraints.layout_digest[:12]}"
     if constraints.reads is not None and not share_transport(record.offers, constraints.reads):
-        offered, read = (", ".join(names or ()) or "none" for names in (record.offers, constraints.reads))
+        offered, read = transport_names(record.offers), transport_names(constraints.reads)
         return f"has no transport in common with the decode worker: it offers {offered}, and read are {read}"
     if record.max_context_tokens < constraints.context_tokens:
         return f"its context ends at {record.max_context_tokens} tokens"

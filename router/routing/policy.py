@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
+from discovery.pairing import can_hand_over
 from discovery.registry import WorkerRecord
 from router.workers.loras import KnownLoras
 
@@ -112,11 +113,6 @@ class RoutingRequest:
         return self.routing.session_key
 
 
-def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
-    """Whether a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
-    return offers is None or reads is None or bool(set(offers) & set(reads))
-
-
 @dataclass(slots=True)
 class Candidates(Generic[W]):
     """The workers that are able to run a request now. There is at least one that decodes."""
@@ -126,10 +122,7 @@ class Candidates(Generic[W]):
     requires_prefill: bool = False  # then each decode worker has at least one prefill worker
 
     def prefill_for(self, decode: W) -> list[W]:
-        """The prefill workers that can hand over to this decode worker.
-
-        They are other processes, have the same KV layout, and offer a transport that it reads.
-        """
+        """The prefill workers that can hand over to this decode worker, as `can_hand_over` says."""
         return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record)]
 
     def allow(self, decode: W, prefill: W | None) -> bool:
@@ -139,15 +132,6 @@ class Candidates(Generic[W]):
         if prefill is None:
             return not self.requires_prefill
         return prefill in self.prefill and can_hand_over(prefill.record, decode.record)
-
-
-def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    """Whether a prefill worker can hand over to a decode worker: see `Candidates.prefill_for`."""
-    return (
-        prefill.layout_digest == decode.layout_digest
-        and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
-        and share_transport(prefill.offers, decode.reads)
-    )
 
 
 @dataclass(slots=True)
