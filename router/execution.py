@@ -1,5 +1,6 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -180,6 +181,8 @@ class RequestExecution:
         first = handoff.first_token
         reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        # It is sent in the loop's next turn: before the decode call is made, which has all ids of the prompt again.
+        await asyncio.sleep(0)
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
 
