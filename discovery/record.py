@@ -20,6 +20,9 @@ LORA = "lora"
 # The capability of workers whose engine allocates for a prompt before another worker computes it.
 ALLOCATES_FIRST = "allocates_first"
 
+# The capability of workers that keep bad words out of answers. Those of a version before ignore what they do not know.
+BAD_WORDS = "bad_words"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

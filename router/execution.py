@@ -22,7 +22,7 @@ from router.context import RequestContext
 from router.multimodal.prompt import MultimodalPrompt
 from router.routing.latency import DecodeTimer
 from router.routing.placement import Placer
-from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest
+from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
@@ -94,6 +94,7 @@ class RequestExecution:
             prompt.embedding_layout,
             answer_tokens=completion.sampling.stop.max_tokens,
             token_ids=prompt.token_ids,
+            needs=needed_capabilities(ctx.request),
         )
         self._progress: Progress = IgnoredProgress()
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)

@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError
 from discovery.pairing import WHOLE_REQUESTS
-from discovery.record import ALLOCATES_FIRST, LORA
+from discovery.record import ALLOCATES_FIRST, BAD_WORDS, LORA
 from discovery.registry import Registry
 from services.config import WorkerConfig
 from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, ModelFacts
@@ -67,7 +67,8 @@ class WorkerEngines:
     @property
     def capabilities(self) -> tuple[str, ...]:
         """For the registry: `images` if the model takes images, `whole_requests` if no KV can be handed to it, `lora`
-        if it serves adapters, `allocates_first` if its engine allocates before a prompt is computed elsewhere.
+        if it serves adapters, `allocates_first` if its engine allocates before a prompt is computed elsewhere,
+        `bad_words` if its engine has them.
         """
         facts = self._all_facts[0]
         transfer = self.engine.kv_transfer if self.engine else None
@@ -76,6 +77,7 @@ class WorkerEngines:
             WHOLE_REQUESTS: not facts.takes_handoffs,
             LORA: facts.lora,
             ALLOCATES_FIRST: isinstance(transfer, AllocatesFirst),
+            BAD_WORDS: self.engine is not None and "bad_words" not in facts.unsupported_sampling,
         }
         return tuple(name for name, is_able in able.items() if is_able)
 

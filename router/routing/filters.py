@@ -25,6 +25,7 @@ class Constraints:
     reads: tuple[str, ...] | None = None  # transports that its KV would be read by; None if unknown
     lora: lora_pb2.LoraAdapter | None = None  # that it has, or can load
     tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
+    needs: tuple[str, ...] = ()  # capabilities, named as the options of requests that need them
 
 
 class VersionedWorkers(Protocol[W_co]):
@@ -122,6 +123,8 @@ def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
         return f"its context ends at {record.max_context_tokens} tokens"
     if constraints.lora is not None and not worker.loras.can_use(constraints.lora):
         return f"has no adapter {constraints.lora.name} of content {constraints.lora.digest[:12]}"
+    if lacking := [name for name in constraints.needs if name not in record.capabilities]:
+        return f"does not say that it takes {', '.join(lacking)}"
     return _media_rejection_reason(worker, constraints)
 
 

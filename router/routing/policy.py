@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
 from discovery.pairing import can_hand_over
+from discovery.record import BAD_WORDS
 from discovery.registry import WorkerRecord
 from router.workers.loras import KnownLoras
 
@@ -90,6 +91,7 @@ class RoutingRequest:
     answer_tokens: int = 0  # at most
     blocks: PromptBlocks = NO_BLOCKS
     token_ids: Sequence[int] = ()  # of the prompt once more: to read them from the message takes longer
+    needs: tuple[str, ...] = ()  # capabilities of workers, without which they would ignore a part of the request
 
     @property
     def lora(self) -> lora_pb2.LoraAdapter | None:
@@ -104,13 +106,25 @@ class RoutingRequest:
     def with_blocks(self, blocks: PromptBlocks) -> "RoutingRequest":
         """The same request with the blocks of its prompt. `replace` would take five times as long."""
         return RoutingRequest(
-            self.model, self.prompt, self.routing, self.embedding_layout, self.answer_tokens, blocks, self.token_ids
+            self.model,
+            self.prompt,
+            self.routing,
+            self.embedding_layout,
+            self.answer_tokens,
+            blocks,
+            self.token_ids,
+            self.needs,
         )
 
     @property
     def session_key(self) -> str:
         """Requests with the same key share a prefix, and should go to the same workers; empty for none."""
         return self.routing.session_key
+
+
+def needed_capabilities(request: generate_pb2.GenerateRequest) -> tuple[str, ...]:
+    """The capabilities that a worker must state for this request: a worker of an older version ignores new fields."""
+    return (BAD_WORDS,) if request.sampling.bad_words else ()
 
 
 @dataclass(slots=True)
