@@ -7,7 +7,7 @@ different. The embedded engine computes a tiny model of random weights with a la
 GPUs; the simulated one takes no time. A stage is what passed in it before the first token was sent. `client` is what
 the client waited beyond the stages: its own serialization, the way to the router before the call's arrival there, and
 the first token's way back. `outside` is all but prefill_queue and prefill_compute. Least values of the rounds, ms, and
-the median of `outside`; CPU time is that of a process for a whole request of one token.
+the median of `outside`; CPU time is that of a process for a whole request of two tokens.
 """
 
 import argparse
@@ -96,7 +96,7 @@ async def ask(stub: inference_service_pb2_grpc.InferenceServiceStub, ids: Sequen
     request = generate_pb2.GenerateRequest(
         token_ids=generate_pb2.TokenIds(ids=ids),
         sampling=SamplingParams(temperature=0.0),
-        stopping=StoppingOptions(max_tokens=1, ignore_eos=True),
+        stopping=StoppingOptions(max_tokens=2, ignore_eos=True),
         routing=generate_pb2.RoutingOptions(topology=generate_pb2.TOPOLOGY_DISAGGREGATED),
     )
     sent, first = time.perf_counter(), 0.0

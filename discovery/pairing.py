@@ -87,7 +87,8 @@ def _fits_one(record: WorkerRecord, role: str, opposite: Iterable[WorkerRecord])
 
 def _problem(record: WorkerRecord, role: str, opposite: Sequence[WorkerRecord]) -> Unpaired | None:
     """Why a worker fits none of those of the opposite role; None if there is no other."""
-    others = [other for other in opposite if other is not record]
+    own = record.worker_id, record.epoch
+    others = [other for other in opposite if (other.worker_id, other.epoch) != own]
     if not others:
         return None
     alike = [other for other in others if other.layout_digest == record.layout_digest]
