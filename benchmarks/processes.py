@@ -51,6 +51,11 @@ def run_process(main: Callable[[], Awaitable[None]]) -> None:
     """Runs `main` like the real processes: with uvloop, and one JSON log line for each request in a file."""
     with open(os.devnull, "w") as sink:
         os.dup2(sink.fileno(), 2)
+    run_like_real(main)
+
+
+def run_like_real(main: Callable[[], Awaitable[None]]) -> None:
+    """The same with the log on stderr, where it is seen how a process fails."""
     configure_logging("json", "info")
     exempt_living_objects()
     uvloop.run(main())  # type: ignore[arg-type]

@@ -1,33 +1,69 @@
-"""Which workers can hand KV over to one another: those of one model whose layouts are equal."""
+"""Which workers can hand KV over to one another: those of one model with equal layouts and a transport in common."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from baton.errors import LayoutMismatch
 from discovery.record import WorkerRecord
 
 WHOLE_REQUESTS = "whole_requests"  # the capability of a worker that is not meant to hand over
+
+NO_COMMON_TRANSPORT = "NO_COMMON_TRANSPORT"  # beside LayoutMismatch.reason, why workers are unpaired
 
 _OPPOSITE = {"prefill": "decode", "decode": "prefill"}
 _NAMED = 3  # workers that a message names
 
 
-def unpaired(records: Iterable[WorkerRecord]) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Unpaired:
+    """Why a worker fits no other for a handoff: `reason` for programs, `problem` for people."""
+
+    reason: str
+    problem: str
+
+
+def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+    """Whether a prefill worker can hand over to a decode worker of its model.
+
+    They are other processes, have the same KV layout, and the one offers a transport that the other reads.
+    """
+    return (
+        prefill.layout_digest == decode.layout_digest
+        and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
+        and share_transport(prefill.offers, decode.reads)
+    )
+
+
+def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
+    """Whether a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
+    return offers is None or reads is None or bool(set(offers) & set(reads))
+
+
+def transport_names(names: Sequence[str] | None) -> str:
+    """Transports as messages name them."""
+    return ", ".join(names or ()) or "none"
+
+
+def unpaired(records: Iterable[WorkerRecord]) -> dict[str, Unpaired]:
     """Why a worker can hand over to none, or from none, of those that it should: by `WorkerRecord.process`.
 
-    A worker is there only if others have the opposite role for its model, and none of these has its layout. Draining
-    workers are left out, and those that are for whole requests.
+    A worker is there only if others have the opposite role for its model, and it can hand over to none of these, or
+    from none. Draining workers are left out, and those that are for whole requests.
     """
-    by_model: defaultdict[str, list[WorkerRecord]] = defaultdict(list)
-    for record in records:
-        if _hands_over(record):
-            by_model[record.model].append(record)
-    return {
-        record.process: problem
-        for of_model in by_model.values()
-        if len({record.layout_digest for record in of_model}) > 1
-        for record in of_model
-        if (problem := _problem(record, of_model))
-    }
+    by_role: defaultdict[tuple[str, str], list[WorkerRecord]] = defaultdict(list)
+    handing_over = [record for record in records if _hands_over(record)]
+    for record in handing_over:
+        for role in record.roles:
+            by_role[record.model, role].append(record)
+    examples = {key: _examples(of_role) for key, of_role in by_role.items()}
+    found: dict[str, Unpaired] = {}
+    for record in handing_over:
+        for role in sorted(set(record.roles) & _OPPOSITE.keys()):
+            key = record.model, _OPPOSITE[role]
+            if not _fits_one(record, role, examples.get(key, ())) and (problem := _problem(record, role, by_role[key])):
+                found.setdefault(record.process, problem)
+    return found
 
 
 def _hands_over(record: WorkerRecord) -> bool:
@@ -35,16 +71,44 @@ def _hands_over(record: WorkerRecord) -> bool:
     return bool(is_meant_to and not record.draining)
 
 
-def _problem(record: WorkerRecord, of_model: list[WorkerRecord]) -> str:
-    for role in sorted(set(record.roles) & _OPPOSITE.keys()):
-        opposite = _OPPOSITE[role]
-        others = [one for one in of_model if opposite in one.roles and one is not record]
-        if others and all(one.layout_digest != record.layout_digest for one in others):
-            named = ", ".join(f"{one.worker_id} has {_named(one)}" for one in others[:_NAMED])
-            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-            return f"its KV layout, {_named(record)}, fits no {opposite} worker: {named}{more}"
-    return ""
+def _examples(records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+    """Two of those that are alike for a handoff: in large fleets most are. One would not do, as none fits itself."""
+    alike: defaultdict[object, list[WorkerRecord]] = defaultdict(list)
+    for record in records:
+        alike[record.layout_digest, record.offers, record.reads].append(record)
+    return [record for of_kind in alike.values() for record in of_kind[:2]]
 
 
-def _named(record: WorkerRecord) -> str:
+def _fits_one(record: WorkerRecord, role: str, opposite: Iterable[WorkerRecord]) -> bool:
+    if role == "prefill":
+        return any(can_hand_over(record, other) for other in opposite)
+    return any(can_hand_over(other, record) for other in opposite)
+
+
+def _problem(record: WorkerRecord, role: str, opposite: Sequence[WorkerRecord]) -> Unpaired | None:
+    """Why a worker fits none of those of the opposite role; None if there is no other."""
+    own = record.worker_id, record.epoch
+    others = [other for other in opposite if (other.worker_id, other.epoch) != own]
+    if not others:
+        return None
+    alike = [other for other in others if other.layout_digest == record.layout_digest]
+    if not alike:
+        layouts = _list(others, lambda other: f"has {_layout(other)}")
+        fits_none = f"its KV layout, {_layout(record)}, fits no {_OPPOSITE[role]} worker: {layouts}"
+        return Unpaired(LayoutMismatch.reason, fits_none)
+    if role == "prefill":
+        transports = f"it offers {transport_names(record.offers)}; "
+        transports += _list(alike, lambda other: f"reads {transport_names(other.reads)}")
+    else:
+        transports = f"it reads {transport_names(record.reads)}; "
+        transports += _list(alike, lambda other: f"offers {transport_names(other.offers)}")
+    return Unpaired(NO_COMMON_TRANSPORT, f"no transport in common with any {_OPPOSITE[role]} worker: {transports}")
+
+
+def _list(others: Sequence[WorkerRecord], say: Callable[[WorkerRecord], str]) -> str:
+    named = ", ".join(f"{other.worker_id} {say(other)}" for other in others[:_NAMED])
+    return f"{named} and {len(others) - _NAMED} more" if len(others) > _NAMED else named
+
+
+def _layout(record: WorkerRecord) -> str:
     return f"{record.layout_digest[:12]} {record.layout}".strip()

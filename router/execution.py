@@ -1,5 +1,6 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from router.context import RequestContext
 from router.multimodal.prompt import MultimodalPrompt
 from router.routing.latency import DecodeTimer
 from router.routing.placement import Placer
-from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest
+from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
@@ -94,6 +95,7 @@ class RequestExecution:
             prompt.embedding_layout,
             answer_tokens=completion.sampling.stop.max_tokens,
             token_ids=prompt.token_ids,
+            needs=needed_capabilities(ctx.request),
         )
         self._progress: Progress = IgnoredProgress()
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
@@ -186,6 +188,8 @@ class RequestExecution:
         first = handoff.first_token
         reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        # It is sent in the loop's next turn: before the decode call is made, which has all ids of the prompt again.
+        await asyncio.sleep(0)
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
 

@@ -105,7 +105,7 @@ class Pipeline:
         with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
             await ctx.inject("tokenize")
             token_ids = await _token_ids(ctx, model)
-            bad_sequences = await _aside(ctx.is_large, request_input.bad_sequences, ctx.request, model)
+            bad_sequences = await _bad_sequences(ctx, model)
         ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
         media = await self._load_media(ctx)
         prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
@@ -165,6 +165,12 @@ async def _token_ids(ctx: RequestContext, model: ServedModel) -> Sequence[int]:
         with suppress(SlowTemplate):
             return request_input.tokenize(ctx.request, model, LOOP_SECONDS)
     return await asyncio.to_thread(request_input.tokenize, ctx.request, model)
+
+
+async def _bad_sequences(ctx: RequestContext, model: ServedModel) -> Sequence[Sequence[int]]:
+    if not ctx.request.sampling.bad_words:
+        return ()
+    return await _aside(ctx.is_large, request_input.bad_sequences, ctx.request, model)
 
 
 async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -16,6 +16,7 @@ from baton.inference.v1 import (
     server_info_pb2,
     tokenize_pb2,
 )
+from discovery.record import WorkerRecord
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.pipeline import Pipeline
@@ -163,4 +164,12 @@ def _worker_message(worker: WorkerHandle, explainer: RouteExplainer) -> cluster_
         load_age=age,
         problem=worker.problem or worker.unpaired,
         cache_view=explainer.cache_view(worker),
+        transports=_transports(record),
     )
+
+
+def _transports(record: WorkerRecord) -> cluster_service_pb2.WorkerTransports | None:
+    """None if the worker does not say."""
+    if record.offers is None or record.reads is None:
+        return None
+    return cluster_service_pb2.WorkerTransports(offers=record.offers, reads=record.reads)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import structlog
 
-from baton.errors import LayoutMismatch, ModelNotFound, RoleMismatch, StaleEpoch
+from baton.errors import ModelNotFound, RoleMismatch, StaleEpoch
 from discovery.pairing import unpaired
 from discovery.registry import Registration, Registry, WorkerRecord
 from runtime.aio import timeout
@@ -85,11 +85,11 @@ async def warn_if_unpaired(registry: Registry, record: WorkerRecord) -> None:
         async with timeout(_PAIRING_SECONDS), aclosing(registry.watch()) as views:
             async for records in views:
                 others = (one for one in records if one.worker_id != record.worker_id)
-                if problem := unpaired((record, *others)).get(record.process):
+                if found := unpaired((record, *others)).get(record.process):
                     log.warning(
                         "worker cannot hand over",
-                        reason=LayoutMismatch.reason,
+                        reason=found.reason,
                         worker_id=record.worker_id,
-                        problem=problem,
+                        problem=found.problem,
                     )
                 return

@@ -7,11 +7,12 @@ router sends the first token as soon as prefill has sampled it; the handoff come
 """
 
 import argparse
-import asyncio
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import uvloop
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, timing_pb2
 from baton.inference.v1.sampling_pb2 import SamplingParams, StoppingOptions
@@ -90,4 +91,4 @@ async def main(rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    asyncio.run(main(parser.parse_args().rounds))
+    uvloop.run(main(parser.parse_args().rounds))  # as the servers do

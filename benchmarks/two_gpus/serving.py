@@ -27,7 +27,7 @@ import grpc
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from baton.inference.v1.sampling_pb2 import SamplingParams, StoppingOptions
 from benchmarks.gpu_transfer import TINY
-from benchmarks.processes import child, routing, until_told
+from benchmarks.processes import child, routing, run_like_real, until_told
 from benchmarks.two_gpus.model import VOCABULARY, big_shape, folder_of
 from benchmarks.two_gpus.report import quantile, see, table
 from discovery.memory import MemoryRegistry
@@ -81,7 +81,7 @@ def run_worker(pipe: Connection, gpu: int, roles: tuple[str, ...], folder: str) 
             pipe.send(registry.workers())
             await until_told(pipe)
 
-    asyncio.run(serve())
+    run_like_real(serve)
 
 
 def run_router(pipe: Connection) -> None:
@@ -98,7 +98,7 @@ def run_router(pipe: Connection) -> None:
             pipe.send(address)
             await until_told(pipe)
 
-    asyncio.run(serve())
+    run_like_real(serve)
 
 
 @asynccontextmanager

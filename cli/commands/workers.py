@@ -6,6 +6,9 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from cli.connection import connect
 from cli.terminal import output, table
 
+_NUMBERS = ("running/waiting", "blocks used/held/total")
+_COLUMNS = ("worker", "role", "state", "address", "model", *_NUMBERS, "cache", "transports")
+
 
 async def run(arguments: argparse.Namespace) -> int:
     """Prints a table of workers."""
@@ -14,9 +17,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if not workers:
         print("no worker is registered")
         return 0
-    columns = ["worker", "role", "state", "address", "model", "running/waiting", "blocks used/held/total", "cache"]
-    numbers = ["running/waiting", "blocks used/held/total"]
-    output().print(table(columns, [_row(each) for each in workers], numbers=numbers))
+    output().print(table(_COLUMNS, [_row(each) for each in workers], numbers=_NUMBERS))
     for worker in workers:
         if worker.problem:
             print(f"{worker.worker_id}: {worker.problem}")
@@ -34,7 +35,25 @@ def _row(worker: cluster_service_pb2.Worker) -> list[str]:
         f"{load.running}/{load.waiting}",
         f"{load.blocks_used}/{load.blocks_held}/{load.blocks_total}",
         generate_pb2.CacheView.Name(worker.cache_view).removeprefix("CACHE_VIEW_").lower(),
+        _transports(worker),
     ]
+
+
+def _transports(worker: cluster_service_pb2.Worker) -> str:
+    """Those by which it hands KV over, or takes it over; a dash if it does not say."""
+    if not worker.HasField("transports"):
+        return "-"
+    offers = ", ".join(worker.transports.offers) or "none"
+    reads = ", ".join(worker.transports.reads) or "none"
+    match list(worker.roles):
+        case ["prefill"]:
+            return offers
+        case ["decode"]:
+            return reads
+        case _ if offers == reads:
+            return offers
+        case _:
+            return f"offers {offers}; reads {reads}"
 
 
 def state_name(state: "cluster_service_pb2.WorkerState.ValueType") -> str:

@@ -7,7 +7,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from router import validation
 from router.config import LimitsConfig
 from router.routing.placement import Placer
-from router.routing.policy import Prediction, RoutingRequest
+from router.routing.policy import Prediction, RoutingRequest, needed_capabilities
 from router.text import request_input
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
@@ -30,7 +30,13 @@ class RoutingRequests:
         lora = self._cluster.lora(request, model)
         prompt = prompt_pb2.Prompt(token_ids=token_ids, cache_salt=request.routing.cache_salt, lora=lora)
         return await self._placer.with_blocks(
-            RoutingRequest(model.name, prompt, request.routing, answer_tokens=request.stopping.max_tokens)
+            RoutingRequest(
+                model.name,
+                prompt,
+                request.routing,
+                answer_tokens=request.stopping.max_tokens,
+                needs=needed_capabilities(request),
+            )
         )
 
 

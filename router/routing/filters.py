@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
-from router.routing.policy import W, WorkerView, share_transport
+from discovery.pairing import share_transport, transport_names
+from router.routing.policy import W, WorkerView
 
 W_co = TypeVar("W_co", bound=WorkerView, covariant=True)
 
@@ -24,6 +25,7 @@ class Constraints:
     reads: tuple[str, ...] | None = None  # transports that its KV would be read by; None if unknown
     lora: lora_pb2.LoraAdapter | None = None  # that it has, or can load
     tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
+    needs: tuple[str, ...] = ()  # capabilities, named as the options of requests that need them
 
 
 class VersionedWorkers(Protocol[W_co]):
@@ -115,12 +117,14 @@ def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
     if constraints.layout_digest and record.layout_digest != constraints.layout_digest:
         return f"its KV layout {record.layout_digest[:12]} differs from {constraints.layout_digest[:12]}"
     if constraints.reads is not None and not share_transport(record.offers, constraints.reads):
-        offered, read = (", ".join(names or ()) or "none" for names in (record.offers, constraints.reads))
+        offered, read = transport_names(record.offers), transport_names(constraints.reads)
         return f"has no transport in common with the decode worker: it offers {offered}, and read are {read}"
     if record.max_context_tokens < constraints.context_tokens:
         return f"its context ends at {record.max_context_tokens} tokens"
     if constraints.lora is not None and not worker.loras.can_use(constraints.lora):
         return f"has no adapter {constraints.lora.name} of content {constraints.lora.digest[:12]}"
+    if lacking := [name for name in constraints.needs if name not in record.capabilities]:
+        return f"does not say that it takes {', '.join(lacking)}"
     return _media_rejection_reason(worker, constraints)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from baton.errors import BatonError, NoWorker
+from baton.errors import BatonError, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
@@ -125,6 +125,7 @@ class Placer:
         if self._config.beside:
             decode = tuple(worker for worker in decode if worker.record.host == self._config.beside) or decode
         if not decode:
+            self._raise_lacking(request)
             constraints = _constraints("decode", request)
             _raise_none(constraints, self._filter(constraints))
         if not self._wants_prefill(request):
@@ -141,6 +142,13 @@ class Placer:
             constraints = _prefill_constraints(candidates.decode[0], request, frozenset())
             _raise_none(constraints, self._filter(constraints))
         return Candidates(paired, candidates.prefill, candidates.requires_prefill)
+
+    def _raise_lacking(self, request: RoutingRequest) -> None:
+        """Raises Unsupported if only what the request needs beside a worker of its model keeps it from all of them."""
+        others = self._filter(replace(_constraints("decode", request), needs=())).eligible
+        if request.needs and others:
+            named = ", ".join(f"sampling.{name}" for name in request.needs)
+            raise Unsupported(f"{named}: no ready worker of {request.model} takes it; upgrade them")
 
     def _choose(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Placement[WorkerHandle]:
         """Raises BatonError, for INTERNAL, if the policy breaks its contract."""
@@ -174,7 +182,7 @@ class Placer:
 
     def _find(self, role: str, request: RoutingRequest, lora: lora_pb2.LoraAdapter | None) -> tuple[WorkerHandle, ...]:
         """The eligible workers of a role."""
-        if lora is not None:
+        if lora is not None or request.needs:
             return self._filter(_constraints(role, request)).eligible
         context = request.prompt_tokens + 1
         return self._eligible.find(self._cluster, role, request.model, context, request.embedding_layout)
@@ -198,6 +206,7 @@ def _constraints(role: str, request: RoutingRequest) -> Constraints:
         context_tokens=request.prompt_tokens + 1,
         embedding_layout=request.embedding_layout,
         lora=request.lora,
+        needs=request.needs,
     )
 
 

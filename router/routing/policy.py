@@ -9,6 +9,8 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
+from discovery.pairing import can_hand_over
+from discovery.record import BAD_WORDS
 from discovery.registry import WorkerRecord
 from router.workers.loras import KnownLoras
 
@@ -89,6 +91,7 @@ class RoutingRequest:
     answer_tokens: int = 0  # at most
     blocks: PromptBlocks = NO_BLOCKS
     token_ids: Sequence[int] = ()  # of the prompt once more: to read them from the message takes longer
+    needs: tuple[str, ...] = ()  # capabilities of workers, without which they would ignore a part of the request
 
     @property
     def lora(self) -> lora_pb2.LoraAdapter | None:
@@ -103,7 +106,14 @@ class RoutingRequest:
     def with_blocks(self, blocks: PromptBlocks) -> "RoutingRequest":
         """The same request with the blocks of its prompt. `replace` would take five times as long."""
         return RoutingRequest(
-            self.model, self.prompt, self.routing, self.embedding_layout, self.answer_tokens, blocks, self.token_ids
+            self.model,
+            self.prompt,
+            self.routing,
+            self.embedding_layout,
+            self.answer_tokens,
+            blocks,
+            self.token_ids,
+            self.needs,
         )
 
     @property
@@ -112,9 +122,9 @@ class RoutingRequest:
         return self.routing.session_key
 
 
-def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
-    """Whether a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
-    return offers is None or reads is None or bool(set(offers) & set(reads))
+def needed_capabilities(request: generate_pb2.GenerateRequest) -> tuple[str, ...]:
+    """The capabilities that a worker must state for this request: a worker of an older version ignores new fields."""
+    return (BAD_WORDS,) if request.sampling.bad_words else ()
 
 
 @dataclass(slots=True)
@@ -126,10 +136,7 @@ class Candidates(Generic[W]):
     requires_prefill: bool = False  # then each decode worker has at least one prefill worker
 
     def prefill_for(self, decode: W) -> list[W]:
-        """The prefill workers that can hand over to this decode worker.
-
-        They are other processes, have the same KV layout, and offer a transport that it reads.
-        """
+        """The prefill workers that can hand over to this decode worker, as `can_hand_over` says."""
         return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record)]
 
     def allow(self, decode: W, prefill: W | None) -> bool:
@@ -139,15 +146,6 @@ class Candidates(Generic[W]):
         if prefill is None:
             return not self.requires_prefill
         return prefill in self.prefill and can_hand_over(prefill.record, decode.record)
-
-
-def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    """Whether a prefill worker can hand over to a decode worker: see `Candidates.prefill_for`."""
-    return (
-        prefill.layout_digest == decode.layout_digest
-        and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
-        and share_transport(prefill.offers, decode.reads)
-    )
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ WORKERS = Gauge(
 )
 UNPAIRED_WORKERS = Gauge(
     "baton_router_unpaired_workers",
-    "Workers whose KV layout fits no other worker for a handoff.",
+    "Workers that fit no other worker for a handoff: by their KV layout or their transports.",
     ["worker_role"],
     registry=REGISTRY,
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from baton.engine.v1 import worker_pb2
-from baton.errors import EngineFailed, InvalidRequest, LayoutMismatch, ModelNotFound, NoWorker
+from baton.errors import EngineFailed, InvalidRequest, ModelNotFound, NoWorker
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.backoff import Backoff
 from discovery.latest import Latest
@@ -209,10 +209,11 @@ class Cluster:
         """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
         problems = unpaired(member.record for member in self._members.values() if not member.leave.is_set())
         for worker in self.workers:
-            problem = problems.get(worker.record.process, "")
-            if problem and problem != worker.unpaired:
-                worker_id, reason = worker.record.worker_id, LayoutMismatch.reason
-                log.warning("worker cannot hand over", reason=reason, worker_id=worker_id, problem=problem)
+            found = problems.get(worker.record.process)
+            problem = found.problem if found else ""
+            if found and problem != worker.unpaired:
+                worker_id = worker.record.worker_id
+                log.warning("worker cannot hand over", reason=found.reason, worker_id=worker_id, problem=problem)
             worker.unpaired = problem
         metrics.observe_unpaired(role for worker in self.workers if worker.unpaired for role in worker.record.roles)
 

@@ -17,9 +17,10 @@ async def test_workers_shows_role_state_and_load(baton: Baton, cluster: SmallClu
     outcome = await baton("workers", "--address", cluster.address)
     rows = [line.split() for line in outcome.lines[2:]]
     assert outcome.code == 0
+    idle = ["small", "0/0", "0/0/256", "none"]
     assert rows == [
-        ["decode-0", "decode", "ready", cluster.decode.address, "small", "0/0", "0/0/256", "none"],
-        ["prefill-0", "prefill", "ready", cluster.prefill.address, "small", "0/0", "0/0/256", "none"],
+        ["decode-0", "decode", "ready", cluster.decode.address, *idle, "cuda_ipc,", "shm,", "tcp"],
+        ["prefill-0", "prefill", "ready", cluster.prefill.address, *idle, "shm,", "tcp"],
     ]
 
 
@@ -35,6 +36,21 @@ async def test_workers_says_under_the_table_what_is_wrong_with_a_worker(baton: B
     assert len(said) == 1
     assert "32 tokens a block" in said[0]
     assert "fits no prefill worker: p1 has" in said[0]
+
+
+async def test_workers_and_explain_say_which_workers_have_no_transport_in_common(baton: Baton) -> None:
+    by_shm = PREFILL.model_copy(update={"transports": ("shm",)})
+    by_tcp = DECODE.model_copy(update={"transports": ("tcp",)})
+    async with bench(by_shm, by_tcp) as running:
+        listed = await baton("workers", "--address", running.address)
+        explained = await baton("explain", "some words", "--address", running.address)
+    assert [line.split()[-1] for line in listed.lines[2:4]] == ["tcp", "shm"]
+    assert listed.lines[4:] == [
+        "d1: no transport in common with any prefill worker: it reads tcp; p1 offers shm",
+        "p1: no transport in common with any decode worker: it offers shm; d1 reads tcp",
+    ]
+    reason = "has no transport in common with the decode worker: it offers shm, and read are tcp"
+    assert f"prefill p1 for decode d1: {reason}" in explained.out
 
 
 async def test_explain_shows_what_each_place_would_cost(baton: Baton) -> None:

@@ -343,3 +343,13 @@ async def test_a_worker_that_can_hand_over_to_none_says_so_as_it_registers(
         said = capsys.readouterr()
         assert "worker cannot hand over" in said.out + said.err
         assert "KV_LAYOUT_MISMATCH" in said.out + said.err
+
+
+async def test_a_worker_without_a_transport_in_common_says_so_as_it_registers(
+    start: Starter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start("prefill", transports=("shm",)) as prefill, start("decode", transports=("tcp",)):
+        said = capsys.readouterr()
+        shown = said.out + said.err
+        assert "NO_COMMON_TRANSPORT" in shown
+        assert f"it reads tcp; {prefill.worker.worker_id} offers shm" in shown

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
+from discovery.pairing import can_hand_over
 from discovery.record import WorkerRecord
 from router.routing.latency import Clock
-from router.routing.policy import can_hand_over
 from router.routing.prefix.prefix_caches import Cache
 from router.routing.prefix.work import RankWork, WorkShares
 from runtime.timing_profile import TimingProfile

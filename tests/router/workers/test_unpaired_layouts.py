@@ -1,15 +1,32 @@
-"""Workers whose KV layout fits no other worker: the router reports them."""
+"""Workers whose KV layout or transports fit no other worker: the router reports them."""
 
 import re
 from dataclasses import replace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.clients.scraping import sample
 from support.cluster.in_process import PREFILL, Bench, bench, eventually, simulated
 from support.router.worker_views import worker
 
-from discovery.pairing import unpaired
+from discovery.pairing import can_hand_over, unpaired
+from discovery.record import WorkerRecord
 
 OTHER = simulated("d1", "decode", block_tokens=32)
+BY_SHM = simulated("p1", "prefill").model_copy(update={"transports": ("shm",)})
+BY_TCP = simulated("d1", "decode").model_copy(update={"transports": ("tcp",)})
+
+_TRANSPORTS = st.none() | st.sets(st.sampled_from(["shm", "tcp", "nixl"])).map(tuple)
+_RECORDS = st.builds(
+    lambda role, layout, offers, reads: replace(
+        worker("w"), roles=(role,), layout_digest=layout, offers=offers, reads=reads
+    ),
+    *(st.sampled_from(["prefill", "decode"]), st.sampled_from("xy"), _TRANSPORTS, _TRANSPORTS),
+)
+_FLEETS = st.lists(_RECORDS, max_size=6).map(
+    lambda records: [replace(record, worker_id=f"w{index}") for index, record in enumerate(records)]
+)
 
 
 def problems(running: Bench) -> dict[str, str]:
@@ -61,5 +78,31 @@ def test_workers_of_both_roles_that_differ_are_both_named() -> None:
 
 def test_a_message_does_not_grow_with_the_fleet() -> None:
     many = [replace(worker(f"p{number}"), roles=("prefill",), layout_digest="y") for number in range(500)]
-    problem = unpaired([replace(worker("a"), roles=("decode",), layout_digest="x"), *many])["a@1"]
-    assert problem.endswith("and 497 more")
+    found = unpaired([replace(worker("a"), roles=("decode",), layout_digest="x"), *many])["a@1"]
+    assert found.problem.endswith("and 497 more")
+
+
+async def test_both_sides_without_a_common_transport_are_named_with_their_transports(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with bench(BY_SHM, BY_TCP) as running:
+        listed = {one.worker_id: one for one in await running.list_workers()}
+        assert listed["p1"].problem == "no transport in common with any decode worker: it offers shm; d1 reads tcp"
+        assert listed["d1"].problem == "no transport in common with any prefill worker: it reads tcp; p1 offers shm"
+        assert list(listed["p1"].transports.offers) == ["shm"]
+        assert list(listed["d1"].transports.reads) == ["tcp"]
+        assert sample("baton_router_unpaired_workers", worker_role="decode") == 1
+        said = capsys.readouterr()
+        assert "NO_COMMON_TRANSPORT" in said.out + said.err
+        await running.start(BY_TCP.model_copy(update={"worker_id": "p2", "roles": ("prefill",)}))
+        await eventually(lambda: problems(running).get("p2") == problems(running)["d1"] == "")
+        assert problems(running)["p1"]
+
+
+@given(_FLEETS)
+def test_a_worker_is_unpaired_exactly_if_it_can_hand_over_to_none_and_from_none(records: list[WorkerRecord]) -> None:
+    prefills = [record for record in records if record.roles == ("prefill",)]
+    decodes = [record for record in records if record.roles == ("decode",)]
+    alone = {one.process for one in prefills if decodes and not any(can_hand_over(one, other) for other in decodes)}
+    alone |= {one.process for one in decodes if prefills and not any(can_hand_over(other, one) for other in prefills)}
+    assert unpaired(records).keys() == alone

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from runtime.prefix_hash import block_hash, media_key, root_hash
+from runtime.prefix_hash import block_hash, extend_chain, media_key, root_hash, token_bytes
 from services.engines.prompt import MediaSpan
 
 
@@ -21,13 +21,16 @@ class HashChain:
         """Returns the hashes of the full blocks in the first `num_tokens` tokens. Tokens may be appended, never
         changed.
         """
-        full = num_tokens // self._block_tokens
-        while len(self._links) < full:
-            start = len(self._links) * self._block_tokens
-            parent = self._links[-1] if self._links else self._root
-            end = start + self._block_tokens
-            self._links.append(block_hash(parent, token_ids[start:end], media_key(self._media, start, end)))
-        return self._links[:full]
+        full, links, size = num_tokens // self._block_tokens, self._links, self._block_tokens
+        if len(links) < full and not self._media:
+            content = token_bytes(token_ids[len(links) * size : full * size])
+            links += extend_chain(links[-1] if links else self._root, content, size)
+        while len(links) < full:
+            start = len(links) * size
+            end = start + size
+            parent = links[-1] if links else self._root
+            links.append(block_hash(parent, token_ids[start:end], media_key(self._media, start, end)))
+        return links[:full]
 
     def value(self, token_ids: Sequence[int], num_tokens: int) -> bytes:
         """Returns the last hash of those blocks, or the root if there is none."""
