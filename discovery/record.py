@@ -25,6 +25,7 @@ ALLOCATES_FIRST = "allocates_first"
 
 # The capability of workers that hand KV over, and take it, while the prompt is computed.
 EARLY_HANDOFF = "early_handoff"
+
 # The capability of workers that keep bad words out of answers. Those of a version before ignore what they do not know.
 BAD_WORDS = "bad_words"
 
