@@ -24,6 +24,7 @@ from router.routing.latency import DecodeTimer
 from router.routing.placement import Placer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries
+from router.stream.single_tokens import TokenRelay
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.telemetry.request_metrics import RequestMetrics
@@ -82,7 +83,6 @@ class RequestExecution:
         self._placer = executor.placer
         self._retries = executor.retries
         self._latencies = executor.metrics.latencies(ctx.stats)
-        self._detokenized = ctx.timings.after_first_token()
         self._stats = ctx.stats
         self._ctx = ctx
         self._prompt = prompt
@@ -262,7 +262,7 @@ class RequestExecution:
                         return
                     if call.feed is not None and not is_fed and self._completion.takes_single_tokens:
                         is_fed = True
-                        call.feed.listen(partial(self._take_token, call.feed, timer))
+                        call.feed.listen(self._relay(call.feed, timer).take)
                 case "accepted":
                     timer.accepted()
                     self._progress.accepted(response.accepted.timings)
@@ -286,20 +286,10 @@ class RequestExecution:
     def _has_found_stop_string(self) -> bool:
         return self._completion.finished is not None and bool(self._completion.finished.stop_string)
 
-    def _take_token(self, feed: TokenFeed, timer: DecodeTimer, token_id: int) -> bool:
-        """Takes one token, and sends it, at once; not the first ones of a call. False if the client is behind."""
-        stream, completion = self._stream, self._completion
-        if not stream.has_room:
-            return False
-        timer.took_token()
-        started = time.perf_counter_ns()
-        text = completion.push_token(token_id)
-        self._stats.completion_tokens = len(completion.token_ids)
-        self._latencies.observe(self._detokenized(started), 1)
-        stream.put_token(text, token_id)
-        if completion.finished is not None and self._has_found_stop_string:
-            feed.stop()
-        return True
+    def _relay(self, feed: TokenFeed, timer: DecodeTimer) -> TokenRelay:
+        """What takes the tokens of a call, after its first ones."""
+        timed = self._ctx.timings.after_first_token()
+        return TokenRelay(self._stream, self._completion, timer, self._stats, self._latencies, timed, feed.stop)
 
     async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
         timer.got_tokens(len(tokens.token_ids))

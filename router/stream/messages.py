@@ -1,24 +1,7 @@
-"""Parts of messages: a message of one token that is used again, and what few answers have besides text."""
+"""What few answers have besides text."""
 
 from baton.inference.v1 import generate_pb2
 from router.text.completion import TokenDelta
-
-
-class SingleToken:
-    """A message of one token, used again for each. Its parts are kept: finding one takes as long as setting it."""
-
-    def __init__(self, request_id: str) -> None:
-        self._message = generate_pb2.GenerateResponse(request_id=request_id)
-        self._delta = self._message.token
-        self._token_ids = self._delta.token_ids
-        self._token_ids.append(0)
-
-    def fill(self, text: str, token_id: int, sequence: int) -> generate_pb2.GenerateResponse:
-        """The message of the next token."""
-        self._delta.text = text
-        self._token_ids[0] = token_id
-        self._message.sequence = sequence
-        return self._message
 
 
 class ParsedParts:

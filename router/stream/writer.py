@@ -14,8 +14,9 @@ from typing_extensions import Self
 from baton.errors import SlowReader
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.routing.latency import Clock
-from router.stream.messages import ParsedParts, SingleToken
+from router.stream.messages import ParsedParts
 from router.stream.reply import AT_ONCE, Pace, Reply
+from router.stream.single_tokens import SingleTokens
 from router.text.completion import TokenDelta
 
 # Makes the last message just before it is sent, since it includes the time that the others took.
@@ -62,12 +63,9 @@ class StreamWriter:
         self._logprobs: list[sampling_pb2.TokenLogprob] = []
         self._parsed = ParsedParts()
         self._is_due = True
-        self._sequence = 0
         self._message = generate_pb2.GenerateResponse(request_id=request_id)
-        self._single = SingleToken(request_id)
-        self._is_flowing = False
+        self.single = SingleTokens(request_id, reply.send_now)
         self._closed = False
-        self._client_reads = True
         self._writer: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -102,7 +100,7 @@ class StreamWriter:
     @property
     def has_room(self) -> bool:
         """Whether `put_now` may be called."""
-        if self._is_flowing:
+        if self.single.is_flowing:
             return True
         return len(self._token_ids) < self._max_waiting_tokens and (self._writer is None or not self._writer.done())
 
@@ -125,19 +123,16 @@ class StreamWriter:
 
     def put_token(self, text: str, token_id: int) -> None:
         """Adds one token without its log probability. Only while there is room."""
-        if self._is_flowing and self._send_now is not None:
+        if self.single.is_flowing:
             # What `put_now` would do, for each token of a client that reads.
-            message = self._single.fill(text, token_id, self._sequence)
-            self._sequence += 1
-            if not self._send_now(message):
-                self._is_flowing = self._client_reads = False
+            self.single.send(text, token_id)
         else:
             self.put_now(TokenDelta(text, (token_id,), ()))
 
     def _flows(self) -> bool:
         """Whether the next single token can be sent here and now; not the first one, and none that waits for others."""
         is_direct = self._send_now is not None and self._writer is None and self._first_token_sent is None
-        return is_direct and self._due_tokens <= 1 and self._client_reads and self._is_empty
+        return is_direct and self._due_tokens <= 1 and self.single.client_reads and self._is_empty
 
     async def put(self, delta: TokenDelta) -> None:
         """Adds tokens. Waits while the client is too far behind, so that nothing more is read from its worker."""
@@ -178,14 +173,15 @@ class StreamWriter:
         if self._send_now is None or self._writer is not None:
             self._start_writer()
             return
-        while self._client_reads and self._next(self._message):
-            self._client_reads = self._send_now(self._message)
-        if not self._client_reads and not self._is_empty:
+        single = self.single
+        while single.client_reads and self._next(self._message):
+            single.client_reads = self._send_now(self._message)
+        if not single.client_reads and not self._is_empty:
             self._start_writer()
-        self._is_flowing = self._flows()
+        single.is_flowing = self._flows()
 
     def _start_writer(self) -> None:
-        self._is_flowing = False
+        self.single.is_flowing = False
         if self._writer is None:
             # The time before this was spent waiting for tokens, not for the client.
             self._written_at = self._clock()
@@ -201,7 +197,7 @@ class StreamWriter:
                 self._written_at = self._clock()
             elif self._send_now is not None:
                 # The client has caught up.
-                self._writer, self._client_reads = None, True
+                self._writer, self.single.client_reads = None, True
                 return
             elif self._closed:
                 return
@@ -221,8 +217,8 @@ class StreamWriter:
             message.finished.CopyFrom(make_finished())
         else:
             return False
-        message.sequence = self._sequence
-        self._sequence += 1
+        message.sequence = self.single.sequence
+        self.single.sequence += 1
         return True
 
     def _take(self, delta: generate_pb2.TokenDelta) -> None:

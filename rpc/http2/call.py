@@ -163,9 +163,10 @@ class Call:
 
     async def read(self, method: Method) -> Any:
         """The next message; aio.EOF after the last. Raises MessageFailure."""
-        received = await self.stream.read()
+        received = await self.stream.inbox.next()
         if received is None:
             return EOF
+        self.stream.was_read(received)
         limits = self.stream.limits
         if received.is_compressed and not limits.accepts_compression:
             raise MessageFailure(StatusCode.UNIMPLEMENTED, _NOT_COMPRESSED)

@@ -3,12 +3,15 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
 from grpc import StatusCode, aio
 
+from rpc.http2.room import wait_for_room
 from rpc.http2.security import peer_identity_key
+from rpc.http2.sender import MessageSender
 from rpc.http2.wire.hpack import literal
 from rpc.http2.wire.messages import ACCEPTED_ENCODINGS, compress
 from rpc.http2.wire.metadata import Metadata, encode
@@ -47,6 +50,7 @@ class Context(aio.ServicerContext[Any, Any]):
         self._is_cancelled = False
         self._turn = -1
         self._written = 0
+        self.write_now = MessageSender(call, method.serialize, partial(self._start, ())).send
 
     # Messages.
 
@@ -63,7 +67,7 @@ class Context(aio.ServicerContext[Any, Any]):
             wire = await compress(wire, self._encoding)
         stream = self._stream
         if not stream.can_take(len(wire)):
-            await stream.room(len(wire))
+            await wait_for_room(stream, len(wire))
         self._send(wire, is_compressed)
         if self._turn != stream.turns:
             self._turn, self._written = stream.turns, 0
@@ -71,22 +75,9 @@ class Context(aio.ServicerContext[Any, Any]):
         if self._written >= _MESSAGES_A_TURN:
             await asyncio.sleep(0)
 
-    def write_now(self, message: Any) -> bool:
-        """Sends a message without waiting or compressing; whether there is room for another one.
-
-        For what writes the messages of many calls at once, such as the tokens of one step. Raises aio.UsageError once
-        the call is over.
-        """
-        if self._call.is_over:
-            raise aio.UsageError("the call is over")
-        stream = self._stream
-        if not stream.started:
-            self._start(())
-        return stream.write(self._method.serialize(message)) or stream.can_take(0)
-
     async def room(self) -> None:
         """Waits until `write_now` has room again."""
-        await self._stream.room(0)
+        await wait_for_room(self._stream, 0)
 
     def _send(self, wire: bytes, is_compressed: bool) -> None:
         if self._call.is_over:

@@ -116,13 +116,11 @@ class Stream:
             raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
         self.inbox.end()
 
-    async def read(self) -> Received | None:
-        """The next message; None after the last one, and when the stream is closed."""
-        message = await self.inbox.next()
-        if message is not None and not self.closed:
+    def was_read(self, message: Received) -> None:
+        """A message of the inbox has been read: its peer may send more."""
+        if not self.closed:
             self._owner.account_input(-message.size)
             self._grant()
-        return message
 
     def _grant(self) -> None:
         used = RECEIVE_WINDOW - self._receive_window
@@ -243,14 +241,13 @@ class Stream:
             self._pump_or_wait()
         self.notice_room()
 
-    async def room(self, size: int) -> None:
-        """Waits until a message of so many bytes may be written, or the stream is closed."""
-        while not self.can_take(size) and not self.closed:
-            room = asyncio.get_running_loop().create_future()
-            self._writers.append(room)
-            if self._output.is_full:
-                self._output.join_crowd(self)
-            await room
+    def change(self) -> "asyncio.Future[None]":
+        """What is done once something has changed that a writer waits for; it then asks `can_take` again."""
+        change = asyncio.get_running_loop().create_future()
+        self._writers.append(change)
+        if self._output.is_full:
+            self._output.join_crowd(self)
+        return change
 
     def notice_room(self) -> None:
         """Something has changed that writers may have waited for."""

@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-from grpc import StatusCode, aio
+from grpc import aio
 from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
 from baton.engine.v1 import multiplex_pb2 as pb
-from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Unavailable
-from rpc.multiplex.metadata import FailedStatus, to_messages
+from rpc.multiplex.metadata import to_messages
 from rpc.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
 from rpc.multiplex.replies import MultiplexedCall, TakeToken
+from rpc.multiplex.running_calls import RunningCalls
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
 
@@ -80,8 +80,7 @@ class _Stream:
     def __init__(self, open_stream: OpenStream) -> None:
         self._open = open_stream
         self._numbers = itertools.count(1)
-        self._calls: dict[int, MultiplexedCall[Any]] = {}
-        self._relays: dict[int, TakeToken] = {}
+        self.calls = RunningCalls()
         self._waiting = [pb.MultiplexRequest()]
         self._waiting_bytes = 0
         self._write_at_once: WriteNow | None = None  # unless the task has something to write
@@ -92,7 +91,7 @@ class _Stream:
     # What its calls ask.
 
     def begin(self, path: str, request: bytes) -> pb.CallStart:
-        """What begins a call, to be filled before this turn of the loop ends; `add` adds the call itself."""
+        """What begins a call, to be filled before this turn of the loop ends; the call itself is added to `calls`."""
         self._waiting_bytes += len(request)
         if self._waiting_bytes > _MESSAGE_BYTES:
             self._waiting.append(pb.MultiplexRequest())
@@ -101,14 +100,9 @@ class _Stream:
         # In its place: a message that is appended is copied.
         return self._waiting[-1].starts.add(call=next(self._numbers), method=path, request=request)
 
-    def add(self, number: int, call: MultiplexedCall[Any]) -> None:
-        """Adds a call that has begun."""
-        self._calls[number] = call
-
     def cancel(self, call: int) -> None:
         """See Link."""
-        self._relays.pop(call, None)
-        if self._calls.pop(call, None) is not None:
+        if self.calls.forget(call):
             self._waiting[-1].cancelled.append(call)
             self._schedule()
 
@@ -119,10 +113,7 @@ class _Stream:
 
     def relay_tokens(self, call: int, take: TakeToken | None) -> None:
         """See Link."""
-        if take is not None and call in self._calls:
-            self._relays[call] = take
-        else:
-            self._relays.pop(call, None)
+        self.calls.relay_tokens(call, take)
 
     # Its life.
 
@@ -130,7 +121,7 @@ class _Stream:
         """Until the stream is lost, or cancelled; then all of its calls have ended."""
         error: BatonError = Unavailable("the stream of calls ended")
         try:
-            async with self._open(self._take) as peer:
+            async with self._open(self.calls.take) as peer:
                 writing = asyncio.ensure_future(self._write(peer))
                 try:
                     error = await peer.end()
@@ -179,36 +170,7 @@ class _Stream:
 
     def _end_calls(self, error: BatonError) -> None:
         self.is_lost = True
-        calls, self._calls = self._calls, {}
-        for each in calls.values():
-            each.end(error)
-
-    def _take(self, response: pb.MultiplexResponse) -> None:
-        calls, relay_of = self._calls, self._relays.get
-        for number, token_id in zip(response.token_calls, response.token_ids, strict=False):
-            take = relay_of(number)
-            try:
-                if take is not None and take(token_id):
-                    continue
-            except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
-                calls[number].fail(error)
-                continue
-            call = calls.get(number)
-            if call is not None:
-                call.take(token_id)
-        for answer in response.answers:
-            call = calls.get(answer.call)
-            if call is None:
-                continue
-            if answer.HasField("status"):
-                del calls[answer.call]
-                call.end(_error_of(answer.status))
-            else:
-                call.take(answer.message)
-
-
-def _error_of(status: pb.CallStatus) -> BatonError | None:
-    return from_rpc_error(FailedStatus(status)) if status.code != StatusCode.OK.value[0] else None
+        self.calls.end(error)
 
 
 class _MultiplexedChannel(aio.Channel):
@@ -277,7 +239,7 @@ class _MultiplexedChannel(aio.Channel):
                 message.timeout.seconds, message.timeout.nanos = divmod(int(timeout * 1e9), _SECOND)
             number = message.call
             call: MultiplexedCall[Any] = MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
-            present.add(number, call)
+            present.calls.add(number, call)
             return call
 
         return start

@@ -7,6 +7,7 @@ from typing import Final
 
 from grpc import StatusCode
 
+from rpc.http2.room import wait_for_room
 from rpc.http2.stream import Stream
 from rpc.http2.wire.frames import CANCEL, ENHANCE_YOUR_CALM, PROTOCOL_ERROR, StreamFailure
 from rpc.http2.wire.hpack import Field
@@ -74,7 +75,7 @@ class Call:
         """Sends a message; waits first while the peer has not read enough. After the end it is dropped."""
         stream = self._stream
         if not stream.can_take(len(message)):
-            await stream.room(len(message))
+            await wait_for_room(stream, len(message))
         if not stream.closed:
             stream.write(message)
 
