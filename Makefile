@@ -58,6 +58,9 @@ BASE ?=
 HOST_PIP ?=
 IMAGE_OPTIONS = $(if $(BASE),--base $(BASE)) $(if $(filter undefined,$(origin TORCH_INDEX)),,--torch-index "$(TORCH_INDEX)") $(if $(HOST_PIP),--host-pip)
 
+# COMPILED=1 has `make wheel` compile the router's hot modules to machine code.
+COMPILED ?=
+
 # What `make vllm` runs, and the environment that it runs in.
 VLLM_PYTHON ?= python3.11
 VLLM_VENV := .venv-vllm
@@ -73,7 +76,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up down status logs doctor test faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -151,6 +154,13 @@ compose: $(STUBS) $(TRANSCODING) ## Run a Compose topology of these images throu
 containers: $(STUBS) $(TRANSCODING) ## Build images and test them in containers; as root, with podman: tools/install_system_packages.sh containers
 	@$(BIN)/python -m pytest -s -n 0 --timeout=0 tests/containers
 
+wheel: $(STUBS) ## Build both wheels into dist/ (COMPILED=1 compiles the router's hot modules, with mypyc and a C compiler)
+	@cd packaging/client && $(abspath $(BIN))/python -m hatchling build --target wheel --directory $(CURDIR)/dist
+	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=$(if $(COMPILED),true,false) $(BIN)/python -m hatchling build --target wheel --directory dist
+
+compiled: $(STUBS) ## Compile the router's hot modules outside the checkout, and test them (minutes)
+	@$(BIN)/python -m tools.compiled
+
 dashboards: $(STUBS) ## Draw Grafana's dashboards from a run with a fault, as docs/images/dashboard_*.png; needs prometheus
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt "matplotlib>=3.8"
 	@PYTHONPATH=tests:. $(BIN)/python -m tools.dashboards
@@ -189,6 +199,7 @@ check-all: lint ## Everything: also slow tests, on both servers, all faults, and
 	@$(MAKE) --no-print-directory faults
 	@$(MAKE) --no-print-directory fuzz
 	@$(MAKE) --no-print-directory fuzz-http2
+	@$(MAKE) --no-print-directory compiled
 
 format: $(STUBS) ## Format the code
 	@$(BIN)/ruff check --fix-only .
