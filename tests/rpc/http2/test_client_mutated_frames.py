@@ -82,7 +82,8 @@ async def test_mutated_answers_end_a_call_and_do_no_harm() -> None:
         memory = memory or (sent > 5000 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     assert {StatusCode.OK, StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN} <= codes
     gc.collect()
-    assert not conversation.connections, f"seed {seed}"
+    # Not the set itself: what tells it of the dead is not called for compiled connections.
+    assert not list(conversation.connections), f"seed {seed}"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - memory < MEMORY_BYTES, f"seed {seed}"
 
 
