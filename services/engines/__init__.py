@@ -4,6 +4,7 @@ base.py           the Protocols of engines and encoders, facts and load
 registry.py       the kinds of engines
 context.py        the base of configurations, and what a worker passes to its engine
 prompt.py         prompts, media and sampling parameters
+bad_words.py      which tokens would complete a sequence that an answer must not have
 answer.py         tokens, and the end of a generation
 kv.py             KV blocks: layout, memory, owners
 loras.py          adapters: what an engine has, and how requests use them

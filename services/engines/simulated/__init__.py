@@ -8,8 +8,8 @@ scheduler.py      queue, batch and steps
 timing.py         what a step takes: configured, or from a measured profile
 sequence.py       one request: its ids, its blocks, its times
 tokens.py         the ids that it generates
-blocks.py         which blocks are free, used, or cached for their prefix
-contents.py       the bytes in the blocks, which follow from the tokens
+preferences.py    what bad words, biases and penalties make of them
+blocks.py         which blocks are free, used, or cached for their prefix, and the bytes in them
 kv.py             held KV and reservations
 encoder.py        the Encoder, whose embeddings follow from the image's bytes, and the TextEmbedder
 """

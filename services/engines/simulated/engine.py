@@ -190,7 +190,7 @@ class SimulatedEngine(Engine):
 
     def _sequence(self, prompt: Prompt, sampling: Sampling) -> Sequence:
         self._check_prompt(prompt)
-        stream = TokenStream(self._vocabulary, sampling, self._config.end_probability)
+        stream = TokenStream(self._vocabulary, sampling, self._config.end_probability, prompt.emitted)
         return Sequence(prompt, sampling, stream, self._config.block_tokens)
 
     def _adopt(self, kv: PulledKv, sampling: Sampling) -> Sequence:

@@ -9,9 +9,8 @@ from services.engines.kv_events import KvPublisher
 from services.engines.memory.allocation import RoomRules
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt
-from services.engines.simulated.blocks import Blocks
+from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
-from services.engines.simulated.contents import Contents
 from services.engines.simulated.scheduler import SimulatedScheduler
 from services.engines.simulated.sequence import Sequence as Running
 from services.engines.simulated.tokens import Vocabulary

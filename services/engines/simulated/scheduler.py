@@ -11,9 +11,8 @@ from collections.abc import Sequence as Items
 from baton.errors import EngineFailed, HandoffLost, Overloaded
 from runtime.aio import timeout
 from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, no_room, offer_room
-from services.engines.simulated.blocks import Blocks
+from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
-from services.engines.simulated.contents import Contents
 from services.engines.simulated.kv import Claim
 from services.engines.simulated.sequence import Sequence
 from services.engines.simulated.timing import step_timing

@@ -93,8 +93,7 @@ class Sequence:
     def grow(self) -> int:
         """Generates the next id."""
         self.clock.decode()
-        token_id = self._stream.next()
-        self._stream.extend((token_id,))
+        token_id = self._stream.generate()
         self.ids.append(token_id)
         self.output.append(token_id)
         return token_id

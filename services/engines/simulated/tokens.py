@@ -12,6 +12,7 @@ from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.base import ModelFiles
 from services.engines.prompt import Sampling
 from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.preferences import preferences_of
 
 _EOS = "<|end|>"
 IMAGE = "<image>"
@@ -107,15 +108,18 @@ def _byte_characters() -> list[str]:
 
 
 class TokenStream:
-    """The ids of a request. Each is a function of all ids before it and of the seed, and of nothing else.
+    """The ids of a request. Each is a function of all ids before it and of the sampling, and of nothing else.
 
     So a request that another worker continues from the ids so far yields the same ids as one that was never
-    interrupted.
+    interrupted. Raises InvalidRequest if the sampling could ban every id.
     """
 
-    def __init__(self, vocabulary: Vocabulary, sampling: Sampling, end_probability: float) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, sampling: Sampling, end_probability: float, emitted: Sequence[int] = ()
+    ) -> None:
         self._vocabulary = vocabulary
         self._end_below = int(end_probability * 2**32)
+        self._preferences = preferences_of(vocabulary.ordinary, vocabulary.eos_token_id, sampling, emitted)
         seed = sampling.seed if sampling.temperature > 0 and sampling.seed is not None else 0
         self._hash = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
 
@@ -127,12 +131,21 @@ class TokenStream:
         """Appends ids to the context."""
         self._hash.update(array("I", token_ids).tobytes())
 
-    def next(self) -> int:
-        """Returns the next id, without appending it."""
+    def generate(self) -> int:
+        """Chooses the next id, and appends it."""
+        token_id = self._next()
+        self.extend((token_id,))
+        if self._preferences is not None:
+            self._preferences.append(token_id)
+        return token_id
+
+    def _next(self) -> int:
         value = int.from_bytes(self._hash.digest(), "little")
-        if value & 0xFFFFFFFF < self._end_below:
-            return self._vocabulary.eos_token_id
-        return self._vocabulary.ordinary[(value >> 32) % len(self._vocabulary.ordinary)]
+        eos, preferences = self._vocabulary.eos_token_id, self._preferences
+        if value & 0xFFFFFFFF < self._end_below and (preferences is None or eos not in preferences.banned()):
+            return eos
+        ordinary = self._vocabulary.ordinary
+        return ordinary[(value >> 32) % len(ordinary)] if preferences is None else preferences.choose(value >> 32)
 
 
 def finish_reason(

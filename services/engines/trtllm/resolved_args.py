@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from baton.errors import ConfigError
-from services.engines.argument_places import MergedArguments, merge, read_places
+from services.engines.external.argument_places import MergedArguments, merge, read_places
 from services.engines.trtllm.config import (
     AUTODEPLOY_UNKNOWN,
     ENCODER_KNOWN,

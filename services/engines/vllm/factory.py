@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from baton.errors import ConfigError
-from services.engines.argument_places import merge, read_places
 from services.engines.base import Engine
 from services.engines.context import EngineContext
+from services.engines.external.argument_places import merge, read_places
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.loading import RANKS, ResolvedVllm

@@ -13,7 +13,7 @@ import structlog
 
 from baton.errors import ConfigError, EngineFailed
 from runtime.daemon_call import daemon_call
-from services.engines.argument_places import MergedArguments
+from services.engines.external.argument_places import MergedArguments
 from services.engines.lora.options import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.facts import has_vision

@@ -14,9 +14,8 @@ from services.engines.pytorch.sampling.sampling import SamplerState
 from services.engines.pytorch.scheduler import BlockReservation, SchedulerLimits
 from services.engines.pytorch.scheduler import Scheduler as PyTorchScheduler
 from services.engines.pytorch.sequence import State, TokenSequence
-from services.engines.simulated.blocks import Blocks
+from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
-from services.engines.simulated.contents import Contents
 from services.engines.simulated.kv import Claim
 from services.engines.simulated.scheduler import SimulatedScheduler
 from services.engines.simulated.sequence import Sequence as SimulatedSequence
@@ -257,7 +256,9 @@ class SimulatedSide:
 
     def _sequence(self, request: int, crossing: Crossing, emitted: int) -> SimulatedSequence:
         prompt, sampling = _prompt(crossing, emitted, request), _sampling(crossing)
-        return SimulatedSequence(prompt, sampling, TokenStream(self.vocabulary, sampling, 0.0), BLOCK_TOKENS)
+        return SimulatedSequence(
+            prompt, sampling, TokenStream(self.vocabulary, sampling, 0.0, prompt.emitted), BLOCK_TOKENS
+        )
 
 
 @dataclass

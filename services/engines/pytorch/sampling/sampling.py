@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from services.engines.answer import TokenLogprob
+from services.engines.bad_words import BadWords
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.guidance.guidance import Guidance, Words
 from services.engines.pytorch.guidance.masks import apply_masks
 from services.engines.pytorch.sampling import truncation
-from services.engines.pytorch.sampling.bad_words import BadWords
 from services.engines.pytorch.sampling.gumbel import gumbel, row_key
 
 

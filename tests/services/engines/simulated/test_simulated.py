@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,32 @@ async def test_an_answer_may_end_by_itself() -> None:
         ended = await collect(engine.decode(PROMPT, sampled(500)))
         assert ended.finished.reason is FinishReason.END_OF_SEQUENCE
         assert ended.ids[-1] == 256
+
+
+async def test_a_banned_end_of_sequence_ends_no_answer() -> None:
+    async with SimulatedEngine(SimulatedConfig(end_probability=0.2)) as engine:
+        bad = replace(sampled(100), bad_sequences=((256,),))
+        assert len(await ids(engine, PROMPT, bad)) == 100
+        held = await ids(engine, PROMPT, replace(sampled(100), min_tokens=60))
+        assert 256 not in held[:60]
+        assert len(held) > 60
+
+
+async def test_a_bias_makes_an_id_as_likely_as_its_exponential_says() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        # Four times as likely as each of the 26 others.
+        likelier = await ids(engine, PROMPT, replace(sampled(3000), logit_bias={ord("q"): math.log(4)}))
+        assert 0.11 < likelier.count(ord("q")) / 3000 < 0.16
+        # By temperature 0.5 sixteen times.
+        sharp = replace(sampled(3000), logit_bias={ord("q"): math.log(4)}, temperature=0.5)
+        assert 0.34 < (await ids(engine, PROMPT, sharp)).count(ord("q")) / 3000 < 0.42
+
+
+async def test_options_that_change_nothing_among_equal_ids_change_none() -> None:
+    async with SimulatedEngine(SimulatedConfig()) as engine:
+        plain = await ids(engine, PROMPT, sampled(30))
+        for option in ({"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.5}):
+            assert await ids(engine, PROMPT, replace(sampled(30), **option)) == plain
 
 
 async def test_a_prefill_costs_its_tokens() -> None:

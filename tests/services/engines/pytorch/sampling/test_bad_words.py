@@ -12,9 +12,9 @@ from support.engines.engine_calls import blocks_used, collect, disaggregated, gr
 from support.engines.guided import TOKENIZER, answer, by_regex
 
 from baton.errors import InvalidRequest
+from services.engines.bad_words import BadWords
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.sampling.bad_words import BadWords
 from services.engines.pytorch.sampling.sampling import SamplerState
 
 SAMPLED = Sampling(max_tokens=30, temperature=1.0, seed=11, ignore_eos=True)
