@@ -1,11 +1,11 @@
 """The first tokens of long prompts through gRPC, beside their prefill: does the handoff, or anything else, delay them?
 
-    python -m benchmarks.two_gpus.first_token [--rounds 20]
+    python -m benchmarks.two_gpus.first_token [--rounds 20] [--transports nixl]
 
 Prefill on GPU 0, decode on GPU 1, routers and this client, each a process of its own; one request at a time. The
 router sends the first token as soon as prefill has sampled it; the handoff comes after it, before the second one, or
 begins while the prompt is computed where that is long enough. For these, two routers with the same workers take turns,
-one of which never begins early, and the transports are what the workers agree on, and tcp.
+one of which never begins early.
 """
 
 import argparse
@@ -135,10 +135,10 @@ def _long_shape() -> LlamaConfig:
     return shape
 
 
-async def main(rounds: int) -> None:
+async def main(rounds: int, transports: Sequence[str]) -> None:
     rows = await prompts(rounds)
-    rows += await early(max(3, rounds // 2), ())
-    rows += await early(max(3, rounds // 2), ("tcp",))
+    for transport in transports:
+        rows += await early(max(3, rounds // 2), (transport,))
     heads = ["prompt", "TTFT", "prefill", "ratio", "outside", "to the second token", "of it the handoff", "by"]
     table(heads, rows)
     print("Times in ms, medians; prefill and handoff from the ledger of the request.")
@@ -147,4 +147,6 @@ async def main(rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    uvloop.run(main(parser.parse_args().rounds))  # as the servers do
+    parser.add_argument("--transports", nargs="+", default=["shm" if TINY else "cuda_ipc", "tcp"])
+    options = parser.parse_args()
+    uvloop.run(main(options.rounds, options.transports))  # as the servers do
