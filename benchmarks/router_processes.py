@@ -2,9 +2,10 @@
 
     python -m benchmarks.router_processes [--processes 1 2 4] [--workers 8] [--clients 8] [--seconds 6] [--rounds 2]
 
-Each router has as many cores for itself as it has processes; simulated workers and clients, a process each, have the
-others, so that a machine needs about five times as many cores as the largest router. Every client keeps so many
-answers running over its connections, flat out, and the router is saturated: what is compared is how much it serves.
+Each router has as many cores for itself as it has processes, and the hardware threads beside them stay free; simulated
+workers and clients, a process each, have the other cores, of which they need about five times as many as the largest
+router. Every client keeps answers running over its connections, flat out, as many for each process of the router, so
+that it is saturated: what is compared is how much it serves.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from cli.local.ports import free_port
 from discovery.config import RegistryConfig
 from services.server import host_worker
 
-CONNECTIONS, LANES = 16, 32
-"""Of each client: its connections, and the answers that it keeps running."""
+CONNECTIONS, LANES = 16, 24
+"""Of each client: its connections, and the answers that it keeps running for each process of the router."""
 
 LOADS = {"tokens of answers of 128": 128, "requests of 1 token": 1}
 _START_SECONDS = 60.0
@@ -62,7 +63,7 @@ def run_worker(pipe: Connection, folder: str, number: int) -> None:
 
 
 def run_client(pipe: Connection, address: str, number: int) -> None:
-    """For each (tokens, seconds) from the pipe, sends so long, and then how many tokens came in the second half."""
+    """For each (tokens, lanes, begin, end) from the pipe, sends load until `end`, and then how much came."""
 
     async def serve() -> None:
         client = GrpcClient(address, CONNECTIONS, prompts(number * 1_000_000))
@@ -76,7 +77,7 @@ def run_client(pipe: Connection, address: str, number: int) -> None:
     run_process(serve)
 
 
-async def _count(client: GrpcClient, tokens: int, begin: float, end: float) -> float:
+async def _count(client: GrpcClient, tokens: int, lanes: int, begin: float, end: float) -> float:
     """The tokens that come between two times of the system's clock, of answers that are asked for until the end."""
     counted = 0.0
 
@@ -88,7 +89,7 @@ async def _count(client: GrpcClient, tokens: int, begin: float, end: float) -> f
             inside = sum(begin <= at - late < end for at in answer.arrivals)
             counted += answer.tokens * inside / len(answer.arrivals)
 
-    await asyncio.gather(*(lane() for _ in range(LANES)))
+    await asyncio.gather(*(lane() for _ in range(lanes)))
     return counted
 
 
@@ -125,7 +126,7 @@ async def measure(processes: int, options: argparse.Namespace, folder: Path, own
             begin = time.time() + 2 + options.seconds / 3
             end = begin + options.seconds
             for pipe in clients:
-                pipe.send((tokens, begin, end))
+                pipe.send((tokens, LANES * processes, begin, end))
             await asyncio.sleep(begin - time.time())
             before = cpu_of_tree(pid)
             await asyncio.sleep(end - time.time())
@@ -151,12 +152,24 @@ async def _until_ready(address: str) -> None:
             client.close()
 
 
+def _cores() -> list[tuple[int, ...]]:
+    """The hardware threads of each core that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    found: dict[str, tuple[int, ...]] = {}
+    for thread in sorted(allowed):
+        file = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+        core = file.read_text().strip() if file.exists() else str(thread)
+        found[core] = (*found.get(core, ()), thread)
+    return list(found.values())
+
+
 async def main(options: argparse.Namespace) -> None:
-    cores = sorted(os.sched_getaffinity(0))
+    cores = _cores()
     most = max(options.processes)
     if len(cores) <= most:
         print(f"{len(cores)} cores are too few: routers and all others share them, and the ratios mean nothing.\n")
-    rest = frozenset(cores[most:] or cores)
+    own_cores = cores[:most]
+    rest = frozenset(thread for core in cores[most:] or cores for thread in core)
     os.sched_setaffinity(0, rest)
     found: dict[int, list[dict[str, Served]]] = {processes: [] for processes in options.processes}
     with tempfile.TemporaryDirectory() as name:
@@ -169,12 +182,14 @@ async def main(options: argparse.Namespace) -> None:
                 await received(pipe)
             for _ in range(options.rounds):
                 for processes in options.processes:
-                    own = frozenset(cores[:processes]) if len(cores) > most else frozenset(cores)
+                    own = frozenset(core[0] for core in own_cores[:processes])
                     with on_cores(rest):
                         found[processes].append(await measure(processes, options, Path(name), own))
     print(
-        f"{len(cores)} cores; {options.workers} worker and {options.clients} client processes on {len(rest)} of them.\n"
+        f"{len(cores)} cores of {len(cores[0])} hardware threads, of which the router has one each. On the others",
+        end=" ",
     )
+    print(f"{options.workers} workers, {options.clients} clients, {CONNECTIONS} connections a client.\n")
     rows = []
     first = found[options.processes[0]]
     for load in LOADS:
