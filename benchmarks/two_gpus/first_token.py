@@ -32,7 +32,6 @@ WARM_UPS = 3
 
 _PREFILL = (timing_pb2.STAGE_PREFILL_QUEUE, timing_pb2.STAGE_PREFILL_COMPUTE)
 _OUTSIDE = ("admission", "tokenize", "route", "unattributed", "detokenize")
-_HANDOFF = (timing_pb2.STAGE_HANDOFF_WAIT, timing_pb2.STAGE_HANDOFF_TRANSFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,8 @@ class Request:
     first_token: float
     second_token: float  # after the first one
     prefill: float
-    handoff: float
+    waiting: float  # for blocks of the decode worker
+    transfer: float  # from the pull to its confirmation
     outside: dict[str, float]  # before the first token, by stage; `client` is what the router does not see
     transport: str
 
@@ -71,7 +71,8 @@ async def ask(stub: inference_service_pb2_grpc.InferenceServiceStub, ids: Sequen
         first_token=first_token,
         second_token=(times[1] - times[0]) * 1e3,
         prefill=_milliseconds(finished, _PREFILL),
-        handoff=_milliseconds(finished, _HANDOFF),
+        waiting=_milliseconds(finished, [timing_pb2.STAGE_HANDOFF_WAIT]),
+        transfer=_milliseconds(finished, [timing_pb2.STAGE_HANDOFF_TRANSFER]),
         outside={**outside, "client": first_token - sum(stages.values())},
         transport=",".join(stage.transport for stage in finished.timings if stage.transport),
     )
@@ -89,7 +90,8 @@ def row(name: str, found: Sequence[Request]) -> list[object]:
         f"{statistics.median(one.first_token / one.prefill for one in found):.3f}",
         f"{statistics.median(one.first_token - one.prefill for one in found):.2f}",
         f"{statistics.median(one.second_token for one in found):.1f}",
-        f"{statistics.median(one.handoff for one in found):.2f}",
+        f"{statistics.median(one.waiting for one in found):.2f}",
+        f"{statistics.median(one.transfer for one in found):.2f}",
         found[-1].transport,
     ]
 
@@ -139,9 +141,19 @@ async def main(rounds: int, transports: Sequence[str]) -> None:
     rows = await prompts(rounds)
     for transport in transports:
         rows += await early(max(3, rounds // 2), (transport,))
-    heads = ["prompt", "TTFT", "prefill", "ratio", "outside", "to the second token", "of it the handoff", "by"]
+    heads = [
+        "prompt",
+        "TTFT",
+        "prefill",
+        "ratio",
+        "outside",
+        "to the second token",
+        "of it waiting",
+        "pull to confirmed",
+        "by",
+    ]
     table(heads, rows)
-    print("Times in ms, medians; prefill and handoff from the ledger of the request.")
+    print("Times in ms, medians; prefill, waiting and pull from the ledger of the request.")
 
 
 if __name__ == "__main__":
