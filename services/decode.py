@@ -11,7 +11,7 @@ from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from rpc.multiplex.tokens import Relay, relay_of
-from rpc.tracing.span import current_span
+from rpc.tracing.span import current_span, optional_attempt
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, StepStream
 from services.engines.prompt import Prompt, Sampling
@@ -58,7 +58,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             return await self._decoder.allocator.allocate(request, prompt, read_sampling(request.sampling), context)
 
     async def Prefetch(self, request: decode_pb2.PrefetchRequest, context: Any) -> decode_pb2.PrefetchResponse:
-        with self._calls.run("prefetch", request.request_id, request.model, context.invocation_metadata()) as call:
+        metadata = context.invocation_metadata()
+        with optional_attempt(), self._calls.run("prefetch", request.request_id, request.model, metadata) as call:
             assert self._decoder is not None
             prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
             return await self._decoder.prefetch(read_followed(request), prompt, call)

@@ -85,7 +85,7 @@ def _orphans(trace: ReadTrace) -> Iterator[str]:
 
 
 def _statuses(trace: ReadTrace) -> Iterator[str]:
-    """A failed span has the status ERROR, an error type and an event; a cancelled one has none of these."""
+    """A failed span has the status ERROR, an error type and an event; a cancelled or refused one has no such status."""
     for span in trace.spans:
         if span.is_error and not (span.attributes.get("error.type") and "exception" in span.events):
             yield f"{span.name} failed without error.type, or without an exception event"
@@ -93,6 +93,8 @@ def _statuses(trace: ReadTrace) -> Iterator[str]:
             yield f"{span.name} failed without baton.outcome"
         if span.is_cancelled and (span.is_error or "cancelled" not in span.events):
             yield f"{span.name} was cancelled: it must have a cancelled event and no error status"
+        if "baton.refused" in span.attributes and (span.is_error or "refused" not in span.events):
+            yield f"{span.name} was refused what it can do without: it must have a refused event and no error status"
         if not span.is_error and not span.is_cancelled and span.outcome != "OK":
             yield f"{span.name} has the outcome {span.outcome} and no error status"
 

@@ -23,7 +23,7 @@ from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import WorkerHandle
 from rpc.best_effort import best_effort
 from rpc.multiplex.replies import MultiplexedCall
-from rpc.tracing.span import Span, stage_span
+from rpc.tracing.span import Span, optional_attempt, stage_span
 
 _ONLY_RANK: AbstractContextManager[None] = nullcontext()
 
@@ -100,7 +100,11 @@ class WorkerCalls:
         )
         # Faults are planned for the attempt to decode that follows.
         seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes + 1)
-        with worker.keep_open(), stage_span("prefetch", worker_attributes(worker), kind=SpanKind.CLIENT) as span:
+        with (
+            worker.keep_open(),
+            stage_span("prefetch", worker_attributes(worker), kind=SpanKind.CLIENT) as span,
+            optional_attempt(),
+        ):
             response = await unary(worker.decode.Prefetch(request, timeout=seconds, metadata=metadata))
             span.set({"baton.handoff.early_bytes": response.num_bytes})
 

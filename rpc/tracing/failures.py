@@ -6,6 +6,7 @@
 | its task was cancelled, or its caller is gone | unset | the same, baton.cancelled_by = departure | cancelled |
 | any other BatonError | ERROR, its message | baton.outcome = error.type = its reason, stage, worker | exception |
 | anything else | ERROR, internal error | baton.outcome = INTERNAL_ERROR, error.type = class | exception, with stack |
+| a refusal of what the request can do without | unset | baton.refused = its reason | refused |
 
 A span without baton.outcome, or with OK, ended well. Client mistakes are errors too: a refused request should be found.
 """
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 
 from grpc import aio
 
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError, Cancelled, HandoffLost, Overloaded, Unsupported
 from runtime.aio import leaf_errors
 
 _LONGEST_TEXT = 1024
 _LONGEST_STACK = 8192
+
+# What an optional attempt may meet on a healthy cluster: no room, a lease that has ended, a way that is not there.
+_REFUSALS = (HandoffLost, Overloaded, Unsupported)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,15 @@ def describe(error: BaseException) -> Failure:
     if isinstance(first, Cancelled):
         return _cancel("request", first.message)
     return _known(first) if isinstance(first, BatonError) else _unexpected(first)
+
+
+def describe_refusal(error: BaseException) -> Failure | None:
+    """The record of an error that ended an optional attempt; None unless it is an expected refusal."""
+    found = leaf_errors(error)
+    first = found[0]
+    if not isinstance(first, BatonError) or not all(isinstance(one, _REFUSALS) for one in found):
+        return None
+    return Failure({"baton.refused": first.reason}, "refused", {"baton.reason": first.message[:_LONGEST_TEXT]})
 
 
 def is_departure(error: BaseException) -> bool:

@@ -130,7 +130,15 @@ class Recording:
         """Records the error that ended it. Only the first one is kept."""
         if self._status is not None or self._has_ended:
             return
-        failure = failures.describe(error)
+        self._record(failures.describe(error))
+
+    def refuse(self, error: BaseException) -> None:
+        """Records an expected refusal, which is then kept; ignores any other error."""
+        refusal = failures.describe_refusal(error)
+        if refusal is not None and self._status is None and not self._has_ended:
+            self._record(refusal)
+
+    def _record(self, failure: failures.Failure) -> None:
         self.set(failure.attributes)
         self._events.append(Event(failure.event, failure.details))
         self._status = _UNSET if failure.message is None else Status(StatusCode.ERROR, failure.message)

@@ -1,6 +1,8 @@
 """`Span`, recorded or not, and the current span of a task."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
@@ -77,6 +79,11 @@ class Span:
         if self._recording is not None:
             self._recording.fail(error)
 
+    def refuse(self, error: BaseException) -> None:
+        """Records an expected refusal of an optional attempt, which `fail` then leaves. Ignores other errors."""
+        if self._recording is not None:
+            self._recording.refuse(error)
+
     def end(self, ended: float | None = None) -> None:
         """Ends it. A second call has no effect."""
         if self._recording is not None:
@@ -91,6 +98,7 @@ __all__ = [
     "begin",
     "current_span",
     "entered",
+    "optional_attempt",
     "stage_span",
 ]
 
@@ -172,6 +180,19 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
         if error is not None:
             self._span.fail(error)
         self._span.end(self.ended)
+
+
+@contextmanager
+def optional_attempt() -> Iterator[None]:
+    """Records an expected refusal that passes through as one, and not as the current span's error.
+
+    For what a request can do without: see rpc/tracing/failures.py.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _current.get().refuse(error)
+        raise
 
 
 def _or_now(seconds: float | None) -> float:

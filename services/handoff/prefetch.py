@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from baton.calls import stream
 from baton.engine.v1 import decode_pb2, handoff_pb2
-from baton.errors import FieldViolation, HandoffLost, InvalidRequest, LayoutMismatch, Unsupported
+from baton.errors import FieldViolation, InvalidRequest, LayoutMismatch, Unavailable, Unsupported
 from baton.inference.v1 import timing_pb2
 from rpc.timeouts import KV_TRANSFER_SECONDS
 from runtime.aio import run_to_completion, run_with_background, timeout
@@ -71,8 +71,8 @@ class Prefetcher:
         """Pulls blocks as they become final, then waits for `take`, for at most one lease. Frees what is not taken.
 
         Raises Unsupported if the engine has no pool, or cannot read so early by the transport that both workers have;
-        HandoffLost, StaleEpoch and LayoutMismatch as Puller.pull does, Overloaded, and InvalidRequest for a wrong
-        number of tokens.
+        HandoffLost, StaleEpoch and LayoutMismatch as Puller.pull does, Overloaded, Unavailable if a transfer fails, and
+        InvalidRequest for a wrong number of tokens.
         """
         if self._engine.memory is None:
             raise Unsupported(f"the {self._engine.facts.engine} engine reads no KV before its handoff")
@@ -168,7 +168,7 @@ class _Prefetch:
         self._reservation = await self._engine.reserve(self._prompt, len(self._prompt.context))
 
     async def pull(self, told: handoff_pb2.FollowResponse, pool: Pool) -> None:
-        """Pulls the blocks that have become final, but those that are here. Raises HandoffLost and InvalidRequest."""
+        """Pulls the blocks that have become final, but those that are here. Raises Unavailable and InvalidRequest."""
         assert self._reservation is not None
         assert self._engine.memory is not None
         done = len(self._source)
@@ -189,7 +189,8 @@ class _Prefetch:
             try:
                 await pool.reader.pull(transfer)
             except TransferFailed as error:
-                raise HandoffLost(f"the KV of worker {self.leased.worker_id} did not arrive: {error}") from error
+                # Not a lease that has ended, which is expected: see optional_attempt.
+                raise Unavailable(f"the KV of worker {self.leased.worker_id} did not arrive: {error}") from error
             self.num_bytes += transfer.num_bytes
             self.early_bytes += 0 if told.is_complete else transfer.num_bytes
         self._source = source

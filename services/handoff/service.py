@@ -8,6 +8,7 @@ from typing import Any
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from baton.errors import LayoutMismatch
 from rpc.auth.caller import certificate
+from rpc.tracing.span import optional_attempt
 from services.engines.kv import KvLayout
 from services.handoff.early import PromptsInProgress, follow_response
 from services.handoff.leases import Lease, LeaseTable
@@ -69,10 +70,11 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     # Writes instead of yielding: a reader that leaves ends the lease at once.
     async def Follow(self, request: handoff_pb2.FollowRequest, context: Any) -> None:  # type: ignore[override]
         self._identity.require_epoch(request.epoch)
-        prompt = await self._prompts.find(request.request_id, certificate())
-        async with aclosing(prompt.follow()) as told:
-            async for blocks in told:
-                await context.write(follow_response(prompt, blocks))
+        with optional_attempt():
+            prompt = await self._prompts.find(request.request_id, certificate())
+            async with aclosing(prompt.follow()) as told:
+                async for blocks in told:
+                    await context.write(follow_response(prompt, blocks))
 
     async def List(self, request: handoff_pb2.ListRequest, context: Any) -> handoff_pb2.ListResponse:
         return handoff_pb2.ListResponse(handoffs=[_held_handoff(lease) for lease in self._leases.held])

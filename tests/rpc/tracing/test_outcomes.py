@@ -14,9 +14,9 @@ from support.eventually import eventually
 from support.recorded_spans import recorded
 from support.servers.scripted_router import scripted, status_of
 
-from baton.errors import BatonError, Cancelled, HandoffLost, InvalidRequest, NoWorker
+from baton.errors import BatonError, Cancelled, HandoffLost, InvalidRequest, NoWorker, Overloaded, Unsupported
 from baton.inference.v1 import generate_pb2 as pb
-from rpc.tracing.span import stage_span
+from rpc.tracing.span import optional_attempt, stage_span
 from runtime.aio import TaskGroup
 from runtime.logs import configure_logging
 
@@ -106,6 +106,35 @@ async def test_a_request_that_was_stopped_is_cancelled_and_no_error() -> None:
     assert [(event.name, event.attributes["baton.reason"]) for event in span.events] == [
         ("cancelled", "cancelled by CancelGeneration")
     ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Overloaded("no room", retry_after_seconds=1.0), HandoffLost("h-1 is gone"), Unsupported("no early reads")],
+    ids=lambda error: error.reason,
+)
+async def test_what_refuses_an_optional_attempt_is_no_error(error: BatonError) -> None:
+    span = await span_of(attempting(error))
+    assert (span.status.status_code, span.attributes["baton.refused"]) == (SpanStatus.UNSET, error.reason)
+    assert span.attributes.keys().isdisjoint({"baton.outcome", "error.type"})
+    assert [(event.name, dict(event.attributes)) for event in span.events] == [
+        ("refused", {"baton.reason": error.message})
+    ]
+
+
+@pytest.mark.parametrize("error", [NoWorker("none is ready"), InvalidRequest.of("prompt", "is empty"), ValueError()])
+async def test_a_fault_in_an_optional_attempt_is_an_error(error: Exception) -> None:
+    span = await span_of(attempting(error))
+    assert span.status.status_code is SpanStatus.ERROR
+    assert "baton.refused" not in span.attributes
+
+
+def attempting(error: Exception) -> Servicer:
+    async def generate(request: object, context: aio.ServicerContext) -> None:
+        with optional_attempt():
+            raise error
+
+    return generate
 
 
 async def test_a_client_that_leaves_during_a_write_is_a_cancel_and_logs_nothing(

@@ -2,18 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from support.clients.scraping import Since, since
 from support.cluster.in_process import PATIENT, Bench, Stream, bench, simulated
-from support.cluster.traced import traced
+from support.cluster.traced import Traced, generated, traced
 from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE, ON_DEVICE
 from support.engines.gated_prefill import GatedProgress, open_gated
 from support.eventually import eventually
 from support.transports.nixl import NIXL
 
+from devtools.trace_viewer.contract import Verdict
 from router.config import RouterConfig
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
@@ -25,6 +27,12 @@ IDS = tuple(index % 200 for index in range(5 * CHUNK + 7))
 BLOCKS = -(-len(IDS) // BLOCK)
 # The blocks of all steps but the last.
 EARLY_BLOCKS = 5 * CHUNK // BLOCK
+ASKED: dict[str, Any] = {
+    "token_ids": {"ids": IDS},
+    "stopping": {"max_tokens": 12, "ignore_eos": True},
+    "sampling": {"seed": 3},
+}
+PREFETCH, FOLLOW = "baton.engine.v1.DecodeService/Prefetch", "baton.engine.v1.HandoffService/Follow"
 
 
 @pytest.fixture
@@ -51,8 +59,7 @@ async def pair(engines: list[GatedProgress]) -> AsyncIterator[Bench]:
 
 
 async def _ask(running: Bench, **fields: object) -> Stream:
-    asked = {"token_ids": {"ids": IDS}, "stopping": {"max_tokens": 12, "ignore_eos": True}, "sampling": {"seed": 3}}
-    return await running.generate(**{**asked, **fields})
+    return await running.generate(**{**ASKED, **fields})
 
 
 async def _expected(running: Bench) -> list[int]:
@@ -244,3 +251,50 @@ async def test_the_trace_has_what_was_read_early(engines: list[GatedProgress]) -
         [handoff] = cluster.trace().named("handoff")
         assert int(handoff.attributes["baton.handoff.early_bytes"]) > 0
         assert len(cluster.trace().named("prefetch")) == 1
+
+
+async def test_refusals_are_no_errors_of_the_trace(
+    engines: list[GatedProgress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShmTransport, "reads_early", False)
+    async with traced(_worker("p1", "prefill"), _worker("d1", "decode"), routing=_router().routing) as cluster:
+        asking = asyncio.create_task(_ask(cluster.running))
+        refused = since("baton_worker_calls_total", stage="prefetch", outcome="refused", reason="UNSUPPORTED")
+        await eventually(lambda: refused.grown == 1)
+        engines[0].gate.set()
+        await asking
+        assert await cluster.verdict() == Verdict("ok", ())
+        assert _refusals(cluster) == {"prefetch": "UNSUPPORTED", PREFETCH: "UNSUPPORTED"}
+        assert [span.name for span in cluster.trace().spans if span.is_error] == []
+
+
+async def test_a_prompt_that_loses_its_blocks_leaves_no_error_in_the_trace(engines: list[GatedProgress]) -> None:
+    async with traced(_worker("p1", "prefill"), _worker("d1", "decode"), routing=_router().routing) as cluster:
+        asking = asyncio.create_task(_ask(cluster.running))
+        await _followed(cluster.running)
+        assert engines[0].telling is not None
+        engines[0].telling.lost()
+        await eventually(lambda: cluster.running.workers["d1"].engines.load().blocks_used == 0)
+        engines[0].gate.set()
+        await asking
+        assert await cluster.verdict() == Verdict("ok", ())
+        assert _refusals(cluster) == {"prefetch": "HANDOFF_LOST", PREFETCH: "HANDOFF_LOST", FOLLOW: "HANDOFF_LOST"}
+        assert [span.name for span in cluster.trace().spans if span.is_error] == []
+
+
+async def test_a_fault_of_an_early_handoff_is_an_error_of_the_trace(engines: list[GatedProgress]) -> None:
+    async with traced(_worker("p1", "prefill"), _worker("d1", "decode"), routing=_router().routing) as cluster:
+        failures = since("baton_worker_calls_total", stage="prefetch", outcome="failed", reason="WORKER_UNAVAILABLE")
+        asking = asyncio.create_task(generated(cluster, plan="drop@early", **ASKED))
+        await eventually(lambda: failures.grown == 1)
+        engines[0].gate.set()
+        await asking
+        failed = [(span.name, span.outcome) for span in cluster.trace().spans if span.is_error]
+        assert sorted(failed) == [(PREFETCH, "WORKER_UNAVAILABLE"), ("prefetch", "WORKER_UNAVAILABLE")]
+        assert _refusals(cluster) == {}
+
+
+def _refusals(cluster: Traced) -> dict[str, str]:
+    """The reasons of refused spans, by their names."""
+    spans = cluster.trace().spans
+    return {span.name: str(refused) for span in spans if (refused := span.attributes.get("baton.refused"))}
