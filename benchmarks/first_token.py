@@ -22,11 +22,10 @@ from typing import Any
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, timing_pb2
 from baton.inference.v1.sampling_pb2 import SamplingParams, StoppingOptions
-from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process, until_told
-from benchmarks.router_overhead import SEPARATE
+from benchmarks.processes import child, cpu_nanoseconds, received, run_process, run_router, until_told
+from benchmarks.request_cost import patient_router
 from benchmarks.two_gpus.report import table
 from discovery.memory import MemoryRegistry
-from router.config import ProbeConfig, RouterConfig
 from router.telemetry.stages import name_of
 from rpc.channels import open_channel
 from rpc.server import ServerKind
@@ -35,7 +34,6 @@ from services.server import host_worker
 
 WARM_UPS = 20
 VOCABULARIES = {"embedded": 128_256, "simulated": 256}
-_PATIENT = ProbeConfig(timeout_seconds=20, hung_seconds=60)
 _PREFILL = ("prefill_queue", "prefill_compute")
 _SHOWN = ("admission", "tokenize", "route", "unattributed", "detokenize", "client")
 
@@ -52,25 +50,6 @@ def run_worker(pipe: Connection, engine: dict[str, Any], role: str, server: Serv
         )
         async with host_worker(config, registry):
             pipe.send(registry.workers())
-            await until_told(pipe)
-
-    run_process(serve)
-
-
-def run_router(pipe: Connection, server: ServerKind) -> None:
-    """Routes to the workers whose records come first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        config = RouterConfig(
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            drain_seconds=0,
-            server=server,
-            probe=_PATIENT,
-            routing=SEPARATE,
-        )
-        async with routing(config, pipe.recv()) as address:
-            pipe.send(address)
             await until_told(pipe)
 
     run_process(serve)
@@ -123,7 +102,7 @@ async def measure(engine: str, folder: str, server: ServerKind, lengths: Sequenc
     async with (
         child(run_worker, options, "prefill", server) as (prefill, prefill_pid),
         child(run_worker, options, "decode", server) as (decode, _),
-        child(run_router, server) as (router, router_pid),
+        child(run_router, patient_router(server)) as (router, router_pid),
     ):
         router.send([*await received(prefill), *await received(decode)])
         async with open_channel(await received(router)) as channel:

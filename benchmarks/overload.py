@@ -28,7 +28,7 @@ from grpc import aio
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
-from benchmarks.processes import child, received, routing, run_process, until_told
+from benchmarks.processes import child, received, run_process, run_router, until_told
 from discovery.memory import MemoryRegistry
 from router.config import AdmissionConfig, RouterConfig
 from rpc.channels import open_channel
@@ -75,18 +75,6 @@ def run_workers(pipe: Connection) -> None:
             for role in ("prefill", "decode"):
                 await stack.enter_async_context(host_worker(worker_config(role), registry))
             pipe.send(registry.workers())
-            await until_told(pipe)
-
-    run_process(serve)
-
-
-def run_router(pipe: Connection, admission: AdmissionConfig) -> None:
-    """A router to the workers whose records arrive first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, admission=admission)
-        async with routing(config, await received(pipe)) as address:
-            pipe.send(address)
             await until_told(pipe)
 
     run_process(serve)
@@ -172,7 +160,8 @@ async def measure(admission: AdmissionConfig, load: float, seconds: float) -> tu
     """The capacity, and the outcomes at `load` times that."""
     async with AsyncExitStack() as stack:
         workers, _ = await stack.enter_async_context(child(run_workers))
-        router, _ = await stack.enter_async_context(child(run_router, admission))
+        config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, admission=admission)
+        router, _ = await stack.enter_async_context(child(run_router, config))
         router.send(await received(workers))
         client = Client(await received(router))
         stack.push_async_callback(client.close)

@@ -79,6 +79,17 @@ async def routing(config: RouterConfig, records: Sequence[WorkerRecord]) -> Asyn
         yield router.address
 
 
+def run_router(pipe: Connection, config: RouterConfig) -> None:
+    """Routes to the workers whose records come first through the pipe, until it ends. Sends its address."""
+
+    async def serve() -> None:
+        async with routing(config, await received(pipe)) as address:
+            pipe.send(address)
+            await until_told(pipe)
+
+    run_process(serve)
+
+
 def cpu_nanoseconds(pid: int) -> int:
     """CPU time of a process's threads so far; more precise than the ticks of /proc/PID/stat."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))

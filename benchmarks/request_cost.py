@@ -36,7 +36,6 @@ from router.config import ProbeConfig, RouterConfig
 from rpc.channels import open_channel
 from rpc.server import ServerKind
 
-_PATIENT = ProbeConfig(timeout_seconds=20, hung_seconds=60)
 _PROFILED = 192
 _HERE = Path(__file__).resolve().parent.parent
 _KINDS = {
@@ -98,22 +97,29 @@ class Router:
         self.functions[kind, crowd] = path
 
 
+def patient_router(server: ServerKind) -> RouterConfig:
+    """A router that loses no worker which shares two cores with everything else, and answers late.
+
+    Here, and not in processes.py: a router of another checkout imports that one's modules.
+    """
+    return RouterConfig(
+        listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
+        drain_seconds=0,
+        server=server,
+        probe=ProbeConfig(timeout_seconds=20, hung_seconds=60),
+        routing=SEPARATE,
+    )
+
+
 def serve_router(server: ServerKind, folder: str) -> None:
     """Routes to the workers whose records come first from stdin, until it ends; "profile" and "stop" count calls."""
     records = pickle.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w")
 
     async def serve() -> None:
-        config = RouterConfig(
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            drain_seconds=0,
-            server=server,
-            probe=_PATIENT,
-            routing=SEPARATE,
-        )
         profile, number = cProfile.Profile(), count()
-        async with routing(config, records) as address:
+        async with routing(patient_router(server), records) as address:
             print(address, file=answers, flush=True)
             while command := await asyncio.to_thread(sys.stdin.buffer.readline):
                 if command == b"profile\n":
@@ -159,8 +165,12 @@ async def router_of(
         process.wait(10)
 
 
-async def main(arguments: argparse.Namespace) -> str:
-    load_before = os.getloadavg()[0]
+@asynccontextmanager
+async def routers_of(arguments: argparse.Namespace) -> AsyncIterator[list[Router]]:
+    """The routers of the arguments' checkouts and of this one, warm, before the same workers.
+
+    Once they have been measured, prints the functions that the arguments ask for.
+    """
     async with AsyncExitStack() as stack:
         folder = arguments.profiles or stack.enter_context(tempfile.TemporaryDirectory())
         pipe: Connection
@@ -172,6 +182,25 @@ async def main(arguments: argparse.Namespace) -> str:
         ]
         for router in routers:
             await router.requests("1 token", 128, 64)
+        yield routers
+        if arguments.functions:
+            for router in routers:
+                for load, path in router.functions.items():
+                    print(router.name, *load)
+                    pstats.Stats(path).strip_dirs().sort_stats("tottime").print_stats(arguments.functions)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what routers_of reads."""
+    parser.add_argument("--server", choices=("grpcio", "http2"), default="http2")
+    parser.add_argument("--beside", type=Path, action="append", default=[], help="another checkout, with its stubs")
+    parser.add_argument("--functions", type=int, default=0)
+    parser.add_argument("--profiles", help="a folder that keeps the profiles, for pstats")
+
+
+async def main(arguments: argparse.Namespace) -> str:
+    load_before = os.getloadavg()[0]
+    async with routers_of(arguments) as routers:
         loads = [(kind, crowd) for kind in arguments.kinds for crowd in _CROWDS]
         for round_number in range(arguments.rounds):
             for load in loads:
@@ -180,12 +209,7 @@ async def main(arguments: argparse.Namespace) -> str:
         for router in routers:
             for load in loads:
                 await router.profile(*load)
-        if arguments.functions:
-            for router in routers:
-                for load, path in router.functions.items():
-                    print(router.name, *load)
-                    pstats.Stats(path).strip_dirs().sort_stats("tottime").print_stats(arguments.functions)
-        lines = list(_rows(routers, loads))
+    lines = list(_rows(routers, loads))
     return "\n".join([*lines, f"\nLoad average {load_before:.1f} before and {os.getloadavg()[0]:.1f} after."])
 
 
@@ -205,13 +229,10 @@ if __name__ == "__main__":
     import uvloop
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", choices=("grpcio", "http2"), default="http2")
-    parser.add_argument("--beside", type=Path, action="append", default=[], help="another checkout, with its stubs")
+    add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=320)
     parser.add_argument("--kinds", nargs="+", choices=tuple(_KINDS), default=list(_KINDS))
-    parser.add_argument("--functions", type=int, default=0)
-    parser.add_argument("--profiles", help="a folder that keeps the profiles, for pstats")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baton.engine.v1 import prefill_pb2, prefill_pb2_grpc, prompt_pb2
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
-from benchmarks.processes import child, received, routing, run_process, until_told
+from benchmarks.processes import child, received, run_process, run_router, until_told
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig, RoutingConfig
@@ -38,6 +38,7 @@ CONNECTIONS = 8  # of the client
 PACED, FLAT = "paced", "flat"
 # Every prompt is prefilled on one worker and decoded on another, whatever that would gain.
 SEPARATE = RoutingConfig(policy="least_loaded")
+ROUTER = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0, routing=SEPARATE)
 
 
 @dataclass
@@ -69,18 +70,6 @@ def run_workers(pipe: Connection) -> None:
                     config = worker_config(model, role, step_seconds if role == "decode" else 0.0)
                     await stack.enter_async_context(host_worker(config, registry))
             pipe.send(registry.workers())
-            await until_told(pipe)
-
-    run_process(serve)
-
-
-def run_router(pipe: Connection) -> None:
-    """A router to the workers whose records arrive first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0, routing=SEPARATE)
-        async with routing(config, pipe.recv()) as address:
-            pipe.send(address)
             await until_told(pipe)
 
     run_process(serve)
@@ -240,7 +229,7 @@ HEADER = (
 async def run(arguments: argparse.Namespace) -> str:
     async with AsyncExitStack() as stack:
         workers, _ = await stack.enter_async_context(child(run_workers))
-        router, pid = await stack.enter_async_context(child(run_router))
+        router, pid = await stack.enter_async_context(child(run_router, ROUTER))
         records: Sequence[WorkerRecord] = await received(workers)
         router.send(records)
         prefill = next(record.address for record in records if record.worker_id == f"{PACED}-prefill")

@@ -16,19 +16,17 @@ import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process, until_told
-from benchmarks.router_overhead import FLAT, PACED, SEPARATE, Client, Load, quantiles, run_workers
+from benchmarks.processes import child, cpu_nanoseconds, received, run_router
+from benchmarks.request_cost import patient_router
+from benchmarks.router_overhead import FLAT, PACED, Client, Load, quantiles, run_workers
 from discovery.record import WorkerRecord
-from router.config import ProbeConfig, RouterConfig
+from router.config import RouterConfig
 from rpc.server import ServerKind
 
 REQUESTS = 640
 LANES = 64
-# Workers that share two cores with everything else answer late, and are not lost.
-_PATIENT = ProbeConfig(timeout_seconds=20, hung_seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,10 @@ class Candidate:
     name: str
     server: ServerKind
     multiplex: bool
+
+    @property
+    def config(self) -> RouterConfig:
+        return patient_router(self.server).model_copy(update={"multiplex": self.multiplex})
 
 
 BASE = Candidate("grpcio, a stream a call", "grpcio", multiplex=False)
@@ -91,26 +93,6 @@ class Measured:
         self.costs.setdefault(name, []).append(Cost(router, worker, first, load.tokens / load.messages))
 
 
-def run_router(pipe: Connection, candidate: Candidate) -> None:
-    """A router to the workers whose records arrive first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        config = RouterConfig(
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            drain_seconds=0,
-            server=candidate.server,
-            multiplex=candidate.multiplex,
-            probe=_PATIENT,
-            routing=SEPARATE,
-        )
-        async with routing(config, pipe.recv()) as address:
-            pipe.send(address)
-            await until_told(pipe)
-
-    run_process(serve)
-
-
 @asynccontextmanager
 async def measured() -> AsyncIterator[list[Measured]]:
     """All candidates, before the same workers."""
@@ -120,7 +102,7 @@ async def measured() -> AsyncIterator[list[Measured]]:
         prefill = next(record.address for record in records if record.worker_id == f"{PACED}-prefill")
         found = []
         for candidate in CANDIDATES:
-            pipe, pid = await stack.enter_async_context(child(run_router, candidate))
+            pipe, pid = await stack.enter_async_context(child(run_router, candidate.config))
             pipe.send(records)
             client = Client(await received(pipe), pid, prefill)
             stack.push_async_callback(client.close)

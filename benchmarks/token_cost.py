@@ -9,22 +9,15 @@ those of all streams together. The rest is as in benchmarks/request_cost.py, whi
 import argparse
 import asyncio
 import os
-import pstats
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from baton.inference.v1 import generate_pb2
-from benchmarks.processes import child, cpu_nanoseconds, received
-from benchmarks.request_cost import Router, router_of
-from benchmarks.router_overhead import CONNECTIONS, PACED, prompts, run_workers
-from discovery.record import WorkerRecord
+from benchmarks.processes import cpu_nanoseconds
+from benchmarks.request_cost import Router, add_arguments, routers_of
+from benchmarks.router_overhead import CONNECTIONS, PACED, prompts
 
-_HERE = Path(__file__).resolve().parent.parent
 # As many as the workers' context has room for beside the prompt: 16 seconds.
 _TOKENS = 480
 _SETTLE_SECONDS = 1.0
@@ -93,27 +86,12 @@ def _require_steady(streams: Streams, number: int, tokens: int, seconds: float) 
 
 async def main(arguments: argparse.Namespace) -> str:
     load_before = os.getloadavg()[0]
-    async with AsyncExitStack() as stack:
-        folder = arguments.profiles or stack.enter_context(tempfile.TemporaryDirectory())
-        pipe: Connection
-        pipe, _ = await stack.enter_async_context(child(run_workers))
-        records: Sequence[WorkerRecord] = await received(pipe)
-        checkouts = [*arguments.beside, _HERE]
-        routers = [
-            await stack.enter_async_context(router_of(one, arguments.server, records, folder)) for one in checkouts
-        ]
-        for router in routers:
-            await router.requests("1 token", 128, 64)
+    async with routers_of(arguments) as routers:
         for round_number in range(arguments.rounds):
             for number in arguments.streams:
                 for router in routers if round_number % 2 else reversed(routers):
                     is_profiled = round_number == arguments.rounds - 1
                     await measure(router, number, arguments.seconds, is_profiled=is_profiled)
-        if arguments.functions:
-            for router in routers:
-                for load, path in router.functions.items():
-                    print(router.name, *load)
-                    pstats.Stats(path).strip_dirs().sort_stats("tottime").print_stats(arguments.functions)
     return "\n".join([*_rows(routers), f"\nLoad average {load_before:.1f} before and {os.getloadavg()[0]:.1f} after."])
 
 
@@ -132,11 +110,8 @@ if __name__ == "__main__":
     import uvloop
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", choices=("grpcio", "http2"), default="http2")
-    parser.add_argument("--beside", type=Path, action="append", default=[], help="another checkout, with its stubs")
+    add_arguments(parser)
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--functions", type=int, default=0)
-    parser.add_argument("--profiles", help="a folder that keeps the profiles, for pstats")
     print(uvloop.run(main(parser.parse_args())))

@@ -22,9 +22,9 @@ from support.engines import vllm
 from support.engines.checkpoints import save_qwen3
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, sampling_pb2
-from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process, until_told
+from benchmarks.processes import child, cpu_nanoseconds, received, run_process, run_router, until_told
+from benchmarks.router_overhead import ROUTER
 from discovery.memory import MemoryRegistry
-from router.config import RouterConfig, RoutingConfig
 from rpc.channels import open_channel
 from services.config import WorkerConfig
 from services.server import host_worker
@@ -72,20 +72,6 @@ def run_workers(pipe: Connection, checkpoint: Path) -> None:
                 for role in ("prefill", "decode"):
                     await stack.enter_async_context(host_worker(_worker(engine, role, checkpoint), registry))
             pipe.send(registry.workers())
-            await until_told(pipe)
-
-    run_process(serve)
-
-
-def run_router(pipe: Connection) -> None:
-    """A router to the workers whose records arrive first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        # Every prompt is prefilled on one worker and decoded on another, whatever that would gain.
-        policy = RoutingConfig(policy="least_loaded")
-        config = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0, routing=policy)
-        async with routing(config, pipe.recv()) as address:
-            pipe.send(address)
             await until_told(pipe)
 
     run_process(serve)
@@ -140,7 +126,7 @@ async def main() -> None:
     async with AsyncExitStack() as stack:
         checkpoint = save_qwen3(Path(stack.enter_context(TemporaryDirectory())), vllm.HEAD_DIM)
         workers, _ = await stack.enter_async_context(child(run_workers, checkpoint))
-        router, pid = await stack.enter_async_context(child(run_router))
+        router, pid = await stack.enter_async_context(child(run_router, ROUTER))
         await asyncio.to_thread(workers.poll, START_SECONDS)
         router.send(await received(workers))
         channel = open_channel(await received(router))

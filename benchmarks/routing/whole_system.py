@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from grpc import aio
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, sampling_pb2
-from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process, until_told
+from benchmarks.processes import child, cpu_nanoseconds, received, run_process, run_router, until_told
 from benchmarks.routing.comparison import Answer, Plan, Result, compare, read_options, summary
 from devtools.bench.traces import TracedRequest, prompt_ids
 from discovery.memory import MemoryRegistry
@@ -66,22 +66,14 @@ def worker_config(name: str, role: str, plan: Plan, num_blocks: int, tokens_per_
     )
 
 
-def run_router(pipe: Connection, policy: str) -> None:
-    """Routes to the workers whose records come first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        config = RouterConfig(
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            drain_seconds=0,
-            probe=ProbeConfig(timeout_seconds=10.0, hung_seconds=30.0),  # a machine under load is no fault of a worker
-            routing=RoutingConfig(policy=policy),  # type: ignore[arg-type]
-        )
-        async with routing(config, pipe.recv()) as address:
-            pipe.send(address)
-            await until_told(pipe)
-
-    run_process(serve)
+def router_config(policy: str) -> RouterConfig:
+    return RouterConfig(
+        listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
+        drain_seconds=0,
+        probe=ProbeConfig(timeout_seconds=10.0, hung_seconds=30.0),  # a machine under load is no fault of a worker
+        routing=RoutingConfig(policy=policy),  # type: ignore[arg-type]
+    )
 
 
 async def measure(policy: str, seed: int, trace: Sequence[TracedRequest], plan: Plan) -> Result:
@@ -93,7 +85,7 @@ async def measure(policy: str, seed: int, trace: Sequence[TracedRequest], plan: 
     num_blocks = max(int(unique * plan.cache_share), 2 * max(len(request.hash_ids) for request in trace))
     async with (
         child(run_workers, plan, num_blocks, speed) as (workers, _),
-        child(run_router, policy) as (router, router_pid),
+        child(run_router, router_config(policy)) as (router, router_pid),
     ):
         router.send(await received(workers))
         address = await received(router)

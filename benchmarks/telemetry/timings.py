@@ -30,8 +30,8 @@ import grpc
 from PIL import Image
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, media_pb2, timing_pb2
-from benchmarks.processes import child, received, run_process, until_told
-from benchmarks.router_overhead import run_router
+from benchmarks.processes import child, received, run_process, run_router, until_told
+from benchmarks.router_overhead import ROUTER
 from discovery.memory import MemoryRegistry
 from services.config import EncodeConfig, WorkerConfig
 from services.engines.context import EngineConfig
@@ -212,7 +212,7 @@ async def run(count: int, engine: EngineConfig) -> bool:
         for (pipe, _), role in zip(workers, ROLES, strict=True):
             pipe.send((role, engine))
         records = [await received(pipe) for pipe, _ in workers]
-        router, _ = await stack.enter_async_context(child(run_router))
+        router, _ = await stack.enter_async_context(child(run_router, ROUTER))
         router.send(records)
         address = await received(router)
         clients = [(await stack.enter_async_context(child(run_client)))[0] for _ in range(CLIENTS)]

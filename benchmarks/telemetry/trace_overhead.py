@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 
-from benchmarks.processes import child, received, routing, run_process, until_told
+from benchmarks.processes import child, received, run_process, run_router, until_told
 from benchmarks.router_overhead import Client, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
 from devtools.trace_viewer.store import Bounds
@@ -33,22 +33,10 @@ def run_viewer(pipe: Connection) -> None:
     run_process(serve)
 
 
-def run_router(pipe: Connection) -> None:
-    """A router; the workers and its tracing configuration arrive first through the pipe."""
-
-    async def serve() -> None:
-        records, tracing = pipe.recv()
-        config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
-        async with routing(config, records) as address:
-            pipe.send(address)
-            await until_told(pipe)
-
-    run_process(serve)
-
-
 async def start_router(stack: AsyncExitStack, records: Sequence[WorkerRecord], tracing: TracingConfig) -> Variant:
-    pipe, pid = await stack.enter_async_context(child(run_router))
-    pipe.send((records, tracing))
+    config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
+    pipe, pid = await stack.enter_async_context(child(run_router, config))
+    pipe.send(records)
     client = Client(await received(pipe), pid, records[0].address)
     stack.push_async_callback(client.close)
     return Variant(client, pid)
