@@ -18,10 +18,11 @@ def start() -> Starter:
 
 @pytest.fixture
 async def prefill(start: Starter) -> AsyncIterator[Running]:
-    """All blocks must be free one lease and a second after the test, at the latest."""
+    """All blocks must be free when a lease has passed after the test."""
     async with in_one_task(start("prefill")) as running:
         yield running
-        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
+        running.let_a_lease_pass()
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 @pytest.fixture

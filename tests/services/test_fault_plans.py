@@ -22,7 +22,8 @@ from runtime.aio import timeout
 async def prefill(start: Starter) -> AsyncIterator[Running]:
     async with in_one_task(start("prefill", allow_faults=True)) as running:
         yield running
-        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
+        running.let_a_lease_pass()
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 @pytest.fixture

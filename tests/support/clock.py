@@ -1,9 +1,12 @@
-"""A clock that stands still until a test moves it."""
+"""Clocks that a test moves: one stands still otherwise, the other one runs."""
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from runtime.aio import timeout
 
 
 @dataclass(eq=False)
@@ -53,3 +56,29 @@ class ManualClock:
             self._now = max(self._now, first.at)
             first.call()
         self._now = end
+
+
+class RunningClock:
+    """The monotonic clock, which a test may also advance. `now` and `sleep` are a lease clock's."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+        self._moved = asyncio.Event()
+
+    def now(self) -> float:
+        return time.monotonic() + self._ahead
+
+    async def sleep(self, seconds: float) -> None:
+        end = self.now() + seconds
+        while (left := end - self.now()) > 0:
+            try:
+                async with timeout(left):
+                    await self._moved.wait()
+            except TimeoutError:
+                return
+
+    def advance(self, seconds: float) -> None:
+        """Advances the time, and wakes those that sleep."""
+        self._ahead += seconds
+        self._moved.set()
+        self._moved = asyncio.Event()

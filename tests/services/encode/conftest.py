@@ -19,10 +19,11 @@ def start() -> Starter:
 
 @pytest.fixture
 async def encode(start: Starter) -> AsyncIterator[Running]:
-    """Leases every embedding. All blocks must be free one lease and a second after the test, at the latest."""
+    """Leases every embedding. All blocks must be free when a lease has passed after the test."""
     async with start("encode", encode=EncodeConfig(inline_bytes=0, pool_bytes=64 * 1024), **IMAGES) as running:
         yield running
-        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
+        running.let_a_lease_pass()
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ async def inline(start: Starter) -> AsyncIterator[Running]:
 async def prefill(start: Starter) -> AsyncIterator[Running]:
     async with start("prefill", **IMAGES) as running:
         yield running
-        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS + 1)
+        running.let_a_lease_pass()
+        await eventually(lambda: running.blocks_used == 0, LEASE_SECONDS / 2)
 
 
 @pytest.fixture

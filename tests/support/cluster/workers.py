@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.clients.worker_calls import WorkerCalls, calls_to
+from support.clock import ManualClock, RunningClock
 from support.cluster.processes import Process, process
 
 from discovery.memory import MemoryRegistry
 from media.config import MediaConfig
 from services.config import EncodeConfig, HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
-from services.handoff.leases import MONOTONIC, LeaseClock
 from services.identity import Role
 from services.server import Worker, host_worker
 
@@ -27,6 +27,11 @@ class Running:
     worker: Worker
     calls: WorkerCalls
     registry: MemoryRegistry
+    clock: ManualClock | RunningClock  # of its leases
+
+    def let_a_lease_pass(self) -> None:
+        """Advances its clock by a lease: what is held then and has not been renewed since expires."""
+        self.clock.advance(self.worker.leases.lease_seconds)
 
     @property
     def blocks_used(self) -> int:
@@ -52,9 +57,10 @@ class Starter:
         transports: tuple[str, ...] = ("shm", "tcp"),
         encode: EncodeConfig | None = None,
         media: MediaConfig | None = None,
-        clock: LeaseClock = MONOTONIC,
+        clock: ManualClock | RunningClock | None = None,
         **engine: object,
     ) -> AsyncIterator[Running]:
+        clock = clock or RunningClock()
         config = WorkerConfig(
             roles=roles,
             engine=SimulatedConfig(**{"num_blocks": 64, "block_bytes": 1024, **engine}),  # type: ignore[arg-type]
@@ -65,7 +71,10 @@ class Starter:
             drain_seconds=drain_seconds,
         )
         async with host_worker(config, self.registry, clock) as worker, calls_to(worker.address) as calls:
-            yield Running(worker, calls, self.registry)
+            running = Running(worker, calls, self.registry, clock)
+            yield running
+            # A drain waits for readers, which a test has no more when it ends.
+            running.let_a_lease_pass()
 
 
 @contextmanager
