@@ -180,9 +180,9 @@ class Client:
         load.first_token_seconds.append(first)
 
 
-def prompts() -> Iterator[str]:
-    """Texts of 512 bytes, which are tokens here, without common prefixes."""
-    for number in count():
+def prompts(first: int = 0) -> Iterator[str]:
+    """Texts of 512 bytes, which are tokens here, without common prefixes, numbered from `first` on."""
+    for number in count(first):
         yield f"{number:08d} {'the quick brown fox jumps over the lazy dog ' * 12}"[:PROMPT_TOKENS]
 
 

@@ -13,12 +13,10 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +25,14 @@ import grpc
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from baton.inference.v1.sampling_pb2 import SamplingParams, StoppingOptions
 from benchmarks.gpu_transfer import TINY
-from benchmarks.processes import child, routing, run_like_real, until_told
-from benchmarks.two_gpus.model import VOCABULARY, big_shape, folder_of
-from benchmarks.two_gpus.report import quantile, see, table
-from discovery.memory import MemoryRegistry
-from discovery.record import WorkerRecord
-from router.config import ProbeConfig, RouterConfig
+from benchmarks.two_gpus.cluster import TOPOLOGIES, cluster
+from benchmarks.two_gpus.model import VOCABULARY, big_shape
+from benchmarks.two_gpus.report import quantile, table
 from rpc.channels import open_channel
-from services.config import WorkerConfig
-from services.engines.pytorch.config import PyTorchConfig
-from services.server import host_worker
 
 SHORT, LONG, ANSWER = (24, 120, 8) if TINY else (512, 4000, 128)
 LONG_SHARE = 0.2
 TTFT_TARGET_SECONDS, TOKEN_TARGET_SECONDS = 0.5, 0.015
-START_SECONDS = 150.0
-
-TOPOLOGIES: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
-    "1 prefill + 1 decode": ((0, ("prefill",)), (1, ("decode",))),
-    "2 workers of both roles": ((0, ("prefill", "decode")), (1, ("prefill", "decode"))),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,62 +52,6 @@ class Measured:
     @property
     def is_good(self) -> bool:
         return self.ttft <= TTFT_TARGET_SECONDS and self.per_token <= TOKEN_TARGET_SECONDS
-
-
-def run_worker(pipe: Connection, gpu: int, roles: tuple[str, ...], folder: str) -> None:
-    """Serves until the pipe ends. Sends its record."""
-    see(gpu)
-    sizes: dict[str, Any] = {"kv_cache_bytes": 64 << 20, "threads": 1, "execution": "fused"} if TINY else {}
-    engine = PyTorchConfig.model_validate({"model": folder, "name": "benchmark", "gpu_memory_share": 0.9, **sizes})
-    config = WorkerConfig(worker_id=f"{'-'.join(roles)}-{gpu}", roles=roles, engine=engine, drain_seconds=0)  # type: ignore[arg-type]
-
-    async def serve() -> None:
-        registry = MemoryRegistry("benchmark")
-        async with host_worker(config, registry):
-            pipe.send(registry.workers())
-            await until_told(pipe)
-
-    run_like_real(serve)
-
-
-def run_router(pipe: Connection) -> None:
-    """Routes to the workers whose records come first through the pipe, until it ends."""
-
-    async def serve() -> None:
-        config = RouterConfig(
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            drain_seconds=0,
-            probe=ProbeConfig(timeout_seconds=10.0, hung_seconds=30.0),
-        )
-        async with routing(config, pipe.recv()) as address:
-            pipe.send(address)
-            await until_told(pipe)
-
-    run_like_real(serve)
-
-
-@asynccontextmanager
-async def cluster(topology: str, folder: Path) -> AsyncIterator[str]:
-    """The address of a router in front of two workers."""
-    (gpu_a, roles_a), (gpu_b, roles_b) = TOPOLOGIES[topology]
-    async with (
-        child(run_worker, gpu_a, roles_a, str(folder)) as (first, _),
-        child(run_worker, gpu_b, roles_b, str(folder)) as (second, _),
-        child(run_router) as (router, _),
-    ):
-        records: list[WorkerRecord] = [*await answer(first), *await answer(second)]
-        for record in records:
-            print(f"{record.worker_id}: offers {', '.join(record.offers)}; reads {', '.join(record.reads)}", flush=True)
-        print()
-        router.send(records)
-        yield await answer(router)
-
-
-async def answer(pipe: Connection) -> Any:
-    if not await asyncio.to_thread(pipe.poll, START_SECONDS):
-        raise TimeoutError("a process of the cluster does not start")
-    return pipe.recv()
 
 
 class Client:
@@ -226,16 +156,15 @@ def row(topology: str, rate: float, found: Sequence[Measured], count: int, secon
 
 async def measure(topology: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    with folder_of(big_shape(options.layers)) as folder:
-        async with cluster(topology, folder) as address, open_channel(address) as channel:
-            client = Client(channel)
-            await warm_up(client)
-            for rate in options.rates:
-                found, count = await run_rate(client, rate, options.seconds)
-                rows.append(row(topology, rate, found, count, options.seconds))
-                if options.output:
-                    name = f"serving-{topology.replace(' ', '_').replace('+', 'and')}-{rate:g}.json"
-                    (options.output / name).write_text(json.dumps([asdict(each) for each in found]))
+    async with cluster(topology, big_shape(options.layers)) as [address], open_channel(address) as channel:
+        client = Client(channel)
+        await warm_up(client)
+        for rate in options.rates:
+            found, count = await run_rate(client, rate, options.seconds)
+            rows.append(row(topology, rate, found, count, options.seconds))
+            if options.output:
+                name = f"serving-{topology.replace(' ', '_').replace('+', 'and')}-{rate:g}.json"
+                (options.output / name).write_text(json.dumps([asdict(each) for each in found]))
     return rows
 
 

@@ -6,7 +6,7 @@ It opens all windows once, sends header blocks without any state, and parses onl
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Final, cast
 
@@ -190,11 +190,12 @@ class Connections:
 class GrpcClient:
     """Sends a router its load. See LoadClient."""
 
-    def __init__(self, address: str, connections: int = CONNECTIONS) -> None:
+    def __init__(self, address: str, connections: int = CONNECTIONS, prompts: Iterator[str] = PROMPTS) -> None:
         self._connections = Connections(address, connections)
+        self._prompts = prompts
 
     async def answer(self, model: str, tokens: int) -> Answer:
-        request = generate_pb2.GenerateRequest(model=model, prompt=next(PROMPTS))
+        request = generate_pb2.GenerateRequest(model=model, prompt=next(self._prompts))
         request.stopping.max_tokens = tokens
         connection = await self._connections.take()
         answer = Answer(tokens)

@@ -59,6 +59,8 @@ async def test_a_drained_rank_0_ends_the_others_which_do_not_end_before(tmp_path
     leader = f"127.0.0.1:{free_port()}"
     with rank_process(0, leader, tmp_path) as first, rank_process(1, leader, tmp_path) as second:
         await eventually(lambda: "the group is ready" in second.process.log.read_text(), READY_SECONDS)
+        # Rank 0 has a server to start then, and has nothing to drain before.
+        await eventually(lambda: get_health(first.monitor)[0] == 200, READY_SECONDS)
         second.process.popen.terminate()
         await eventually(lambda: "computing until rank 0 ends" in second.process.log.read_text(), 60)
         assert get_health(second.monitor)[0] == 200
