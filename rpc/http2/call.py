@@ -220,8 +220,10 @@ class Call:
 
     def _note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
         self.is_over = True
-        if self._context is not None:
-            self._context.note_end(code, details, is_cancelled=is_cancelled)
+        # Without this reference no cycle is left, and the call is freed without the garbage collector.
+        context, self._context = self._context, None
+        if context is not None:
+            context.note_end(code, details, is_cancelled=is_cancelled)
         if self._timer is not None:
             self._timer.cancel()
         callbacks, self._callbacks = self._callbacks, ()
