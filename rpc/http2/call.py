@@ -45,7 +45,10 @@ class CallHost(Protocol):
         """The handler of a call, wrapped by the interceptors."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs a call in a task of its own, with fresh context variables."""
+        """Runs a call in a task of its own, with fresh context variables, until the call says `ended`."""
+
+    def ended(self, task: "asyncio.Task[None]") -> None:
+        """The task of a call is done."""
 
 
 class CallConnection(Protocol):
@@ -198,6 +201,7 @@ class Call:
         context.finish()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
+        self._host.ended(task)
         if task.cancelled():
             # By whom is not known: the peer and the deadline leave the call with a status.
             self.finish(StatusCode.CANCELLED, "the call was cancelled")

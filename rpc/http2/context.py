@@ -198,7 +198,7 @@ class Context(aio.ServicerContext[Any, Any]):
 
     def _start(self, metadata: Pairs) -> None:
         encoding = literal(b"grpc-encoding", self._encoding.encode()) if self._encoding else b""
-        self._stream.start(RESPONSE + encoding + encode(metadata))
+        self._stream.start(RESPONSE + encoding + (encode(metadata) if metadata else b""))
 
 
 def _refuse(_message: Any) -> bool:
