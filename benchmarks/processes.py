@@ -15,7 +15,7 @@ from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
 from router.server import host_router
-from runtime.garbage import exempt_living_objects
+from runtime.garbage import collect_rarely, exempt_living_objects
 from runtime.logs import configure_logging
 
 _PATIENCE_SECONDS = 60.0
@@ -58,6 +58,7 @@ def run_like_real(main: Callable[[], Awaitable[None]]) -> None:
     """The same with the log on stderr, where it is seen how a process fails."""
     configure_logging("json", "info")
     exempt_living_objects()
+    collect_rarely()
     uvloop.run(main())  # type: ignore[arg-type]
 
 

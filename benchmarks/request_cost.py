@@ -1,12 +1,13 @@
 """What a request costs the router: its function calls, which no other load changes, and its CPU time.
 
-    python -m benchmarks.request_cost [--server grpcio] [--beside CHECKOUT] [--rounds 5] [--functions 40]
+    python -m benchmarks.request_cost [--everything] [--server grpcio] [--beside CHECKOUT] [--rounds 5] [--functions 40]
 
 A request has 512 prompt tokens. For 1 token it calls a prefill worker, for 2 tokens a decode worker too, or a decode
 worker alone (`one worker`). It comes in a crowd of 64, or alone. Workers, routers and this client are processes of
 their own; `--beside` adds a router of another checkout, and the rounds go from one to the other. CPU time is that of
 the router's process, all threads: the median of the rounds. Function calls are those of its event loop's thread,
-Python's and C's, as cProfile counts them. `--functions` prints those that take the most time.
+Python's and C's, as cProfile counts them. `--functions` prints those that take the most time. `--everything` runs the
+routers as benchmarks/peers does: with a limit that admission counts against, and a tenth of the requests traced.
 """
 
 import argparse
@@ -29,12 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
+from benchmarks.peers.workers import run_viewer
 from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process
 from benchmarks.router_overhead import CONNECTIONS, FLAT, SEPARATE, prompts, run_workers
 from discovery.record import WorkerRecord
-from router.config import ProbeConfig, RouterConfig
+from router.config import AdmissionConfig, ProbeConfig, RouterConfig
 from rpc.channels import open_channel
 from rpc.server import ServerKind
+from rpc.tracing.config import TracingConfig
 
 _PROFILED = 192
 _HERE = Path(__file__).resolve().parent.parent
@@ -97,10 +100,11 @@ class Router:
         self.functions[kind, crowd] = path
 
 
-def patient_router(server: ServerKind) -> RouterConfig:
+def patient_router(server: ServerKind, spans: str = "") -> RouterConfig:
     """A router that loses no worker which shares two cores with everything else, and answers late.
 
-    Here, and not in processes.py: a router of another checkout imports that one's modules.
+    With an address for spans everything is on. Here, and not in processes.py: a router of another checkout imports that
+    one's modules.
     """
     return RouterConfig(
         listen="127.0.0.1:0",
@@ -109,17 +113,19 @@ def patient_router(server: ServerKind) -> RouterConfig:
         server=server,
         probe=ProbeConfig(timeout_seconds=20, hung_seconds=60),
         routing=SEPARATE,
+        admission=AdmissionConfig(max_running_per_worker=4096 if spans else 0),
+        tracing=TracingConfig(endpoint=spans, sample_ratio=0.1),
     )
 
 
-def serve_router(server: ServerKind, folder: str) -> None:
+def serve_router(server: ServerKind, folder: str, spans: str) -> None:
     """Routes to the workers whose records come first from stdin, until it ends; "profile" and "stop" count calls."""
     records = pickle.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w")
 
     async def serve() -> None:
         profile, number = cProfile.Profile(), count()
-        async with routing(patient_router(server), records) as address:
+        async with routing(patient_router(server, spans), records) as address:
             print(address, file=answers, flush=True)
             while command := await asyncio.to_thread(sys.stdin.buffer.readline):
                 if command == b"profile\n":
@@ -139,11 +145,11 @@ def serve_router(server: ServerKind, folder: str) -> None:
 
 @asynccontextmanager
 async def router_of(
-    checkout: Path, server: ServerKind, records: Sequence[WorkerRecord], folder: str
+    checkout: Path, server: ServerKind, records: Sequence[WorkerRecord], folder: str, spans: str = ""
 ) -> AsyncIterator[Router]:
     """A router of a checkout, which finds these workers."""
     process = subprocess.Popen(  # noqa: ASYNC220  # once, before anything is measured
-        [sys.executable, __file__, "--server", server, "--serve", folder],
+        [sys.executable, __file__, "--server", server, "--serve", folder, "--spans", spans],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout)},
         stdin=subprocess.PIPE,
@@ -165,6 +171,13 @@ async def router_of(
         process.wait(10)
 
 
+async def spans_address(stack: AsyncExitStack) -> str:
+    """Where a process listens that takes spans, until the stack is closed."""
+    pipe, _ = await stack.enter_async_context(child(run_viewer))
+    address: str = await received(pipe)
+    return address
+
+
 @asynccontextmanager
 async def routers_of(arguments: argparse.Namespace) -> AsyncIterator[list[Router]]:
     """The routers of the arguments' checkouts and of this one, warm, before the same workers.
@@ -176,9 +189,10 @@ async def routers_of(arguments: argparse.Namespace) -> AsyncIterator[list[Router
         pipe: Connection
         pipe, _ = await stack.enter_async_context(child(run_workers))
         records: Sequence[WorkerRecord] = await received(pipe)
-        checkouts = [*arguments.beside, _HERE]
+        spans = await spans_address(stack) if arguments.everything else ""
         routers = [
-            await stack.enter_async_context(router_of(one, arguments.server, records, folder)) for one in checkouts
+            await stack.enter_async_context(router_of(one, arguments.server, records, folder, spans))
+            for one in [*arguments.beside, _HERE]
         ]
         for router in routers:
             await router.requests("1 token", 128, 64)
@@ -196,6 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beside", type=Path, action="append", default=[], help="another checkout, with its stubs")
     parser.add_argument("--functions", type=int, default=0)
     parser.add_argument("--profiles", help="a folder that keeps the profiles, for pstats")
+    parser.add_argument("--everything", action="store_true", help="admission and tracing, too")
 
 
 async def main(arguments: argparse.Namespace) -> str:
@@ -234,8 +249,9 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=320)
     parser.add_argument("--kinds", nargs="+", choices=tuple(_KINDS), default=list(_KINDS))
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--spans", default="", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        serve_router(chosen.server, chosen.serve)
+        serve_router(chosen.server, chosen.serve, chosen.spans)
     else:
         print(uvloop.run(main(chosen)))

@@ -30,7 +30,8 @@ class Cancellation:
         self._workers: list[WorkerHandle] = []
         self._task: asyncio.Task[Any] | None = None  # while it runs the request
         self._is_stopped = False  # whether we have cancelled that task
-        self._closed = asyncio.Event()
+        self._is_closed = False
+        self._on_close: asyncio.Event | None = None  # for who waits
         self._waiting_for: dict[SharedCall, int] = {}
         self._parts: list[Cancellation] = []
 
@@ -83,10 +84,13 @@ class Cancellation:
 
     def close(self) -> None:
         """Notes that nothing of the request runs here any more."""
-        if not self._closed.is_set():
-            for worker in self._workers:
-                worker.remove_user()
-            self._closed.set()
+        if self._is_closed:
+            return
+        for worker in self._workers:
+            worker.remove_user()
+        self._is_closed = True
+        if self._on_close is not None:
+            self._on_close.set()
 
     async def cancel(self, reason: str) -> Sequence[generate_pb2.CancelReceipt]:
         """Stops the request on its workers, then here. Returns what the workers confirmed.
@@ -105,10 +109,15 @@ class Cancellation:
                 stopped = await stopping
             finally:
                 self._stop_task()
-            await self._closed.wait()
+            await self._wait_until_closed()
             # A call may have been on its way to a worker that had nothing to stop at the first abort.
             late = await self._abort_on([worker for worker in self._workers if worker.record.worker_id not in stopped])
         return [*shared, *(receipt for receipts in parts for receipt in receipts), *stopped.values(), *late.values()]
+
+    async def _wait_until_closed(self) -> None:
+        if not self._is_closed:
+            self._on_close = self._on_close or asyncio.Event()
+            await self._on_close.wait()
 
     def _stop_task(self) -> None:
         """Cancels the task, once: a second cancellation would interrupt what it does to end the request."""

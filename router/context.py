@@ -51,6 +51,8 @@ class RequestQos:
         Raises InvalidRequest naming the wrong key.
         """
         values = {key: str(value) for key, value in metadata or () if key in (TENANT_KEY, PRIORITY_KEY)}
+        if not values and caller is None:
+            return _UNNAMED
         return cls(_tenant(values.get(TENANT_KEY, ""), caller, proxies), _priority(values.get(PRIORITY_KEY, "")))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -58,6 +60,9 @@ class RequestQos:
         if not self.tenant and not self.priority:
             return ()
         return ((TENANT_KEY, self.tenant), (PRIORITY_KEY, str(self.priority)))
+
+
+_UNNAMED = RequestQos()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ class FaultPlan:
     @classmethod
     def read(cls, metadata: Metadata | None, *, is_allowed: bool) -> "FaultPlan":
         """Reads the metadata of a call. Raises PermissionDenied if plans are off, InvalidRequest for a wrong plan."""
-        text = next((str(value) for key, value in metadata or () if key == FAULT_KEY), "")
+        texts = [str(value) for key, value in metadata or () if key == FAULT_KEY]
+        text = texts[0] if texts else ""
         if not text:
             return _NO_FAULTS
         if not is_allowed:

@@ -188,10 +188,11 @@ class RequestExecution:
         first = handoff.first_token
         reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
-        # It is sent in the loop's next turn: before the decode call is made, which has all ids of the prompt again.
-        await asyncio.sleep(0)
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
+        if not self._completion.finished:
+            # It is sent in the loop's next turn: before the decode call is made, which has all ids of the prompt again.
+            await asyncio.sleep(0)
 
     def _another_prefill(self, placement: _Placement, error: BatonError, tried: frozenset[str]) -> _Placement:
         try:

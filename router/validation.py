@@ -105,15 +105,14 @@ def resolve_sampling(
     request_input.require_room(request, prompt_tokens, model)
     room = model.limits.max_context_tokens - prompt_tokens
     stopping = request.stopping
-    sampling = prompt_pb2.Sampling(
-        params=request.sampling,
-        stop=prompt_pb2.StopConditions(
-            max_tokens=min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room,
-            min_tokens=min(stopping.min_tokens, room),
-            stop_token_ids=stopping.stop_token_ids,
-            ignore_eos=stopping.ignore_eos,
-        ),
-    )
+    # Set in place: messages as arguments are serialized and parsed again.
+    sampling = prompt_pb2.Sampling()
+    sampling.params.CopyFrom(request.sampling)
+    stop = sampling.stop
+    stop.max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
+    stop.min_tokens = min(stopping.min_tokens, room)
+    stop.stop_token_ids.extend(stopping.stop_token_ids)
+    stop.ignore_eos = stopping.ignore_eos
     if request.response.HasField("logprobs"):
         sampling.logprobs = request.response.logprobs
     if request.HasField("guided"):

@@ -6,7 +6,7 @@
 | config | one YAML file and `key=value` overrides, read into a typed model |
 | logs | structured logs on stderr; the key `log` |
 | metrics | the metrics registry, event loop lag |
-| frequent_histogram | a cheaper histogram, for values at every token |
+| frequent_metrics | cheaper histograms and counters, for every token and request |
 | garbage | garbage collection without long pauses |
 | monitor | the HTTP server for /metrics and /health |
 | aio | task groups, timeouts, waits that a cancellation does not interrupt |

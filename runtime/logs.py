@@ -97,7 +97,9 @@ def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:
     def complete(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         fields = merge_log_fields(logger, method, event)
         level = "warning" if method == "warn" else "error" if method == "exception" else method
-        return {**static_fields, **fields, "level": level, "ts": stamp.now()}
+        line = {"ts": "", "level": "", "event": "", **static_fields, **fields}
+        line["ts"], line["level"] = stamp.now(), level
+        return line
 
     return [complete]
 
@@ -125,23 +127,18 @@ def _renderers(format: LogFormat) -> list[Processor]:
         return [
             structlog.dev.ConsoleRenderer(timestamp_key="ts", colors=sys.stderr.isatty(), exception_formatter=plain)
         ]
-    return [
-        structlog.processors.format_exc_info,
-        _put_first,
-        structlog.processors.JSONRenderer(_to_json),
-    ]
+    return [_to_json]
 
 
-def _to_json(event: EventDict, default: Any) -> str:
+def _to_json(logger: WrappedLogger, method: str, event: EventDict) -> str:
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, method, event)
     # What has no JSON is left to structlog; an encoder with its function would have to be made for each line.
     try:
         return _ENCODER.encode(event)
     except TypeError:
-        return json.dumps(event, default=default)
+        return str(_RENDERER(logger, method, event))
 
 
 _ENCODER = json.JSONEncoder()
-
-
-def _put_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return {"ts": event["ts"], "level": event["level"], "event": event["event"], **event}
+_RENDERER = structlog.processors.JSONRenderer()

@@ -10,7 +10,7 @@ import structlog
 
 from baton.errors import ConfigError
 from runtime.aio import leaf_errors
-from runtime.garbage import exempt_living_objects
+from runtime.garbage import collect_rarely, exempt_living_objects
 from runtime.metrics import watched_event_loop
 
 try:
@@ -31,6 +31,7 @@ def run(main: Main) -> None:
     128 + the signal's number. Returns only if main ended well.
     """
     exempt_living_objects()
+    collect_rarely()
     exit_code = run_in_loop(_supervise(main))
     if exit_code:
         raise SystemExit(exit_code)

@@ -24,6 +24,10 @@ _UNLIMITED: AbstractContextManager[None] = nullcontext()
 class ChangingFleet(Fleet, Protocol):
     """A fleet whose workers change."""
 
+    @property
+    def version(self) -> int:
+        """Another number after each change of the workers, their records or their health."""
+
     async def change(self) -> None:
         """Waits for the next change of the records or of a worker's health."""
 
@@ -43,6 +47,9 @@ class AdmissionController:
         self.clock = clock
         self._predictor = LatencyPredictor(fleet, clock)
         self._queues: dict[tuple[str, str], AdmissionQueue] = {}
+        # How many ready workers complete requests, as of a version of the fleet.
+        self._able: dict[tuple[str, str], int] = {}
+        self._able_at = -1
 
     async def follow(self) -> None:
         """Admits waiting requests when the workers change, until cancelled."""
@@ -130,8 +137,19 @@ class AdmissionController:
 
     def _limit(self, model: str, role: str) -> int | None:
         """How many requests may run, from the number of ready workers that complete them. None: any number."""
-        if not self._config.max_running_per_worker:
+        most = self._config.max_running_per_worker
+        if not most:
             return None
+        version = self._fleet.version
+        if version != self._able_at:
+            self._able.clear()
+            self._able_at = version
+        able = self._able.get((model, role))
+        if able is None:
+            able = self._able[model, role] = self._count_able(model, role)
+        return most * able
+
+    def _count_able(self, model: str, role: str) -> int:
         able = [
             worker
             for worker in self._fleet.workers
@@ -140,7 +158,7 @@ class AdmissionController:
             and not worker.record.draining
             and not worker.problem
         ]
-        return self._config.max_running_per_worker * len(able)
+        return len(able)
 
 
 class _Admission:

@@ -40,6 +40,8 @@ class LeastLoaded:
 
     def _pick(self, role: str, request: RoutingRequest, workers: Sequence[W]) -> W:
         turn = next(self._turns[role])
+        if len(workers) == 1:
+            return workers[0]
         preferences = Preferences(request.prompt_tokens, request.session_key, self._session_slack, turn)
         return pick(score_workers(workers, preferences), preferences)
 

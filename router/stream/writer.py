@@ -68,7 +68,7 @@ class StreamWriter:
         self._closed = False
         self._writer: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._room = asyncio.Event()
+        self._room: asyncio.Event | None = None  # for who waits
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,7 +235,8 @@ class StreamWriter:
         self._text = ""
         self._token_ids.clear()
         self._is_due = self._due_tokens <= 1
-        self._room.set()
+        if self._room is not None:
+            self._room.set()
         if self._first_token_sent is not None:
             self._first_token_sent()
             self._first_token_sent = None
@@ -248,6 +249,7 @@ class StreamWriter:
     # Waiting for the client.
 
     async def _wait_for_room(self, writer: "asyncio.Task[None]") -> None:
+        self._room = self._room or asyncio.Event()
         while len(self._token_ids) >= self._max_waiting_tokens and not writer.done():
             self._room.clear()
             room = asyncio.ensure_future(self._room.wait())

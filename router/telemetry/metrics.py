@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge
 
 from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2
-from runtime.frequent_histogram import FrequentHistogram
+from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
 from runtime.metrics import REGISTRY
 
 _CLASS = ("model", "request_class")
@@ -15,13 +15,12 @@ _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 WORKER_STATES = ("ready", "unhealthy", "draining")
 ROLES = ("encode", "prefill", "decode", "embed")
 
-REQUESTS = Counter(
-    "baton_router_requests_total",
-    "Requests that have ended.",
-    [*_CLASS, "outcome", "reason"],
-    registry=REGISTRY,
+REQUESTS = FrequentCounter(
+    "baton_router_requests_total", "Requests that have ended.", [*_CLASS, "outcome", "reason"], REGISTRY
 )
-RUNNING = Gauge("baton_router_running_requests", "Requests that are running.", registry=REGISTRY)
+RUNNING = FrequentCounter(
+    "baton_router_running_requests", "Requests that are running.", (), REGISTRY, is_gauge=True
+).labels()
 WAITING = Gauge("baton_router_waiting_requests", "Requests that wait for admission.", registry=REGISTRY)
 TTFT = FrequentHistogram(
     "baton_router_time_to_first_token_seconds",
@@ -68,11 +67,11 @@ QUEUE_SECONDS = FrequentHistogram(
     _SECONDS,
     REGISTRY,
 ).labels()
-TOKENS = Counter(
+TOKENS = FrequentCounter(
     "baton_router_tokens_total",
     "Tokens of ended requests: of prompts, of these found in a prefix cache, of media, and of answers.",
     [*_CLASS, "kind"],
-    registry=REGISTRY,
+    REGISTRY,
 )
 RETRIES = Counter(
     "baton_router_retries_total", "Attempts after a worker had failed a request.", ["stage"], registry=REGISTRY
@@ -118,11 +117,11 @@ CACHE_VIEWS = {
     generate_pb2.CACHE_VIEW_REPORTED: "reported",
     generate_pb2.CACHE_VIEW_ESTIMATED: "estimated",
 }
-PLACEMENTS = Counter(
+PLACEMENTS = FrequentCounter(
     "baton_router_placements_total",
     "Requests that were placed, by how the router knew what the chosen worker's prefix cache held.",
     ["cache_view"],
-    registry=REGISTRY,
+    REGISTRY,
 )
 PLACED = {view: PLACEMENTS.labels(name) for view, name in CACHE_VIEWS.items()}  # by the message's number
 PICKS = Counter(

@@ -4,8 +4,6 @@ from functools import cache
 from types import TracebackType
 from typing import Protocol
 
-from prometheus_client import Counter
-
 from baton.inference.v1 import sampling_pb2, timing_pb2
 from router.telemetry import metrics
 from router.telemetry.spans import set_result_attributes
@@ -13,6 +11,7 @@ from router.telemetry.stages import name_of
 from router.telemetry.stats import RequestStats
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
+from runtime.frequent_metrics import Count
 from runtime.logs import add_log_fields
 
 # Bounds of the request classes, in prompt tokens. Requests with images have a class of their own.
@@ -193,7 +192,7 @@ def _series(model: str, measured_as: str) -> _ClassSeries:
 
 
 @cache  # bounded like those, and by the number of reasons
-def _ended(model: str, measured_as: str, outcome: str, reason: str) -> Counter:
+def _ended(model: str, measured_as: str, outcome: str, reason: str) -> Count:
     return metrics.REQUESTS.labels(model, measured_as, outcome_of(outcome), reason)
 
 

@@ -90,15 +90,12 @@ class RequestStats:
 
     def finished(self) -> generate_pb2.Finished:
         """The last message, without what stopped the answer."""
-        return generate_pb2.Finished(
-            reason=self.finish_reason,
-            usage=self.usage(),
-            timings=self.timings.message().stages,
-            migrations=self.migrations,
-            topology=self.topology,
-            prefill_worker_id=self.prefill_worker_id,
-            decode_worker_id=self.decode_worker_id,
-        )
+        # Set in place: messages as arguments are serialized and parsed again.
+        finished = generate_pb2.Finished(reason=self.finish_reason, migrations=self.migrations, topology=self.topology)
+        finished.usage.CopyFrom(self.usage())
+        finished.timings.MergeFrom(self.timings.message().stages)
+        finished.prefill_worker_id, finished.decode_worker_id = self.prefill_worker_id, self.decode_worker_id
+        return finished
 
     def log_fields(self) -> dict[str, object]:
         """The fields of the request's log line."""

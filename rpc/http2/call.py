@@ -45,7 +45,10 @@ class CallHost(Protocol):
         """The handler of a call, wrapped by the interceptors."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs a call in a task of its own, with fresh context variables."""
+        """Runs a call in a task of its own, with fresh context variables, until the call says `ended`."""
+
+    def ended(self, task: "asyncio.Task[None]") -> None:
+        """The task of a call is done."""
 
 
 class CallConnection(Protocol):
@@ -198,6 +201,7 @@ class Call:
         context.finish()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
+        self._host.ended(task)
         if task.cancelled():
             # By whom is not known: the peer and the deadline leave the call with a status.
             self.finish(StatusCode.CANCELLED, "the call was cancelled")
@@ -220,8 +224,10 @@ class Call:
 
     def _note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
         self.is_over = True
-        if self._context is not None:
-            self._context.note_end(code, details, is_cancelled=is_cancelled)
+        # Without this reference no cycle is left, and the call is freed without the garbage collector.
+        context, self._context = self._context, None
+        if context is not None:
+            context.note_end(code, details, is_cancelled=is_cancelled)
         if self._timer is not None:
             self._timer.cancel()
         callbacks, self._callbacks = self._callbacks, ()

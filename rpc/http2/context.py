@@ -50,7 +50,7 @@ class Context(aio.ServicerContext[Any, Any]):
         self._is_cancelled = False
         self._turn = -1
         self._written = 0
-        self.write_now = MessageSender(call, method.serialize, partial(self._start, ())).send
+        self.write_now: Callable[[Any], bool] = MessageSender(call, method.serialize, partial(self._start, ())).send
 
     # Messages.
 
@@ -117,6 +117,8 @@ class Context(aio.ServicerContext[Any, Any]):
     def note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
         """The call is over."""
         self._code, self._details, self._is_cancelled = code, details, is_cancelled
+        # What it was refers to this object.
+        self.write_now = _refuse
 
     def set_trailing_metadata(self, trailing_metadata: Pairs) -> None:
         """Goes out with the status."""
@@ -196,7 +198,11 @@ class Context(aio.ServicerContext[Any, Any]):
 
     def _start(self, metadata: Pairs) -> None:
         encoding = literal(b"grpc-encoding", self._encoding.encode()) if self._encoding else b""
-        self._stream.start(RESPONSE + encoding + encode(metadata))
+        self._stream.start(RESPONSE + encoding + (encode(metadata) if metadata else b""))
+
+
+def _refuse(_message: Any) -> bool:
+    raise aio.UsageError("the call is over")
 
 
 class Requests(AsyncIterator[Any]):

@@ -154,13 +154,13 @@ class Http2Server:
         return await self._find(details)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs a call in a task of its own, with fresh context variables."""
+        """Runs a call in a task of its own, with fresh context variables, until the call says `ended`."""
         task = self.context.copy().run(asyncio.get_running_loop().create_task, work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
         return task
 
-    def _forget(self, task: "asyncio.Task[None]") -> None:
+    def ended(self, task: "asyncio.Task[None]") -> None:
+        """The task of a call is done."""
         self._tasks.discard(task)
         if not self._tasks:
             self._changed.set()

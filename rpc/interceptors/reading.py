@@ -6,7 +6,7 @@ compressed requests are refused here, or decompressed up to the limit of a messa
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -98,9 +98,11 @@ class Reader:
         """Parses in a thread what the deserializer left to it. Must wrap everything that uses the request."""
 
         async def reading(request: Any, context: Context) -> Any:
-            if hasattr(request, "__aiter__"):
-                return await behaviour(self._each(request), context)
-            return await behaviour(await self._resolve(request), context)
+            if isinstance(request, _Unread):
+                request = await self._resolve(request)
+            elif not isinstance(request, Message) and hasattr(request, "__aiter__"):
+                request = self._each(request)
+            return await behaviour(request, context)
 
         return reading
 
@@ -153,9 +155,10 @@ def _fault(descriptor: Descriptor, wire: bytes) -> MalformedRequest:
 def refuse_malformed(_method: str, behaviour: Behaviour) -> Behaviour:
     """Raises the error of a MalformedRequest; every other request passes."""
 
-    async def checked(request: Any, context: Context) -> Any:
+    # No coroutine: it would only wait for the one within.
+    def checked(request: Any, context: Context) -> Awaitable[Any]:
         if isinstance(request, MalformedRequest):
             raise request.error
-        return await behaviour(request, context)
+        return behaviour(request, context)
 
     return checked

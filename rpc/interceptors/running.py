@@ -12,8 +12,7 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self._count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None  # for who waits
 
     @property
     def count(self) -> int:
@@ -24,7 +23,7 @@ class RunningCalls:
         """Counts the calls of a method."""
 
         async def counting(request: Any, context: Context) -> Any:
-            self._enter()
+            self._count += 1
             try:
                 return await behaviour(request, context)
             finally:
@@ -35,13 +34,12 @@ class RunningCalls:
     async def ended(self, timeout_seconds: float) -> None:
         """Waits until no call is running. Raises TimeoutError."""
         async with timeout(timeout_seconds):
-            await self._idle.wait()
-
-    def _enter(self) -> None:
-        self._count += 1
-        self._idle.clear()
+            self._idle = self._idle or asyncio.Event()
+            while self._count:
+                self._idle.clear()
+                await self._idle.wait()
 
     def _leave(self) -> None:
         self._count -= 1
-        if self._count == 0:
+        if self._count == 0 and self._idle is not None:
             self._idle.set()

@@ -62,7 +62,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
 
     def listen(self, take_token: TakeToken) -> None:
         """Gives tokens to `take_token` while the reader waits for the next response."""
-        self._take_token = take_token
+        if not self._is_over:
+            self._take_token = take_token
 
     async def __anext__(self) -> Response:
         """The next response; tokens that have come one after another are one."""
@@ -145,6 +146,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         if self._timer is not None:
             self._timer.cancel()
         self._wake()
+        # It refers to this call: without it no cycle is left for the garbage collector.
+        self._take_token = None
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -71,9 +71,7 @@ def _traced(call: MultiCallable) -> MultiCallable:
         context = current_span().metadata
         if context:
             given = tuple(metadata or ())
-            if any(key == TRACEPARENT for key, _ in given):
-                context = ()
-            metadata = (*given, *context)
+            metadata = given if TRACEPARENT in [key for key, _ in given] else (*given, *context)
         try:
             return call(*request, metadata=metadata, **options)
         except aio.UsageError as error:

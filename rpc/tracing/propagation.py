@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from opentelemetry.trace import SpanContext, TraceFlags, TraceState, format_span_id, format_trace_id
+from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
 from baton.connection.metadata import Metadata
 from baton.connection.tracing import STATE_KEY, TRACEPARENT, TRACESTATE, UNDECIDED
@@ -59,7 +59,7 @@ def decided(context: SpanContext, *, is_sampled: bool) -> SpanContext:
 
 def format_traceparent(context: SpanContext) -> str:
     """The header that names a span."""
-    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags & 0xFF:02x}"
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 0xFF:02x}"
 
 
 def metadata_of(context: SpanContext) -> Metadata:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor
-from opentelemetry.sdk.trace.sampling import Decision, Sampler
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -28,12 +28,15 @@ _UNSET = Status(StatusCode.UNSET)
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """The processor, resource and sampler of recorded spans."""
+    """The processor and resource of recorded spans, and which traces are recorded.
+
+    Those whose low 64 bits are below `sampled_below`, as OpenTelemetry's TraceIdRatioBased decides.
+    """
 
     processor: SpanProcessor
     resource: Resource
     scope: InstrumentationScope
-    sampler: Sampler
+    sampled_below: int
 
 
 class Recorder:
@@ -58,10 +61,10 @@ class Recorder:
         """
         if parent is None:
             trace_id = _random_id(128)
-            is_sampled = self._samples(trace_id, name)
+            is_sampled = self._samples(trace_id)
             context = _context(trace_id, is_sampled=is_sampled)
         elif is_undecided(parent):
-            is_sampled = self._samples(parent.trace_id, name)
+            is_sampled = self._samples(parent.trace_id)
             parent = decided(parent, is_sampled=is_sampled)
             context = _below(parent)
         else:
@@ -69,8 +72,8 @@ class Recorder:
             context = _below(parent)
         return context, Recording(self, name, (context, parent), started, kind) if is_sampled else None
 
-    def _samples(self, trace_id: int, name: str) -> bool:
-        return self.sink.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+    def _samples(self, trace_id: int) -> bool:
+        return trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < self.sink.sampled_below
 
     def unix_ns(self, seconds: float) -> int:
         """A time in Unix nanoseconds."""

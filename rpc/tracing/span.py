@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
-from opentelemetry.trace import SpanContext, SpanKind, format_trace_id
+from opentelemetry.trace import SpanContext, SpanKind
 
 from baton.connection.metadata import Metadata
 from rpc.tracing.propagation import format_traceparent, metadata_of, parse_traceparent
@@ -30,7 +30,7 @@ class Span:
     @property
     def trace_id(self) -> str:
         """In hexadecimal; empty without a trace."""
-        return format_trace_id(self.context.trace_id) if self.context else ""
+        return f"{self.context.trace_id:032x}" if self.context else ""
 
     @property
     def traceparent(self) -> str:

@@ -78,7 +78,8 @@ async def recording(config: TracingConfig, exporter: SpanExporter, resource: Res
     )
     scope = InstrumentationScope(_SCOPE, __version__)
     try:
-        yield Tracer(Sink(processor, resource, scope, TraceIdRatioBased(config.sample_ratio)))
+        sampled_below = TraceIdRatioBased.get_bound_for_rate(config.sample_ratio)
+        yield Tracer(Sink(processor, resource, scope, sampled_below))
     finally:
         await asyncio.to_thread(_close, processor, exporter, config.flush_seconds)
 

@@ -17,7 +17,7 @@ import runtime.metrics
 import services.engines.trtllm.monitoring.metrics
 import services.engines.vllm.monitoring.metrics
 import services.telemetry.metrics
-from runtime.frequent_histogram import FrequentHistogram
+from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
 from runtime.metrics import REGISTRY
 from services.telemetry.gpu import GpuCollector
 
@@ -74,7 +74,11 @@ def test_a_row_has_the_type_of_its_metric(name: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_a_row_has_the_labels_of_its_metric(module: ModuleType) -> None:
-    metrics = [each for each in vars(module).values() if isinstance(each, (MetricWrapperBase, FrequentHistogram))]
+    metrics = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, (MetricWrapperBase, FrequentCounter, FrequentHistogram))
+    ]
     assert metrics
     for metric in metrics:
         (family,) = metric.describe()

@@ -42,6 +42,11 @@ async def misconfigured_inside(stopping):
 async def counts_frozen(stopping):
     print("frozen:", gc.get_freeze_count() > 10_000, flush=True)
 
+async def counts_collections(stopping):
+    before = gc.get_stats()[0]["collections"]
+    living = [[] for _ in range(5_000)]
+    print("collections:", gc.get_stats()[0]["collections"] - before, flush=True)
+
 async def fails(stopping):
     configure_logging("json", "info")
     raise RuntimeError("broken")
@@ -78,6 +83,10 @@ def test_a_main_that_ends_well_returns() -> None:
 
 def test_full_garbage_collections_look_at_nothing_that_was_imported() -> None:
     assert outcome("counts_frozen") == (0, "frozen: True\nreturned\n", "")
+
+
+def test_the_objects_of_a_burst_of_requests_begin_no_collection() -> None:
+    assert outcome("counts_collections") == (0, "collections: 0\nreturned\n", "")
 
 
 def test_a_config_error_is_one_line_and_exit_code_2() -> None:

@@ -3,14 +3,14 @@
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.exposition import generate_latest
 from support.clients.scraping import since
 from support.eventually import eventually
 
 from baton.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, NoWorker, Overloaded, QuotaExceeded
 from rpc.status import OK, outcome_of
-from runtime.frequent_histogram import FrequentHistogram
+from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
 from runtime.metrics import watched_event_loop
 
 BUCKETS = (0.01, 0.1, 1.0)
@@ -33,6 +33,31 @@ def test_a_frequent_histogram_is_shown_as_the_librarys_own_is() -> None:
     for value in (0.0, 0.01, 0.05, 0.1, 0.2, 1.0, 7.0):
         frequent.observe(value)
         plain.observe(value)
+    assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_a_frequent_counter_is_shown_as_the_librarys_own_is() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    frequent, plain = (
+        FrequentCounter("things_total", "Some.", ["kind"], ours),
+        Counter("things_total", "Some.", ["kind"], registry=theirs),
+    )
+    for counter in (frequent, plain):
+        counter.labels("a").inc()
+        counter.labels("a").inc(2)
+        counter.labels("b")
+    assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_a_frequent_gauge_is_shown_as_the_librarys_own_is() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    for gauge in (
+        FrequentCounter("things", "Some.", (), ours, is_gauge=True).labels(),
+        Gauge("things", "Some.", registry=theirs),
+    ):
+        gauge.inc()
+        gauge.inc()
+        gauge.dec()
     assert generate_latest(ours) == generate_latest(theirs)
 
 

@@ -65,16 +65,23 @@ def status_fields(code: int, details: str, metadata: Iterable[tuple[str, str | b
 
 
 def _encode(key: str, value: str | bytes) -> bytes:
-    if not _KEY.fullmatch(key) or key in _RESERVED or (key.startswith(_GRPC_PREFIX) and key != _RICH_STATUS):
-        raise ValueError(f"metadata: {key!r} is not allowed as a key")
-    if key.endswith("-bin"):
+    name = _name(key)
+    if name.endswith(b"-bin"):
         if isinstance(value, str):
             value = value.encode()
-        return literal(key.encode(), base64.b64encode(value).rstrip(b"="))
+        return literal(name, base64.b64encode(value).rstrip(b"="))
     text = value.decode("latin-1") if isinstance(value, bytes) else value
     if not _VALUE.fullmatch(text):
         raise ValueError(f"metadata: the value of {key!r} is not printable ASCII; use a key that ends in -bin")
-    return literal(key.encode(), text.encode())
+    return literal(name, text.encode())
+
+
+# Servers send few keys, each of them again and again.
+@lru_cache(maxsize=1024)
+def _name(key: str) -> bytes:
+    if not _KEY.fullmatch(key) or key in _RESERVED or (key.startswith(_GRPC_PREFIX) and key != _RICH_STATUS):
+        raise ValueError(f"metadata: {key!r} is not allowed as a key")
+    return key.encode()
 
 
 @lru_cache(maxsize=1024)

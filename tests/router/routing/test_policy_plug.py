@@ -130,8 +130,8 @@ async def test_the_default_predicts_where_workers_report_their_caches(kv_events:
 async def test_predictions_without_reports_are_called_estimates() -> None:
     workers = (simulated("p", "prefill", kv_events=False), simulated("d", "decode", kv_events=False))
     async with bench(*workers, router=router("predicted_seconds")) as running:
-        before = metrics.PLACEMENTS.labels("estimated")._value.get()
+        before = metrics.PLACEMENTS.labels("estimated").value
         answer = await running.generate(prompt="x", stopping={"max_tokens": 2})
         assert answer.started.cache_view == generate_pb2.CACHE_VIEW_ESTIMATED
-        assert metrics.PLACEMENTS.labels("estimated")._value.get() == before + 1
+        assert metrics.PLACEMENTS.labels("estimated").value == before + 1
         assert {worker.cache_view for worker in await running.list_workers()} == {generate_pb2.CACHE_VIEW_ESTIMATED}

@@ -55,11 +55,13 @@ class StaticFleet:
     """Workers that a test sets."""
 
     workers: Sequence[Measured] = ()
+    version: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set(self, *workers: Measured) -> None:
         """All the workers that there are from now on."""
         self.workers = workers
+        self.version += 1
         self._changed.set()
         self._changed = asyncio.Event()
 

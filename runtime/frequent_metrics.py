@@ -1,11 +1,11 @@
-"""A histogram for what happens at every token: the library's takes several locks for each value."""
+"""Metrics for what happens at every token or request: the library's take several calls and locks for each value."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 
@@ -68,4 +68,52 @@ class FrequentHistogram(Collector):
         for values, series in tuple(self._series.items()):
             buckets = list(zip(self._shown, series.cumulative(), strict=True))
             family.add_metric(values, buckets, series.sum)
+        yield family
+
+
+class Count:
+    """The number of one set of labels. One thread changes it; others may read."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Adds to it."""
+        self.value += amount
+
+    def dec(self) -> None:
+        """Takes one from it; of a gauge."""
+        self.value -= 1.0
+
+
+class FrequentCounter(Collector):
+    """A counter to Prometheus, or with `is_gauge` a gauge. Make each series once, by `labels`, and keep it."""
+
+    def __init__(
+        self, name: str, help: str, labels: Sequence[str], registry: CollectorRegistry, *, is_gauge: bool = False
+    ) -> None:
+        self._name = name
+        self._help = help
+        self._labelnames = tuple(labels)
+        self._family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+        self._family = GaugeMetricFamily if is_gauge else CounterMetricFamily
+        self._counts: dict[tuple[str, ...], Count] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Count:
+        """The number for these labels' values, which starts at zero."""
+        assert len(values) == len(self._labelnames)
+        return self._counts.setdefault(values, Count())
+
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The family without its values, for the registry."""
+        yield self._family(self._name, self._help, labels=self._labelnames)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The values, for a scrape, which may run in another thread."""
+        family = self._family(self._name, self._help, labels=self._labelnames)
+        for values, count in tuple(self._counts.items()):
+            family.add_metric(values, count.value)
         yield family
