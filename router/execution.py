@@ -262,7 +262,7 @@ class RequestExecution:
                         return
                     if call.feed is not None and not is_fed and self._completion.takes_single_tokens:
                         is_fed = True
-                        call.feed.listen(self._relay(call.feed, timer).take)
+                        call.feed.listen(self._relay(call.feed, timer))
                 case "accepted":
                     timer.accepted()
                     self._progress.accepted(response.accepted.timings)

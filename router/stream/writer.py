@@ -48,6 +48,7 @@ class StreamWriter:
         self._request_id = request_id
         self._send = reply.send
         self._send_now = reply.send_now
+        self.output = reply.output
         self._max_waiting_tokens = max_waiting_tokens
         self._patience_seconds = patience_seconds
         self._clock = clock

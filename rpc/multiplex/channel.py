@@ -18,8 +18,9 @@ from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError, Unavailable
 from rpc.multiplex.metadata import to_messages
 from rpc.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
-from rpc.multiplex.replies import MultiplexedCall, TakeToken
+from rpc.multiplex.replies import MultiplexedCall
 from rpc.multiplex.running_calls import RunningCalls
+from rpc.multiplex.tokens import TokenTaker
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
 
@@ -111,9 +112,9 @@ class _Stream:
         (self._waiting[-1].paused if is_paused else self._waiting[-1].resumed).append(call)
         self._schedule()
 
-    def relay_tokens(self, call: int, take: TakeToken | None) -> None:
+    def relay_tokens(self, call: int, taker: TokenTaker | None) -> None:
         """See Link."""
-        self.calls.relay_tokens(call, take)
+        self.calls.relay_tokens(call, taker)
 
     # Its life.
 
