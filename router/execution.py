@@ -188,7 +188,9 @@ class RequestExecution:
         first = handoff.first_token
         reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
-        # It is sent in the loop's next turn: before the decode call is made, which has all ids of the prompt again.
+        # It is written before the decode call is made, which has all ids of the prompt again: now, or, where another
+        # one of the connection was written in this turn of the loop, in the next one.
+        self._stream.flush()
         await asyncio.sleep(0)
         if first.finish_reason:
             self._completion.finish(first.finish_reason)

@@ -148,6 +148,11 @@ class StreamWriter:
         self._set_due()
         self._advance()
 
+    def flush(self) -> None:
+        """Has what was sent written before this turn of the event loop ends, where the reply can."""
+        if self.output is not None:
+            self.output.flush_early()
+
     # When tokens are due.
 
     def _check_due(self) -> None:
