@@ -191,7 +191,9 @@ class RequestExecution:
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
         if not self._completion.finished:
-            # It is sent in the loop's next turn: before the decode call is made, which has all ids of the prompt again.
+            # It is written before the decode call is made, which has all ids of the prompt again: now, or, where another
+            # one of the connection was written in this turn of the loop, in the next one.
+            self._stream.flush()
             await asyncio.sleep(0)
 
     def _another_prefill(self, placement: _Placement, error: BatonError, tried: frozenset[str]) -> _Placement:
@@ -263,7 +265,7 @@ class RequestExecution:
                         return
                     if call.feed is not None and not is_fed and self._completion.takes_single_tokens:
                         is_fed = True
-                        call.feed.listen(self._relay(call.feed, timer).take)
+                        call.feed.listen(self._relay(call.feed, timer))
                 case "accepted":
                     timer.accepted()
                     self._progress.accepted(response.accepted.timings)

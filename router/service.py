@@ -143,7 +143,8 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 def _reply(context: Any) -> Reply:
     # grpc.aio cannot write without waiting.
-    return Reply(context.write, context.set_trailing_metadata, getattr(context, "write_now", None))
+    send_now, output = getattr(context, "write_now", None), getattr(context, "output", None)
+    return Reply(context.write, context.set_trailing_metadata, send_now, output)
 
 
 def _worker_message(worker: WorkerHandle, explainer: RouteExplainer) -> cluster_service_pb2.Worker:

@@ -7,6 +7,7 @@ from baton.connection.metadata import TIMINGS_KEY
 from baton.inference.v1 import generate_pb2
 from router.telemetry.stages import StageTiming, timings_message
 from router.telemetry.timings import Timings
+from rpc.multiplex.tokens import TokenOutput
 
 Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
 
@@ -22,12 +23,13 @@ _MAX_TRAILER_BYTES = 640
 class Reply:
     """The way back to one client: a function for its messages, and one for the trailing metadata.
 
-    `send_now`, where there is one, sends a message without waiting; see SendNow.
+    `send_now`, where there is one, sends a message without waiting; see SendNow. It goes out by `output`.
     """
 
     send: Send
     set_trailing_metadata: Callable[[tuple[tuple[str, bytes], ...]], None]
     send_now: SendNow | None = None
+    output: TokenOutput | None = None
 
     def end_with(self, timings: Timings) -> None:
         """Puts the timings into the trailing metadata, at the end of the request, also if it fails."""

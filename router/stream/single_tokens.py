@@ -10,6 +10,7 @@ from router.stream.reply import SendNow
 from router.telemetry.request_metrics import TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
+from rpc.multiplex.tokens import TokenOutput
 
 
 class SingleTokens:
@@ -44,6 +45,7 @@ class TokenWriter(Protocol):
     """The writer of a request, as its single tokens know it."""
 
     single: SingleTokens
+    output: TokenOutput | None
 
     @property
     def has_room(self) -> bool:
@@ -54,9 +56,10 @@ class TokenWriter(Protocol):
 
 
 class TokenRelay:
-    """Takes the tokens of one call to a worker as they come, and passes them to the client.
+    """Takes the tokens of one call to a worker as they come, and passes them to the client. See TokenTaker.
 
-    `timed` notes a token's time and returns its latency in seconds. `stop` ends the call, at a stop string.
+    `timed` notes a token that took so many nanoseconds, and returns its latency in seconds. `stop` ends the call, at a
+    stop string.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TokenRelay:
         timed: Callable[[int], float],
         stop: Callable[[], None],
     ) -> None:
+        self.output = writer.output
         self._writer = writer
         self._single = writer.single
         self._completion = completion
@@ -77,17 +81,16 @@ class TokenRelay:
         self._latencies = latencies
         self._timed = timed
         self._stop = stop
+        self._spent = 0  # nanoseconds, on the text of tokens that are not noted yet
 
     def take(self, token_id: int) -> bool:
         """Takes one token, and sends it, at once; not the first ones of a call. False if the client is behind."""
         single, completion = self._single, self._completion
         if not single.is_flowing and not self._writer.has_room:
             return False
-        self._timer.took_token()
         started = time.perf_counter_ns()
         text = completion.push_token(token_id)
-        self._stats.completion_tokens = len(completion.token_ids)
-        self._latencies.observe(self._timed(started), 1)
+        self._spent += time.perf_counter_ns() - started
         if single.is_flowing:
             single.send(text, token_id)
         else:
@@ -96,3 +99,10 @@ class TokenRelay:
         if finish is not None and finish.stop_string:
             self._stop()
         return True
+
+    def note_taken(self) -> None:
+        """Times and counts a token that was sent."""
+        self._timer.took_token()
+        self._stats.completion_tokens = len(self._completion.token_ids)
+        spent, self._spent = self._spent, 0
+        self._latencies.observe(self._timed(spent), 1)

@@ -48,6 +48,7 @@ class StreamWriter:
         self._request_id = request_id
         self._send = reply.send
         self._send_now = reply.send_now
+        self.output = reply.output
         self._max_waiting_tokens = max_waiting_tokens
         self._patience_seconds = patience_seconds
         self._clock = clock
@@ -146,6 +147,11 @@ class StreamWriter:
         self._make_finished = make_finished
         self._set_due()
         self._advance()
+
+    def flush(self) -> None:
+        """Has what was sent written before this turn of the event loop ends, where the reply can."""
+        if self.output is not None:
+            self.output.flush_early()
 
     # When tokens are due.
 

@@ -85,14 +85,14 @@ class Timings:
         """
         text = self._text
         if text.first_at is not None:
-            return text.add(_ns(started))
+            return text.add(time.perf_counter_ns() - _ns(started))
         text.add_first(_ns(started))
         if self._call is not None:
             self._call.first_token_came(_ns(started))
         return (text.ended - self._started) / 1e9
 
     def after_first_token(self) -> Callable[[int], float]:
-        """What `detokenized` does for later tokens, at less cost: it takes nanoseconds of time.perf_counter_ns."""
+        """What `detokenized` does for later tokens, at less cost: it takes the nanoseconds that they took."""
         return self._text.add
 
     def first_token_sent(self) -> None:
@@ -195,11 +195,11 @@ class _Text:
         self.nanoseconds += self.ended - started
         self.began, self.first_at, self.first_nanoseconds = started, self.ended, self.nanoseconds
 
-    def add(self, started: int) -> float:
-        """Adds the time since `started`, of later tokens. Returns the seconds since those before them."""
+    def add(self, nanoseconds: int) -> float:
+        """Adds the time that later tokens took until now. Returns the seconds since those before them."""
         before, now = self.ended, time.perf_counter_ns()
         self.ended = now
-        self.nanoseconds += now - started
+        self.nanoseconds += nanoseconds
         return (now - before) / 1e9
 
     def sent(self) -> None:

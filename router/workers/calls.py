@@ -23,6 +23,7 @@ from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import WorkerHandle
 from rpc.best_effort import best_effort
 from rpc.multiplex.replies import MultiplexedCall
+from rpc.multiplex.tokens import TokenTaker
 from rpc.tracing.span import Span, optional_attempt, stage_span
 
 _ONLY_RANK: AbstractContextManager[None] = nullcontext()
@@ -31,8 +32,8 @@ _ONLY_RANK: AbstractContextManager[None] = nullcontext()
 class TokenFeed(Protocol):
     """A call that gives tokens as they come."""
 
-    def listen(self, take_token: Callable[[int], bool]) -> None:
-        """Gives each token to `take_token` while the responses are waited for; if it returns False, as a response."""
+    def listen(self, taker: TokenTaker) -> None:
+        """Gives each token to `taker` while the responses are waited for; as a response where it does not take it."""
 
     def stop(self) -> None:
         """Ends the responses, and the call."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import grpc
 from grpc import StatusCode, aio
 
+from rpc.http2.output import Output
 from rpc.http2.room import wait_for_room
 from rpc.http2.security import peer_identity_key
 from rpc.http2.sender import MessageSender
@@ -78,6 +79,11 @@ class Context(aio.ServicerContext[Any, Any]):
     async def room(self) -> None:
         """Waits until `write_now` has room again."""
         await wait_for_room(self._stream, 0)
+
+    @property
+    def output(self) -> Output:
+        """What `write_now` sends by: the connection's."""
+        return self._stream.output
 
     def _send(self, wire: bytes, is_compressed: bool) -> None:
         if self._call.is_over:

@@ -55,6 +55,7 @@ class Output:
         "_max_waiting",
         "_transport",
         "_waiting",
+        "_was_flushed",
         "header_blocks",
         "max_frame",
         "paused",
@@ -72,6 +73,7 @@ class Output:
         self._max_waiting = max_waiting_bytes
         self._frames: list[bytes] = []
         self._is_scheduled = False
+        self._was_flushed = False  # in this turn of the loop, early
         self._waiting: dict[Sender, None] = {}
         self._crowd: dict[Sender, None] = {}
         self._granted = DEFAULT_WINDOW
@@ -114,16 +116,20 @@ class Output:
 
     def flush(self) -> None:
         """Hands what was framed to the transport, in one write."""
-        self._is_scheduled = False
+        self._is_scheduled = self._was_flushed = False
         self.turns += 1
-        frames = self._frames
-        if frames:
-            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
-            frames.clear()
+        if self._frames:
+            self._write()
         if self._waiting:
             self.pump()
         if self._crowd and not self.is_full:
             self._notice_room()
+
+    def flush_early(self) -> None:
+        """Hands what was framed to the transport, for what comes later in this turn takes long; once a turn."""
+        if self._frames and self._is_scheduled and not self._was_flushed:
+            self._was_flushed = True
+            self._write()
 
     def wait(self, sender: Sender) -> None:
         """The stream has bytes that its own window allows, and the connection did not."""
@@ -189,6 +195,11 @@ class Output:
         self._transport.close()
         # A peer that does not read would keep it open.
         self._loop.call_later(seconds, abort, context=self._context)
+
+    def _write(self) -> None:
+        frames = self._frames
+        self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        frames.clear()
 
     def _schedule(self) -> None:
         self._is_scheduled = True

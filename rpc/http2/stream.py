@@ -133,6 +133,11 @@ class Stream:
     # What is sent.
 
     @property
+    def output(self) -> Output:
+        """What it sends by: its connection's."""
+        return self._output
+
+    @property
     def turns(self) -> int:
         """How often the connection has sent; messages of one turn go out together."""
         return self._output.turns

@@ -18,8 +18,9 @@ from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError, Unavailable
 from rpc.multiplex.metadata import to_messages
 from rpc.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
-from rpc.multiplex.replies import MultiplexedCall, TakeToken
+from rpc.multiplex.replies import MultiplexedCall
 from rpc.multiplex.running_calls import RunningCalls
+from rpc.multiplex.tokens import TokenTaker
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
 
@@ -83,6 +84,7 @@ class _Stream:
         self.calls = RunningCalls()
         self._waiting = [pb.MultiplexRequest()]
         self._waiting_bytes = 0
+        self._has_waiting = False
         self._write_at_once: WriteNow | None = None  # unless the task has something to write
         self._is_scheduled = False
         self._wake = asyncio.Event()
@@ -91,29 +93,39 @@ class _Stream:
     # What its calls ask.
 
     def begin(self, path: str, request: bytes) -> pb.CallStart:
-        """What begins a call, to be filled before this turn of the loop ends; the call itself is added to `calls`."""
+        """What begins a call, to be filled, and then sent by `send`; the call itself is added to `calls`."""
         self._waiting_bytes += len(request)
         if self._waiting_bytes > _MESSAGE_BYTES:
             self._waiting.append(pb.MultiplexRequest())
             self._waiting_bytes = len(request)
-        self._schedule()
+        self._has_waiting = True
         # In its place: a message that is appended is copied.
         return self._waiting[-1].starts.add(call=next(self._numbers), method=path, request=request)
+
+    def send(self) -> None:
+        """Sends what has begun: at once, or at the end of this turn of the loop if something was sent in it already."""
+        if self._write_at_once is None:
+            self._wake.set()
+        elif not self._is_scheduled:
+            self._schedule()
+            self._write_now()
 
     def cancel(self, call: int) -> None:
         """See Link."""
         if self.calls.forget(call):
             self._waiting[-1].cancelled.append(call)
+            self._has_waiting = True
             self._schedule()
 
     def pause(self, call: int, *, is_paused: bool) -> None:
         """See Link."""
         (self._waiting[-1].paused if is_paused else self._waiting[-1].resumed).append(call)
+        self._has_waiting = True
         self._schedule()
 
-    def relay_tokens(self, call: int, take: TakeToken | None) -> None:
+    def relay_tokens(self, call: int, taker: TokenTaker | None) -> None:
         """See Link."""
-        self.calls.relay_tokens(call, take)
+        self.calls.relay_tokens(call, taker)
 
     # Its life.
 
@@ -141,10 +153,14 @@ class _Stream:
             self._wake.set()
         elif not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._write_now)
+            asyncio.get_running_loop().call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._is_scheduled = False
+        if self._has_waiting:
+            self._write_now()
 
     def _write_now(self) -> None:
-        self._is_scheduled = False
         write, waiting = self._write_at_once, self._waiting
         while waiting and write is not None and write(waiting[0]):
             del waiting[0]
@@ -166,6 +182,7 @@ class _Stream:
 
     def _take_waiting(self) -> list[pb.MultiplexRequest]:
         messages, self._waiting, self._waiting_bytes = self._waiting, [pb.MultiplexRequest()], 0
+        self._has_waiting = False
         return messages
 
     def _end_calls(self, error: BatonError) -> None:
@@ -240,6 +257,7 @@ class _MultiplexedChannel(aio.Channel):
             number = message.call
             call: MultiplexedCall[Any] = MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
             present.calls.add(number, call)
+            present.send()
             return call
 
         return start

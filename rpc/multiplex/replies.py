@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.errors import Cancelled, DeadlineExceeded, Unavailable
+from rpc.multiplex.tokens import TokenTaker
 
 Response = TypeVar("Response")
-
-# Takes a token at once; False to have it read by the task that waits for the next response instead.
-TakeToken = Callable[[int], bool]
 
 # A reader that is this far behind has its call paused, and resumed once it has caught up.
 _PAUSE_AT = 64
@@ -26,8 +24,8 @@ class Link(Protocol):
     def pause(self, call: int, *, is_paused: bool) -> None:
         """The reader is behind, or not any more."""
 
-    def relay_tokens(self, call: int, take: TakeToken | None) -> None:
-        """Gives the call's tokens to `take`, and those that it refuses to the call; None gives all to the call."""
+    def relay_tokens(self, call: int, taker: TokenTaker | None) -> None:
+        """Gives the call's tokens to `taker`, and those that it refuses to the call; None gives all to the call."""
 
 
 class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
@@ -50,7 +48,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         self._of_tokens = of_tokens
         self._arrived: deque[int | bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self._take_token: TakeToken | None = None
+        self._taker: TokenTaker | None = None
         self._is_over = False
         self._is_paused = False
         self._error: Exception | None = None
@@ -60,10 +58,10 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
 
     # What the caller does.
 
-    def listen(self, take_token: TakeToken) -> None:
-        """Gives tokens to `take_token` while the reader waits for the next response."""
+    def listen(self, taker: TokenTaker) -> None:
+        """Gives tokens to `taker` while the reader waits for the next response."""
         if not self._is_over:
-            self._take_token = take_token
+            self._taker = taker
 
     async def __anext__(self) -> Response:
         """The next response; tokens that have come one after another are one."""
@@ -73,13 +71,13 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
             if self._is_over:
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
-            if self._take_token is not None:
-                self._link.relay_tokens(self._number, self._take_token)
+            if self._taker is not None:
+                self._link.relay_tokens(self._number, self._taker)
             try:
                 await self._reader
             finally:
                 self._reader = None
-                if self._take_token is not None:
+                if self._taker is not None:
                     self._link.relay_tokens(self._number, None)
         each = self._arrived.popleft()
         ids: list[int] = []
@@ -147,12 +145,12 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
             self._timer.cancel()
         self._wake()
         # It refers to this call: without it no cycle is left for the garbage collector.
-        self._take_token = None
+        self._taker = None
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-            if self._take_token is not None:
+            if self._taker is not None:
                 # What comes from now on waits behind what the reader is woken for.
                 self._link.relay_tokens(self._number, None)
 

@@ -8,7 +8,8 @@ from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError
 from rpc.multiplex.metadata import FailedStatus
-from rpc.multiplex.replies import MultiplexedCall, TakeToken
+from rpc.multiplex.replies import MultiplexedCall
+from rpc.multiplex.tokens import TokenOutput, TokenTaker
 
 
 class RunningCalls:
@@ -16,7 +17,7 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self._calls: dict[int, MultiplexedCall[Any]] = {}
-        self._relays: dict[int, TakeToken] = {}
+        self._takers: dict[int, TokenTaker] = {}
 
     def add(self, number: int, call: MultiplexedCall[Any]) -> None:
         """Adds a call that has begun."""
@@ -24,15 +25,15 @@ class RunningCalls:
 
     def forget(self, number: int) -> bool:
         """Gives a call nothing more; whether it was running."""
-        self._relays.pop(number, None)
+        self._takers.pop(number, None)
         return self._calls.pop(number, None) is not None
 
-    def relay_tokens(self, number: int, take: TakeToken | None) -> None:
-        """Gives a call's tokens to `take`, and those that it refuses to the call; None gives all to the call."""
-        if take is not None and number in self._calls:
-            self._relays[number] = take
+    def relay_tokens(self, number: int, taker: TokenTaker | None) -> None:
+        """Gives a call's tokens to `taker`, and those that it refuses to the call; None gives all to the call."""
+        if taker is not None and number in self._calls:
+            self._takers[number] = taker
         else:
-            self._relays.pop(number, None)
+            self._takers.pop(number, None)
 
     def end(self, error: BatonError) -> None:
         """Ends all calls with an error."""
@@ -42,18 +43,9 @@ class RunningCalls:
 
     def take(self, response: pb.MultiplexResponse) -> None:
         """Gives the calls what has come for them."""
-        calls, relay_of = self._calls, self._relays.get
-        for number, token_id in zip(response.token_calls, response.token_ids, strict=False):
-            take = relay_of(number)
-            try:
-                if take is not None and take(token_id):
-                    continue
-            except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
-                calls[number].fail(error)
-                continue
-            call = calls.get(number)
-            if call is not None:
-                call.take(token_id)
+        calls = self._calls
+        if response.token_calls:
+            self._take_tokens(response)
         for answer in response.answers:
             call = calls.get(answer.call)
             if call is None:
@@ -63,6 +55,51 @@ class RunningCalls:
                 call.end(_error_of(answer.status))
             else:
                 call.take(answer.message)
+
+    def _take_tokens(self, response: pb.MultiplexResponse) -> None:
+        """Takes the tokens of a step, those of one output after those of another, so that each is written early."""
+        taker_of = self._takers.get
+        outputs: dict[TokenOutput | None, list[tuple[int, int]]] = {}
+        for number, token_id in zip(response.token_calls, response.token_ids, strict=False):
+            taker = taker_of(number)
+            output = None if taker is None else taker.output
+            tokens = outputs.get(output)
+            if tokens is None:
+                outputs[output] = [(number, token_id)]
+            else:
+                tokens.append((number, token_id))
+        taken: list[tuple[int, TokenTaker]] = []
+        for output, tokens in outputs.items():
+            self._take_each(tokens, taken)
+            if output is not None:
+                output.flush_early()
+        for number, taker in taken:
+            try:
+                taker.note_taken()
+            except Exception as error:
+                self._fail(number, error)
+
+    def _take_each(self, tokens: list[tuple[int, int]], taken: list[tuple[int, TokenTaker]]) -> None:
+        """Gives tokens to their takers, or calls; adds to `taken` what takers took."""
+        taker_of = self._takers.get
+        for number, token_id in tokens:
+            # The present one: a call may have ended, or have left its tokens to its reader, at the token before.
+            taker = taker_of(number)
+            try:
+                if taker is not None and taker.take(token_id):
+                    taken.append((number, taker))
+                    continue
+            except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
+                self._fail(number, error)
+                continue
+            call = self._calls.get(number)
+            if call is not None:
+                call.take(token_id)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            call.fail(error)
 
 
 def _error_of(status: pb.CallStatus) -> BatonError | None:

@@ -1,4 +1,4 @@
-"""How a servicer sends the tokens of one call: who writes the stream asks a source for them at each step."""
+"""Tokens without a task's step for each: a servicer's source of them, and what takes them on the caller's side."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
@@ -12,6 +12,27 @@ class TokenSource(Protocol):
 
     def take(self) -> tuple[Sequence[int], bool]:
         """The ids since the last time, and whether they were the last. Raises what ended the source, if it failed."""
+
+
+class TokenOutput(Protocol):
+    """Where the tokens of several calls are written, such as a connection."""
+
+    def flush_early(self) -> None:
+        """Writes what was sent, though this turn of the event loop goes on."""
+
+
+class TokenTaker(Protocol):
+    """Takes the tokens of one call as they come. Those of one `output` are taken together, and it is flushed then."""
+
+    @property
+    def output(self) -> TokenOutput | None:
+        """Where the tokens are written; None if it is not known."""
+
+    def take(self, token_id: int) -> bool:
+        """Takes a token; False to have it read by the task that waits for the next response instead."""
+
+    def note_taken(self) -> None:
+        """Does what can wait until the tokens of all calls are written. Called for each token that was taken."""
 
 
 # Sends what a source gives until its last ids. Raises what the source raises.

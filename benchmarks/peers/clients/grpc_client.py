@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._authority = address.encode()
         self._ids = count(1, 2)
         self._calls: dict[int, Call] = {}
+        self._reads: list[tuple[bytes, float]] = []
         self._rest = b""
         self._window = h2.DEFAULT_WINDOW
         self._waiting: deque[bytes] = deque()
@@ -67,6 +68,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._loop = asyncio.get_running_loop()
         own = h2.settings({h2.ENABLE_PUSH: 0, h2.INITIAL_WINDOW_SIZE: h2.MAX_WINDOW})
         self._transport.write(h2.PREFACE + own + h2.window_update(0, _OPENED))
 
@@ -103,7 +105,17 @@ class Connection(asyncio.Protocol):
             self._transport.write(frame)
 
     def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
+        if not self._reads:
+            # What other connections have brought in this turn is to have its time before any of it is parsed.
+            self._loop.call_soon(self._parse_reads)
+        self._reads.append((data, time.perf_counter()))
+
+    def _parse_reads(self) -> None:
+        reads, self._reads = self._reads, []
+        for data, now in reads:
+            self._parse(data, now)
+
+    def _parse(self, data: bytes, now: float) -> None:
         if self._rest:
             data = self._rest + data
         at = 0

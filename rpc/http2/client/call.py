@@ -80,13 +80,17 @@ class Call:
             stream.write(message)
 
     def write_now(self, message: bytes) -> bool:
-        """Sends a message unless the peer has not read enough; after the end it is dropped. False if `write` must."""
+        """Sends a message unless the peer has not read enough; after the end it is dropped. False if `write` must.
+
+        The first one of a turn of the event loop is written at once.
+        """
         stream = self._stream
         if stream.closed:
             return True
         if not stream.can_take(len(message)):
             return False
         stream.write(message)
+        stream.output.flush_early()
         return True
 
     def cancel(self) -> None:
