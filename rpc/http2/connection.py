@@ -68,7 +68,8 @@ class Connection(asyncio.Protocol):
         self.is_closing = False
         self.heard_at = 0.0
         self._host = host
-        self._ended_early: dict[int, None] = {}
+        # With what their peers may still have sent on them.
+        self._ended_early: dict[int, int] = {}
         self._auth_context: AuthContext | None = None
         self._refused_streams = Bucket("refused_streams", host.limits.http2.refused_streams)
 
@@ -124,6 +125,7 @@ class Connection(asyncio.Protocol):
     def require_room(self) -> None:
         """Raises StreamFailure if no more streams are taken, and ConnectionFailure if too many were refused."""
         if self.liveness.refuses_calls:
+            self._refused_streams.spend()
             raise StreamFailure(h2.REFUSED_STREAM, "this connection takes no more calls")
         if len(self.streams) >= self.limits.max_streams:
             self._refused_streams.spend()
@@ -133,6 +135,7 @@ class Connection(asyncio.Protocol):
         """A new stream, and the call that answers it."""
         stream = Stream(self, stream_id, window, self.limits)
         stream.content_length = head.content_length if head else -1
+        stream.opened_at = self.heard_at
         self.streams[stream_id] = stream
         self.calls[stream_id] = self._host.answer(self, stream, head)
         return stream
@@ -142,7 +145,7 @@ class Connection(asyncio.Protocol):
         self.streams.pop(stream.id, None)
         self.calls.pop(stream.id, None)
         if is_early:
-            self._ended_early[stream.id] = None
+            self._ended_early[stream.id] = stream.receive_window
             if len(self._ended_early) > _REMEMBERED_STREAMS:
                 del self._ended_early[next(iter(self._ended_early))]
         if not self.streams:
@@ -152,6 +155,17 @@ class Connection(asyncio.Protocol):
     def has_ended_early(self, stream_id: int) -> bool:
         """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
         return stream_id in self._ended_early
+
+    def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
+        """Whether such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
+        window = self._ended_early.get(stream_id, -1)
+        if size > window:
+            return False
+        if is_last:
+            del self._ended_early[stream_id]
+        else:
+            self._ended_early[stream_id] = window - size
+        return True
 
     def note_goaway(self, last_stream_id: int) -> None:
         """The client opens no more streams and closes the connection itself; it has nothing that we could act on."""

@@ -3,7 +3,7 @@
 from typing import Final
 
 from rpc.http2.endpoint import Endpoint
-from rpc.http2.limits import Bucket
+from rpc.http2.limits import BYTES_PER_FRAME, Bucket
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
 
@@ -23,8 +23,10 @@ class ControlFrames:
         self._settings = Bucket("settings", limits.settings)
         self._priorities = Bucket("priorities", limits.priorities)
         self._goodbyes = Bucket("empty_frames", limits.empty_frames)
-        self._pings = Bucket("pings", limits.pings, lambda: output.sent_bytes)
-        self._window_updates = Bucket("window_updates", limits.window_updates, lambda: output.sent_bytes)
+        self._pings = Bucket("pings", limits.pings, lambda: output.sent_bytes / BYTES_PER_FRAME)
+        self._window_updates = Bucket(
+            "window_updates", limits.window_updates, lambda: output.sent_bytes / BYTES_PER_FRAME
+        )
 
     def on_window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
         """Opens a window."""

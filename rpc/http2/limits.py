@@ -42,7 +42,7 @@ for _budget in BUDGETS:
 
 # An answer of so many bytes earns its reader one more frame: an acknowledgement of each message and of each frame is
 # within it, a window that is opened byte by byte is not.
-_BYTES_PER_FRAME: Final = 16
+BYTES_PER_FRAME: Final = 16
 
 
 class Rate(Section):
@@ -56,10 +56,15 @@ class Http2Limits(Section):
     """The key `connections.http2`, of the server `http2`: what one connection may send, and leave unread."""
 
     resets: Rate = Field(
-        default=Rate(burst=1000, per_second=100), description="Cancelled calls, and calls that had to be reset."
+        default=Rate(burst=2000, per_second=1000),
+        description="Calls cancelled early, of which answers earn more; and as many that the peer makes us reset.",
+    )
+    premature_seconds: float = Field(
+        default=1.0, ge=0, description="Sooner than this after its call, and before any answer, a cancel is early."
     )
     refused_streams: Rate = Field(
-        default=Rate(burst=250, per_second=10), description="Calls over `max_streams`, which every client is told."
+        default=Rate(burst=2000, per_second=1000),
+        description="Calls over `max_streams`, which proxies begin before they are told, or after a drain.",
     )
     empty_frames: Rate = Field(default=Rate(burst=1000, per_second=100), description="Frames that carry nothing.")
     settings: Rate = Field(default=Rate(burst=50, per_second=5), description="SETTINGS.")
@@ -103,19 +108,19 @@ class ServerLimits:
 class Bucket:
     """How much of one budget a connection has left. It costs a subtraction until its burst is used up.
 
-    `sent_bytes` tells how much DATA the connection has taken, where that earns more.
+    `earned` tells how much the connection has earned so far by what its peer has taken, where that counts.
     """
 
-    __slots__ = ("_at", "_budget", "_burst", "_earned_at", "_left", "_per_second", "_sent_bytes")
+    __slots__ = ("_at", "_budget", "_burst", "_earned", "_earned_before", "_left", "_per_second")
 
-    def __init__(self, budget: str, rate: Rate, sent_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(self, budget: str, rate: Rate, earned: Callable[[], float] | None = None) -> None:
         self._budget = budget
         self._burst = float(rate.burst)
         self._left = float(rate.burst)
         self._per_second = rate.per_second
         self._at = time.monotonic()
-        self._sent_bytes = sent_bytes
-        self._earned_at = 0
+        self._earned = earned
+        self._earned_before = 0.0
 
     def spend(self) -> None:
         """Takes one. Raises ConnectionFailure if there is none left."""
@@ -125,13 +130,13 @@ class Bucket:
 
     def _refill(self) -> None:
         now = time.monotonic()
-        earned = (now - self._at) * self._per_second
+        more = (now - self._at) * self._per_second
         self._at = now
-        if self._sent_bytes is not None:
-            sent = self._sent_bytes()
-            earned += (sent - self._earned_at) / _BYTES_PER_FRAME
-            self._earned_at = sent
-        self._left = min(self._burst, self._left + earned)
+        if self._earned is not None:
+            earned = self._earned()
+            more += earned - self._earned_before
+            self._earned_before = earned
+        self._left = min(self._burst, self._left + more)
         if self._left < 0:
             raise exceeded(self._budget, f"too many {self._budget}")
 

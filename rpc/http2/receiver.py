@@ -18,6 +18,8 @@ CONNECTION_WINDOW: Final = 8 * RECEIVE_WINDOW
 _TURN_FRAMES: Final = 1024
 _FRAMES_A_CALL: Final = 16
 _BYTES_A_FRAME: Final = 64
+# A request of more bytes is cut into frames that are longer, but for its last one.
+_SMALL_BYTES: Final = 1024
 
 
 class Receiver:
@@ -39,7 +41,11 @@ class Receiver:
         self._window = CONNECTION_WINDOW
         self._blocks = HeaderBlocks(limits)
         self.opened: list[Stream] = []
-        self._resets = Bucket("resets", limits.resets)
+        # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many.
+        self._cancels = Bucket("resets", limits.resets, lambda: connection.output.header_blocks)
+        # A well-behaved peer makes us reset none, however many of its calls are answered.
+        self._faults = Bucket("resets", limits.resets)
+        self._premature_seconds = limits.premature_seconds
         self._empty_frames = Bucket("empty_frames", limits.empty_frames)
         self._header_lists = Bucket("header_lists", limits.header_lists)
         self._control = control = ControlFrames(connection)
@@ -143,7 +149,9 @@ class Receiver:
 
     def _reset(self, stream_id: int, code: int) -> None:
         # What a peer makes us reset costs as much as what it resets itself (CVE-2025-8671).
-        self._resets.spend()
+        # Refused streams have a budget of their own.
+        if code != h2.REFUSED_STREAM:
+            self._faults.spend()
         call = self._connection.calls.get(stream_id)
         stream = self._streams.get(stream_id)
         if stream is None:
@@ -185,21 +193,21 @@ class Receiver:
     def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         if not stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "DATA is on no stream")
-        size = len(payload)
+        size, is_last = len(payload), bool(flags & h2.END_STREAM)
         self._use_window(size)
         if flags & h2.PADDED:
             payload = h2.unpadded(payload)
-        if not payload and not flags & h2.END_STREAM:
+        if not payload and not is_last:
             self._empty_frames.spend()
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.half_closed:
-            self.feed(stream, payload, size, is_last=bool(flags & h2.END_STREAM))
+            self.feed(stream, payload, size, is_last=is_last)
         elif stream_id > self._connection.last_stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "DATA is on an idle stream")
-        elif self._connection.has_ended_early(stream_id):
-            self._empty_frames.spend()
-        else:
+        elif not self._connection.takes_late_data(stream_id, size, is_last=is_last):
             raise StreamFailure(h2.STREAM_CLOSED, "DATA comes after the end of the stream")
+        elif size < _SMALL_BYTES and not is_last:
+            self._empty_frames.spend()
 
     def _use_window(self, size: int) -> None:
         self._window -= size
@@ -227,10 +235,15 @@ class Receiver:
         require_size(payload, 4)
         if not stream_id or stream_id > self._connection.last_stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "RST_STREAM is on an idle stream")
-        self._resets.spend()
         call = self._connection.calls.get(stream_id)
         stream = self._streams.get(stream_id)
+        if stream is None or self._is_premature(stream):
+            self._cancels.spend()
         if stream is not None:
             stream.close()
         if call is not None:
             call.leave()
+
+    def _is_premature(self, stream: Stream) -> bool:
+        """Whether a stream that is reset now had no time to be answered."""
+        return not stream.started and self._connection.heard_at - stream.opened_at < self._premature_seconds

@@ -41,7 +41,10 @@ class StreamOwner(Protocol):
 
 
 class Stream:
-    """One stream. `window` is the peer's for it; `half_closed` says that the peer has sent its last."""
+    """One stream. `window` is the peer's for it; `half_closed` says that the peer has sent its last.
+
+    `opened_at` is in the loop's time.
+    """
 
     __slots__ = (
         "_inbox",
@@ -57,6 +60,7 @@ class Stream:
         "half_closed",
         "id",
         "limits",
+        "opened_at",
         "received_bytes",
         "started",
         "window",
@@ -76,6 +80,7 @@ class Stream:
         self.window = window
         self.limits = limits
         self.content_length = -1
+        self.opened_at = 0.0
         self.received_bytes = 0
         self.half_closed = False
         self.started = False
@@ -115,6 +120,11 @@ class Stream:
         if self.content_length >= 0 and self.content_length != self.received_bytes:
             raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
         self.inbox.end()
+
+    @property
+    def receive_window(self) -> int:
+        """How much the peer may still send."""
+        return self._receive_window
 
     def was_read(self, message: Received) -> None:
         """A message of the inbox has been read: its peer may send more."""

@@ -112,6 +112,11 @@ class ClientConnection(asyncio.Protocol):
         """The only stream may end at any time, and its peer may not have known when it sent what comes now."""
         return stream_id == _STREAM_ID
 
+    def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
+        """The same; the connection ends with its only stream, and so does what is counted of it."""
+        del size, is_last
+        return stream_id == _STREAM_ID
+
     def account_input(self, change: int) -> None:
         """Messages are taken as they come: what waits is at most one that has not come as a whole."""
 

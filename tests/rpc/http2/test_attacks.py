@@ -48,10 +48,24 @@ def on_streams(*wrong: "type[RstStreamFrame] | bytes") -> Chunks:
         )
 
 
+def running_and_reset() -> Chunks:
+    """Calls that are sent as a whole, and cancelled by what is sent next: many have begun by then."""
+    for first in range(1, 10**6, 2 * BATCH):
+        streams = range(first, first + 2 * BATCH, 2)
+        yield b"".join(headers(each, end=False) + DataFrame(each, message(b"")).serialize() for each in streams)
+        yield b"".join(RstStreamFrame(each, error_code=8).serialize() for each in streams)
+
+
 def repeated(frame: bytes, first: bytes = b"") -> Chunks:
     yield first + frame
     for _ in range(20_000):
         yield frame * BATCH
+
+
+def refused() -> bytes:
+    """A call that is answered while its request goes on."""
+    call = HeadersFrame(1, block("abort"), flags=["END_HEADERS"]).serialize()
+    return call + DataFrame(1, message(b"x")).serialize()
 
 
 def hpack_bomb() -> Chunks:
@@ -98,6 +112,7 @@ def many_streams() -> Chunks:
 
 ATTACKS = {
     "rapid reset": lambda: on_streams(b"\x03"),
+    "rapid reset of calls that run": running_and_reset,
     "MadeYouReset by windows": lambda: on_streams(b"\x08"),
     "MadeYouReset by priorities": lambda: on_streams(b"\x02"),
     "CONTINUATION flood": lambda: repeated(
@@ -123,6 +138,13 @@ ATTACKS = {
         DataFrame(1, flags=["PADDED"], pad_length=0).serialize(), headers(1, end=False)
     ),
     "DATA flood of a closed stream": lambda: repeated(DataFrame(1, b"x").serialize(), headers(1)),
+    "DATA flood of a stream that was answered early": lambda: repeated(DataFrame(1, b"x").serialize(), refused()),
+    "large DATA flood of a stream that was answered early": lambda: (
+        (refused() if not number else b"") + DataFrame(1, bytes(16_000)).serialize() * 10 for number in range(10_000)
+    ),
+    "END_STREAM flood of a stream that was answered early": lambda: repeated(
+        DataFrame(1, flags=["END_STREAM"]).serialize(), refused()
+    ),
     "unknown frames flood": lambda: repeated(b"\0\0\0\x77\0\0\0\0\0"),
     "WINDOW_UPDATE flood": lambda: repeated(opened(0, 1).serialize()),
     "WINDOW_UPDATE flood of a stream": lambda: repeated(opened(1, 1).serialize(), headers(1)),

@@ -1,0 +1,155 @@
+"""Which cancels count: those of calls that had no time to be answered, and not those that callers make in earnest."""
+
+import asyncio
+
+from grpc import aio
+from hyperframe.frame import DataFrame, RstStreamFrame
+from support.clients.scraping import since
+from support.eventually import eventually
+from support.http2.peer import Peer, message, opened, peer_of
+from support.http2.server import Echoing, echoing, path
+
+from rpc.http2.limits import Http2Limits, Rate
+
+CANCEL, ENHANCE_YOUR_CALM = 8, 11
+EXCEEDED = "baton_http2_budget_exceeded_total"
+# That no amount of time earns anything.
+TWO = Rate(burst=2, per_second=0)
+STRICT = Http2Limits(resets=TWO, empty_frames=TWO)
+
+
+async def reset(peer: Peer, stream_id: int) -> None:
+    await peer.send(RstStreamFrame(stream_id, error_code=CANCEL))
+
+
+async def begin(server: Echoing, peer: Peer, stream_id: int) -> None:
+    """A call that runs and is not answered."""
+    running = server.seen.started
+    await peer.call(stream_id, "hang", b"")
+    await eventually(lambda: server.seen.started == running + 1)
+
+
+async def test_cancels_of_calls_that_were_answered_do_not_count() -> None:
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 101, 2):
+            await peer.call(stream_id, "hang", b"x")
+            await peer.until(lambda: bool(peer.answer(stream_id).messages))  # noqa: B023
+        for stream_id in range(1, 101, 2):
+            await reset(peer, stream_id)
+        for stream_id in range(101, 105, 2):
+            await begin(server, peer, stream_id)
+            await reset(peer, stream_id)
+        await peer.ping()
+
+
+async def test_early_cancels_of_calls_that_run_end_the_connection() -> None:
+    counted = since(EXCEEDED, budget="resets")
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in (1, 3, 5):
+            await begin(server, peer, stream_id)
+            await reset(peer, stream_id)
+        assert await peer.closed() == ENHANCE_YOUR_CALM
+    assert counted.grown == 1
+
+
+async def test_cancels_of_calls_that_waited_long_do_not_count() -> None:
+    limits = Http2Limits(resets=TWO, premature_seconds=0.05)
+    async with echoing(limits) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 41, 2):
+            await begin(server, peer, stream_id)
+        await asyncio.sleep(0.1)
+        for stream_id in range(1, 41, 2):
+            await reset(peer, stream_id)
+        await peer.ping()
+        await eventually(lambda: server.seen.cancelled == 20)
+
+
+async def test_whose_calls_are_answered_may_cancel_as_many_early() -> None:
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 201, 4):
+            await peer.call(stream_id, "unary", b"x")
+            await peer.ended(stream_id)
+            await begin(server, peer, stream_id + 2)
+            await reset(peer, stream_id + 2)
+        await peer.ping()
+
+
+async def test_cancels_that_cross_the_answers_end_are_paid_by_the_answers() -> None:
+    """As the cancels of callers whose deadline has come, which the server knows too."""
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 101, 2):
+            await peer.call(stream_id, "unary", b"x")
+            await peer.ended(stream_id)
+            await reset(peer, stream_id)
+        await peer.ping()
+
+
+async def test_what_is_wrong_on_a_stream_counts_though_the_call_was_answered() -> None:
+    """MadeYouReset: the peer never cancels, and makes the server do it."""
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 201, 2):
+            await peer.call(stream_id, "hang", b"x")
+            await peer.until(lambda: bool(peer.answer(stream_id).messages) or peer.is_closed)  # noqa: B023
+            await peer.send(opened(stream_id, 0))
+            if peer.is_closed:
+                break
+        assert await peer.closed() == ENHANCE_YOUR_CALM
+
+
+async def test_the_end_of_a_request_that_was_answered_before_it_does_not_count() -> None:
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 101, 2):
+            await peer.call(stream_id, "abort", b"x", end=False)
+            await peer.ended(stream_id)
+            await peer.send(DataFrame(stream_id, flags=["END_STREAM"]))
+        await peer.ping()
+
+
+async def test_the_rest_of_a_large_request_that_was_answered_before_it_does_not_count() -> None:
+    body = message(bytes(500_000))
+    async with echoing(STRICT) as server, peer_of(server.port) as peer:
+        for stream_id in range(1, 41, 2):
+            await peer.call(stream_id, "abort", b"x", end=False)
+            await peer.ended(stream_id)
+            frames = [DataFrame(stream_id, body[at : at + 16_000]) for at in range(0, len(body), 16_000)]
+            await peer.send(*frames[:-1], DataFrame(stream_id, frames[-1].data, flags=["END_STREAM"]))
+        await peer.ping()
+
+
+async def test_more_after_the_end_than_the_window_allowed_is_an_error_of_the_stream() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        await peer.call(1, "abort", b"x", end=False)
+        await peer.ended(1)
+        await peer.send(*[DataFrame(1, bytes(16_000))] * 70)
+        await peer.until(lambda: peer.answer(1).reset == 5)
+
+
+async def test_hundreds_of_cancels_of_running_streams_leave_the_other_streams_of_a_connection_alone() -> None:
+    """As a proxy's connection brings the calls of many clients."""
+    counted = since(EXCEEDED, budget="resets")
+    async with echoing() as server, aio.insecure_channel(server.address) as channel:
+        other = channel.unary_stream(path("ticks"))(b"")
+        before = [await other.read() for _ in range(5)]
+
+        async def begin_and_cancel(times: int) -> None:
+            for _ in range(times):
+                call = channel.unary_stream(path("hang"))(b"x")
+                assert await call.read() == b"x"
+                call.cancel()
+
+        await asyncio.gather(*(begin_and_cancel(50) for _ in range(60)))
+        after = [await other.read() for _ in range(5)]
+        assert float(after[-1]) > float(before[-1])
+        await eventually(lambda: server.seen.cancelled == 3000)
+    assert counted.grown == 0
+
+
+async def test_a_second_of_a_proxys_early_cancels_is_no_attack() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        for first in range(1, 3001, 200):
+            for stream_id in range(first, first + 200, 2):
+                await peer.call(stream_id, "hang", b"")
+            await eventually(lambda: server.seen.started == (first + 199) // 2)  # noqa: B023
+            await peer.send(*(RstStreamFrame(each, error_code=CANCEL) for each in range(first, first + 200, 2)))
+        await peer.ping()
+        await eventually(lambda: server.seen.cancelled == 1500)
