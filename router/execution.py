@@ -191,8 +191,8 @@ class RequestExecution:
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
         if not self._completion.finished:
-            # It is written before the decode call is made, which has all ids of the prompt again: now, or, where another
-            # one of the connection was written in this turn of the loop, in the next one.
+            # It is written before the decode call is made, which has all ids of the prompt again: now, or, where
+            # another one of the connection was written in this turn of the loop, in the next one.
             self._stream.flush()
             await asyncio.sleep(0)
 
