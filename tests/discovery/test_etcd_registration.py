@@ -78,7 +78,7 @@ async def test_a_lease_revoked_by_an_outsider_is_replaced(
 async def test_a_key_deleted_by_an_outsider_is_put_again(
     shared_etcd: EtcdServer, open_etcd: OpenEtcd, key: str
 ) -> None:
-    async with open_etcd(shared_etcd.endpoint, ttl_seconds=60) as registry, registry.register(worker("w1")):
+    async with open_etcd(shared_etcd.endpoint, ttl_seconds=15) as registry, registry.register(worker("w1")):
         lease = lease_of(shared_etcd, key)
         shared_etcd.control("del", key)
         await eventually(lambda: lease_of(shared_etcd, key) == lease)

@@ -18,7 +18,12 @@ from discovery.memory import MemoryRegistry
 from discovery.registry import Registry, WorkerRecord
 from runtime.aio import timeout
 
-OpenRegistry = Callable[[str], AbstractAsyncContextManager[Registry]]
+OpenRegistry = Callable[..., AbstractAsyncContextManager[Registry]]
+
+# Of most tests: nothing is renewed meanwhile.
+LONG_TTL_SECONDS = 60
+# Of tests that wait for a renewal, which comes after a third of it.
+SHORT_TTL_SECONDS = 6
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])
@@ -27,18 +32,18 @@ def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> OpenRegistr
     memories: dict[str, MemoryRegistry] = {}
 
     @asynccontextmanager
-    async def open_memory(namespace: str) -> AsyncIterator[Registry]:
+    async def open_memory(namespace: str, _ttl_seconds: int = LONG_TTL_SECONDS) -> AsyncIterator[Registry]:
         yield memories.setdefault(namespace, MemoryRegistry(namespace))
 
     @asynccontextmanager
-    async def open_file(namespace: str) -> AsyncIterator[Registry]:
-        async with FileRegistry(tmp_path / "registry", namespace, lease_ttl_seconds=60, poll_seconds=0.02) as registry:
+    async def open_file(namespace: str, ttl_seconds: int = LONG_TTL_SECONDS) -> AsyncIterator[Registry]:
+        async with FileRegistry(tmp_path / "registry", namespace, ttl_seconds, poll_seconds=0.02) as registry:
             yield registry
 
     @asynccontextmanager
-    async def open_etcd(namespace: str) -> AsyncIterator[Registry]:
+    async def open_etcd(namespace: str, ttl_seconds: int = LONG_TTL_SECONDS) -> AsyncIterator[Registry]:
         server: EtcdServer = request.getfixturevalue("shared_etcd")
-        async with EtcdRegistry(EtcdConfig(endpoints=(server.endpoint,)), namespace, lease_ttl_seconds=60) as registry:
+        async with EtcdRegistry(EtcdConfig(endpoints=(server.endpoint,)), namespace, ttl_seconds) as registry:
             yield registry
 
     return {"memory": open_memory, "file": open_file, "etcd": open_etcd}[request.param]
@@ -54,6 +59,16 @@ async def registry(open_registry: OpenRegistry, namespace: str) -> AsyncIterator
 async def pair(open_registry: OpenRegistry, namespace: str) -> AsyncIterator[tuple[Registry, Registry]]:
     """One namespace's registry as two processes have it."""
     async with open_registry(namespace) as here, open_registry(namespace) as there:
+        yield here, there
+
+
+@pytest.fixture
+async def renewing_pair(open_registry: OpenRegistry, namespace: str) -> AsyncIterator[tuple[Registry, Registry]]:
+    """The same, and they renew often."""
+    async with (
+        open_registry(namespace, SHORT_TTL_SECONDS) as here,
+        open_registry(namespace, SHORT_TTL_SECONDS) as there,
+    ):
         yield here, there
 
 
@@ -174,8 +189,10 @@ async def test_no_view_is_the_same_as_the_one_before(registry: Registry) -> None
         assert all(before != after for before, after in zip(views.all, views.all[1:], strict=False))
 
 
-async def test_of_two_processes_under_one_worker_id_the_higher_epoch_stays(pair: tuple[Registry, Registry]) -> None:
-    here, there = pair
+async def test_of_two_processes_under_one_worker_id_the_higher_epoch_stays(
+    renewing_pair: tuple[Registry, Registry],
+) -> None:
+    here, there = renewing_pair
     async with here.register(worker("w1", 5)) as newer, there.register(worker("w1", 4)) as older, Views(here) as views:
         await eventually(lambda: newer.registered and not older.registered)
         await views.until(lambda workers: workers == (worker("w1", 5),))
@@ -196,8 +213,8 @@ async def test_no_epoch_is_larger_than_what_a_record_holds(registry: Registry) -
         assert await registry.next_epoch("w1") == 2**64 - 1
 
 
-async def test_the_lower_epoch_comes_back_when_the_higher_has_gone(pair: tuple[Registry, Registry]) -> None:
-    here, there = pair
+async def test_the_lower_epoch_comes_back_when_the_higher_has_gone(renewing_pair: tuple[Registry, Registry]) -> None:
+    here, there = renewing_pair
     async with there.register(worker("w1", 4)) as older, Views(here) as views:
         async with here.register(worker("w1", 5)):
             await eventually(lambda: not older.registered)

@@ -59,7 +59,9 @@ class EngineCore:
         self.module = model.module
         self._prefix_cache = config.prefix_cache
         self._max_context_tokens = min(model.shape.max_context_tokens, self._pool.total * layout.block_tokens)
-        limits = _limits(config, self.device, layout.block_tokens, self._max_context_tokens)
+        limits = SchedulerLimits.of(
+            config, step_tokens(config, self.device), layout.block_tokens, self._max_context_tokens
+        )
         self.runner = self._open_runner(config, model, limits)
         self._room = room
         self._stuck_since: float | None = None
@@ -387,14 +389,3 @@ class EngineCore:
         self._pool.clear_cache()
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
-
-
-def _limits(config: PyTorchConfig, device: str, block_tokens: int, max_context_tokens: int) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_sequences=config.max_sequences,
-        max_step_tokens=step_tokens(config, device),
-        max_waiting=config.max_waiting,
-        max_context_tokens=max_context_tokens,
-        block_tokens=block_tokens,
-        prefix_cache=config.prefix_cache,
-    )

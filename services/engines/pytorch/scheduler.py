@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, Overloaded
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, offer_room
+from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
@@ -58,6 +59,20 @@ class SchedulerLimits:
     max_context_tokens: int
     block_tokens: int
     prefix_cache: bool
+
+    @classmethod
+    def of(
+        cls, config: PyTorchConfig, max_step_tokens: int, block_tokens: int, max_context_tokens: int
+    ) -> "SchedulerLimits":
+        """The configured limits, of a model and a device."""
+        return cls(
+            max_sequences=config.max_sequences,
+            max_step_tokens=max_step_tokens,
+            max_waiting=config.max_waiting,
+            max_context_tokens=max_context_tokens,
+            block_tokens=block_tokens,
+            prefix_cache=config.prefix_cache,
+        )
 
 
 class Scheduler:

@@ -9,7 +9,7 @@ from typing import Any
 from baton.errors import ConfigError
 from services.engines.base import ImageRules, ModelFacts
 from services.engines.kv import KvLayout, embedding_layout
-from services.engines.pytorch.model.checkpoint import fingerprint, model_files
+from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.requests.request_builder import unsupported
@@ -76,7 +76,7 @@ _WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4":
 
 def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
     """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
-    whole = _read(config.model / "config.json")
+    whole = read_json(config.model / "config.json")
     model = {**whole, **whole.get("text_config", {})}
     return ModelFacts(
         name=config.name or config.model.name,
@@ -85,7 +85,7 @@ def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -
         vocab_size=int(model["vocab_size"]),
         # Speculative decoding returns no log probabilities.
         max_logprobs=0 if args.speculative_config else config.max_logprobs,
-        eos_token_ids=_ends(config.model, model),
+        eos_token_ids=_required_ends(config.model, model),
         layout=_layout(config.model, model, args, package),
         files=model_files(config.model),
         load_seconds=0.0,
@@ -101,7 +101,7 @@ def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -
 def encoder_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
     """The facts of an encoder. Its layout is that of embeddings, with its version and weights in the fingerprint."""
     facts = model_facts(config, args, package)
-    rules = require_images(config.model, _read(config.model / "config.json"))
+    rules = require_images(config.model, read_json(config.model / "config.json"))
     text = f"trtllm {package.version} {args.dtype} {fingerprint(config.model)}"
     images = replace(rules, encoder_fingerprint=hashlib.sha256(text.encode()).hexdigest())
     return replace(facts, layout=images.embedding_layout, images=images, data_parallel_ranks=1, takes_handoffs=True)
@@ -139,20 +139,8 @@ def _fingerprint(folder: Path, args: EngineArguments, package: Package) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def _ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    found = (_read(path) if path.is_file() else {}).get("eos_token_id", model.get("eos_token_id"))
-    ends = tuple(found) if isinstance(found, list) else (found,)
-    if None in ends or not ends:
+def _required_ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
+    ends = end_ids(folder, model)
+    if not ends:
         raise ConfigError(f"{folder}: names no eos_token_id, which the engine needs where it has no tokenizer")
-    return tuple(int(each) for each in ends)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected keys and values")
-    return content
+    return ends

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError
 from services.engines.base import ModelFacts
 from services.engines.kv import KvLayout
-from services.engines.pytorch.model.checkpoint import fingerprint, model_files
+from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.sampling import unsupported_options
@@ -18,7 +17,7 @@ _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "
 
 def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *, takes_handoffs: bool) -> ModelFacts:
     """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
-    whole = _read(config.model / "config.json")
+    whole = read_json(config.model / "config.json")
     model = {**whole, **whole.get("text_config", {})}
     return ModelFacts(
         name=config.name or config.model.name,
@@ -27,7 +26,7 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
         vocab_size=int(model["vocab_size"]),
         # Drafted tokens get no log probabilities that could be compared.
         max_logprobs=0 if args.speculative_config else args.max_logprobs,
-        eos_token_ids=_ends(config.model, model),
+        eos_token_ids=end_ids(config.model, model),
         layout=_layout(config.model, model, args, package),
         files=model_files(config.model),
         prompt_logprobs=args.speculative_config is None and "prompt_logprobs" in package.sampling_arguments,
@@ -41,7 +40,7 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
 
 def has_vision(folder: Path) -> bool:
     """Whether the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
-    return "vision_config" in _read(folder / "config.json")
+    return "vision_config" in read_json(folder / "config.json")
 
 
 def _layout(folder: Path, model: dict[str, Any], args: VllmArguments, package: VllmPackage) -> KvLayout:
@@ -74,20 +73,3 @@ def _dtype(model: dict[str, Any], args: VllmArguments) -> str:
     if args.dtype != "auto":
         return args.dtype
     return str(model.get("dtype") or model.get("torch_dtype") or "bfloat16")
-
-
-def _ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    found = (_read(path) if path.is_file() else {}).get("eos_token_id", model.get("eos_token_id"))
-    ends = found if isinstance(found, list) else [found]
-    return tuple(int(each) for each in ends if each is not None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected keys and values")
-    return content

@@ -94,7 +94,8 @@ async def test_a_release_frees_the_blocks_and_says_so(encode: Running) -> None:
 
 async def test_a_lease_that_is_not_renewed_expires(encode: Running) -> None:
     [embedding] = await encode.calls.encode(image())
-    await eventually(lambda: encode.blocks_used == 0, LEASE_SECONDS + 1)
+    encode.let_a_lease_pass()
+    await eventually(lambda: encode.blocks_used == 0)
     assert not await renew_embedding(encode.calls, embedding)
 
 

@@ -195,7 +195,8 @@ async def test_blocks_that_were_freed_and_reused_are_never_read_as_another_image
 
 async def test_an_expired_embedding_is_lost(encode: Running, decode: Running) -> None:
     [embedding] = await encode.calls.encode(image())
-    await eventually(lambda: encode.blocks_used == 0, LEASE_SECONDS + 1)
+    encode.let_a_lease_pass()
+    await eventually(lambda: encode.blocks_used == 0)
     with pytest.raises(EmbeddingLost):
         await decode_images(decode.calls, image_prompt(embedding))
 

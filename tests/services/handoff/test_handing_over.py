@@ -105,12 +105,14 @@ async def test_a_lease_that_is_not_renewed_expires_and_frees_its_blocks(prefill:
 
 async def test_a_release_after_the_lease_is_told_that_it_did_not_hold(prefill: Running) -> None:
     handoff = await prefill.calls.prefill()
+    prefill.let_a_lease_pass()
     await eventually(lambda: prefill.blocks_used == 0)
     assert not (await prefill.calls.release(handoff)).still_valid
 
 
 async def test_a_renewal_after_the_lease_is_told_that_it_did_not_hold(prefill: Running) -> None:
     handoff = await prefill.calls.prefill()
+    prefill.let_a_lease_pass()
     await eventually(lambda: prefill.blocks_used == 0)
     assert not (await prefill.calls.renew(handoff)).still_valid
 
@@ -148,6 +150,7 @@ async def test_a_handoff_can_be_decoded_once(prefill: Running, decode: Running) 
 
 async def test_decode_never_starts_from_blocks_that_were_freed_and_reused(prefill: Running, decode: Running) -> None:
     handoff = await prefill.calls.prefill()
+    prefill.let_a_lease_pass()
     await eventually(lambda: prefill.blocks_used == 0)
     await asyncio.gather(*(prefill.calls.prefill(str(i), bytes([60 + i]) * 200) for i in range(4)))
     with pytest.raises(HandoffLost):

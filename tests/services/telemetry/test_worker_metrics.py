@@ -8,7 +8,7 @@ import pytest
 from support.clients.image_calls import image
 from support.clients.scraping import sample, since
 from support.clients.worker_calls import TEXT, decode_request
-from support.cluster.workers import LEASE_SECONDS, Running, Starter
+from support.cluster.workers import Running, Starter
 from support.eventually import eventually
 
 from baton.errors import RoleMismatch
@@ -158,7 +158,8 @@ async def test_a_handoff_that_has_nothing_to_move_has_no_transport(prefill: Runn
 async def test_a_handoff_that_no_worker_takes_over_is_an_expiry(prefill: Running) -> None:
     expiries = since("baton_handoff_lease_expiries_total")
     await prefill.calls.prefill()
-    await eventually(lambda: expiries.grown == 1, LEASE_SECONDS + 1)
+    prefill.let_a_lease_pass()
+    await eventually(lambda: expiries.grown == 1)
 
 
 async def test_a_handoff_that_is_released_is_no_expiry(prefill: Running) -> None:

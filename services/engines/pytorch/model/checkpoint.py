@@ -4,8 +4,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from baton.errors import ConfigError
 from services.engines.base import ModelFiles
 
 _WHOLE_BYTES = 64 << 20
@@ -50,6 +51,28 @@ def model_files(folder: Path) -> ModelFiles:
         tokenizer_config_json=_text(folder / "tokenizer_config.json"),
         chat_template=_chat_template(folder),
     )
+
+
+def end_ids(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end an answer, from generation_config.json or else from `model`; empty if neither names one.
+
+    Raises ConfigError as read_json does.
+    """
+    path = folder / "generation_config.json"
+    found = (read_json(path) if path.is_file() else {}).get("eos_token_id", model.get("eos_token_id"))
+    ends = found if isinstance(found, list) else [found]
+    return tuple(int(each) for each in ends if each is not None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The keys and values of a file of a checkpoint. Raises ConfigError if it has none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys and values")
+    return content
 
 
 def _text(path: Path) -> str:
