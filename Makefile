@@ -117,7 +117,7 @@ logs: $(STUBS) ## Follow the logs of `make up`
 doctor: $(STUBS) ## Diagnose this installation
 	@$(BIN)/baton doctor
 
-test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= sets how many run at once, SERVER=http2 uses our own server)
+test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= sets how many run at once, SERVER=grpcio uses grpcio's server)
 	@BATON_TEST_SERVER=$(SERVER) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(STUCK) $(RERUNS) $(MARKS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults --ignore tests/containers)
 	@$(if $(ALL),,$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1))
 
@@ -191,7 +191,10 @@ lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/lint-imports
 	@tools/buf/check.sh
 
-check: lint test ## Everything that CI runs
+check: lint test test-grpcio ## Everything that CI runs
+
+test-grpcio: $(STUBS) ## Run the tests of rpc on grpcio's server, too
+	@$(MAKE) --no-print-directory test TESTS=tests/rpc SERVER=grpcio
 
 check-all: lint ## Everything: also slow tests, on both servers, all faults, and fuzzing in full (hours)
 	@$(MAKE) --no-print-directory test ALL=1 SERVER=grpcio

@@ -174,7 +174,7 @@ class RouterConfig(Section):
     processes: int = Field(
         default=1, ge=1, le=256, description="Each with its own event loop, behind the same ports: one a core at most."
     )
-    server: ServerKind = Field(default_factory=default_server, description="`grpcio`, or our own `http2`.")
+    server: ServerKind = Field(default_factory=default_server, description="Our own `http2`, or `grpcio`.")
     connections: ClientConnections = ClientConnections()
     openai: OpenAIConfig = OpenAIConfig()
     picker: PickerConfig = PickerConfig()

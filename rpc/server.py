@@ -94,7 +94,7 @@ class ConnectionLimits(Section):
 
 # Which implementation serves: grpc.aio, or our own HTTP/2.
 ServerKind = Literal["grpcio", "http2"]
-DEFAULT_SERVER: ServerKind = "grpcio"
+DEFAULT_SERVER: ServerKind = "http2"
 
 
 def default_server() -> ServerKind:

@@ -77,7 +77,7 @@ class WorkerConfig(Section):
     )
     transport_options: dict[str, dict[str, Any]] = Field(default={}, description="By the transport's name.")
     tls: TlsSection = Field(default=TlsSection(), description="With a `ca` to listen with, callers need certificates.")
-    server: ServerKind = Field(default_factory=default_server, description="`grpcio`, or our own `http2`.")
+    server: ServerKind = Field(default_factory=default_server, description="Our own `http2`, or `grpcio`.")
     connections: ConnectionLimits = ConnectionLimits()
     metrics_listen: str = Field(default="", description="host:port; without a host 127.0.0.1; empty serves none.")
     metrics_tls: TlsConfig | None = None

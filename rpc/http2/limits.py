@@ -101,7 +101,7 @@ class ServerLimits:
     max_age_seconds: float = 0.0
     accepts_compression: bool = True  # of requests
     keepalive_seconds: float = 10.0
-    keepalive_timeout_seconds: float = 3.0
+    keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of gRPC's server the tests run on: BATON_TEST_SERVER=http2 chooses our own."""
+"""Which implementation of gRPC's server the tests run on: BATON_TEST_SERVER=grpcio chooses grpcio's."""
 
 import os
 from typing import cast, get_args
