@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -16,6 +17,7 @@ from rpc.http2.sender import MessageSender
 from rpc.http2.wire.hpack import literal
 from rpc.http2.wire.messages import ACCEPTED_ENCODINGS, compress
 from rpc.http2.wire.metadata import Metadata, encode
+from runtime.aio import timeout
 
 if TYPE_CHECKING:
     from rpc.http2.call import Call, Method
@@ -32,6 +34,8 @@ RESPONSE: Final = (
 EOF: Final[Any] = aio.EOF  # type: ignore[attr-defined]  # its stubs do not know it
 # A servicer that never waits gives way to others after so many messages.
 _MESSAGES_A_TURN: Final = 32
+# Before a stream of requests is refused.
+_FIRST_MESSAGE_SECONDS: Final = 0.2
 _ENCODINGS: Final = {grpc.Compression.Gzip: "gzip", grpc.Compression.Deflate: "deflate"}
 _CODES: Final = {code.value[0]: code for code in StatusCode}
 
@@ -106,9 +110,20 @@ class Context(aio.ServicerContext[Any, Any]):
             raise aio.UsageError("the call is over")
         if code is StatusCode.OK:
             raise ValueError("abort: a call is not aborted with OK")
+        if self._method.takes_stream and not self._stream.received_bytes:
+            await self._first_message()
         self._trailing = tuple(trailing_metadata) or self._trailing
         self._call.finish(code, details, self._trailing)
         raise aio.AbortError("Locally aborted.")
+
+    async def _first_message(self) -> None:
+        """Waits shortly for the request's first message.
+
+        A write of grpcio's client that meets the end of its call fails with INTERNAL, and the status is lost.
+        """
+        with suppress(asyncio.TimeoutError):
+            async with timeout(_FIRST_MESSAGE_SECONDS):
+                await self._stream.inbox.first()
 
     def finish(self) -> None:
         """Ends the call with what the servicer has said of its end, or OK."""

@@ -116,6 +116,12 @@ class Inbox:
         self._unread -= message.size
         return message
 
+    async def first(self) -> None:
+        """Returns when something of the request has come, or its end; at once if another one waits for that."""
+        if not self._messages and not self.is_ended and self._reader is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
     def _cut(self) -> None:
         partial = self._partial
         at = 0
