@@ -76,7 +76,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
