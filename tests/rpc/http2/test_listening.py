@@ -12,6 +12,7 @@ from rpc.health import Health
 from rpc.http2.limits import Http2Limits, ServerLimits
 from rpc.http2.server import Http2Server
 from rpc.server import serve
+from runtime.network.listening import open_sockets
 
 
 def server() -> Http2Server:
@@ -80,3 +81,19 @@ async def test_a_server_that_is_cancelled_while_it_stops_leaves_its_port_free(tu
     await asyncio.wait([stopping])
     async with serve(running.address, [], health=Health(), kind="http2"):
         pass
+
+
+async def test_small_writes_do_not_wait_for_acknowledgements() -> None:
+    [listening] = open_sockets("127.0.0.1", 0)
+    delays: asyncio.Queue[bool] = asyncio.Queue()
+
+    def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken = writer.get_extra_info("socket")
+        delays.put_nowait(not taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    address = listening.getsockname()
+    async with await asyncio.start_server(accepted, sock=listening):
+        _, writer = await asyncio.open_connection(*address)
+        assert await delays.get() is False
+        writer.close()
