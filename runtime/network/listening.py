@@ -25,7 +25,7 @@ def open_sockets(host: str, port: int, *, shares_port: bool = False) -> list[soc
     sockets: list[socket.socket] = []
     try:
         for family, address in _addresses(host):
-            # With the protocol: without it asyncio leaves small writes waiting for the peer to acknowledge earlier ones.
+            # With the protocol: without it asyncio has small writes wait until earlier ones are acknowledged.
             each = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             sockets.append(each)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
