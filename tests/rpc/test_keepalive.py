@@ -20,7 +20,8 @@ from baton.errors import Unavailable
 from baton.inference.v1 import generate_pb2 as pb
 from rpc.channels import open_channel
 
-NOTICED_SECONDS = 20.0
+# A ping after 10 s of silence, and 10 s for its answer; the rest is for a busy machine.
+NOTICED_SECONDS = 25.0
 
 SERVER = """
 import asyncio
