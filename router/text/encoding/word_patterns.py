@@ -31,26 +31,50 @@ _MISTRAL = (
     rf"|[0-9]| ?{_SYMBOL}+[\r\n/]*|{_LINES_AND_SPACES}"
 )
 
-# The library's pattern, as tokenizer.json has it, and ours.
-PATTERNS: Mapping[str, str] = {
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _GPT2,
+# Digits are cut out first. Control characters before no letter match nothing, and are a word until something matches.
+_PUNCTUATION = r"[!-/:-@\[-`{-~]"
+_DEEPSEEK = (
+    rf"{_PUNCTUATION}[A-Za-z]+|[\x00-\t\x0b\x0c\x0e- \x7f]?[A-Za-z]+|[0-9]{{1,3}}| ?{_PUNCTUATION}+[\r\n]*"
+    r"|[\t-\r ]*[\r\n]+|[\t-\r ]+(?![^\t-\r 0-9])|[\t-\r ]+|[\x00-\x08\x0e-\x1f\x7f]+(?![A-Za-z])"
+)
+
+# The library's patterns, one applied after the other, as tokenizer.json has them, and ours.
+PATTERNS: Mapping[tuple[str, ...], str] = {
+    (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",): _GPT2,
     # Llama 3, GLM 4 and other models with the pattern of cl100k
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+": _LLAMA3,
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): _LLAMA3,
     # Qwen 2, 2.5 and 3
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+": _QWEN,
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): _QWEN,
     # Qwen 3.5
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+": _QWEN,
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): _QWEN,
     # GPT-4o and gpt-oss (o200k), Llama 4
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _CASED,
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): _CASED,
     # Mistral's newer models (Tekken)
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _MISTRAL,
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): _MISTRAL,
+    # DeepSeek V3 and R1
+    (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): _DEEPSEEK,
 }
 
 
@@ -73,10 +97,8 @@ def splitter_of(pre_tokenizer: Mapping[str, Any]) -> Splitter | None:
             return re.compile(_GPT2).findall if use_regex else whole
         case [{"type": "Digits", "individual_digits": True}] if use_regex:
             return re.compile(_GPT2_DIGITS).findall
-        case [{"type": "Split", "pattern": {"Regex": str(pattern)}} as split] if not use_regex and _keeps(split):
-            known = PATTERNS.get(pattern)
-            return re.compile(known).findall if known else None
-    return None
+    known = None if use_regex else PATTERNS.get(_patterns(steps))
+    return re.compile(known).findall if known else None
 
 
 def _steps(pre_tokenizer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -85,6 +107,13 @@ def _steps(pre_tokenizer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [pre_tokenizer]
 
 
-def _keeps(split: Mapping[str, Any]) -> bool:
-    """Whether each match of the pattern is a piece. All of these patterns match every character."""
-    return (split.get("behavior"), split.get("invert")) in (("Isolated", False), ("Removed", True))
+def _patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The patterns of steps that make each match a word, and what is between matches; empty if a step does not."""
+    found = []
+    for step in steps:
+        way = (step.get("type"), step.get("behavior"), step.get("invert"))
+        # Only with several patterns is there anything between matches.
+        if way != ("Split", "Isolated", False) and (len(steps) > 1 or way != ("Split", "Removed", True)):
+            return ()
+        found.append(str(step["pattern"].get("Regex")))
+    return tuple(found)

@@ -15,7 +15,8 @@ from router.text.encoding.word_patterns import PATTERNS, Splitter, splitter_of
 
 # Letters by case and in contractions, digits, white space, white space only for Python, and symbols.
 KINDS = ("a", "S", "l", "'", "0", " ", "\t", "\n", "\r", "\x1c", "/", "_")
-LLAMA3 = next(pattern for pattern in PATTERNS if r"\p{N}{1,3}" in pattern)
+GPT2, LLAMA3 = [patterns[0] for patterns in PATTERNS][:2]
+DEEPSEEK = [*PATTERNS][-1]
 
 
 def state(pre_tokenizer: PreTokenizer) -> Mapping[str, Any]:
@@ -77,6 +78,8 @@ def test_a_pattern_may_also_be_written_as_what_not_to_remove() -> None:
         Sequence([Split(Regex(LLAMA3), "isolated"), ByteLevel(False, use_regex=True)]),
         Sequence([Split(Regex(LLAMA3), "merged_with_previous"), ByteLevel(False, use_regex=False)]),
         Sequence([Split(Regex(LLAMA3), "isolated", invert=True), ByteLevel(False, use_regex=False)]),
+        Sequence([Split(Regex(LLAMA3), "isolated"), Split(Regex(GPT2), "isolated"), ByteLevel(False, use_regex=False)]),
+        Sequence([*(Split(Regex(one), "removed", invert=True) for one in DEEPSEEK), ByteLevel(False, use_regex=False)]),
         Sequence([Split(LLAMA3, "isolated"), ByteLevel(False, use_regex=False)]),
         Sequence([ByteLevel(False), Split(Regex(LLAMA3), "isolated")]),
     ],

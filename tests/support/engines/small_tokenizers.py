@@ -19,9 +19,16 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "GPT-2": ByteLevel(add_prefix_space=False),
     "SmolLM": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
     **{
-        name: Sequence([Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-        for name, pattern in zip(
-            ("GPT-2 by pattern", "Llama 3", "Qwen 2", "Qwen 3.5", "GPT-4o", "Mistral"), PATTERNS, strict=True
+        name: Sequence(
+            [
+                *(Split(Regex(pattern), "isolated") for pattern in patterns),
+                ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        for name, patterns in zip(
+            ("GPT-2 by pattern", "Llama 3", "Qwen 2", "Qwen 3.5", "GPT-4o", "Mistral", "DeepSeek"),
+            PATTERNS,
+            strict=True,
         )
     },
 }
