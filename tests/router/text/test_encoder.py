@@ -249,6 +249,8 @@ def other(name: str) -> Tokenizer:
             tokenizer.post_processor = processors.BertProcessing((END, 1), (START, 2))
         case "merges of whole texts":
             tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+        case "tokens that begin with each other":
+            tokenizer.add_tokens([AddedToken("a" * length, normalized=False) for length in range(2, 1500)])
         case "chance":
             described = json.loads(tokenizer.to_str())
             described["model"]["dropout"] = 1.0
@@ -262,7 +264,7 @@ def other(name: str) -> Tokenizer:
     "name",
     [
         *("a space at the beginning", "words", "no words", "lower case", "NFKC", "two texts", "BERT's ends"),
-        *("merges of whole texts", "chance", "another model"),
+        *("merges of whole texts", "tokens that begin with each other", "chance", "another model"),
     ],
 )
 def test_other_tokenizers_are_the_librarys(name: str) -> None:
@@ -273,6 +275,17 @@ def test_other_tokenizers_are_the_librarys(name: str) -> None:
         assert_equal(library, encoder, text)
     texts = ["The router", "", "a"]
     assert encoder.encode_all(texts) == [library.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def test_a_tokenizer_that_refuses_some_texts_still_encodes_the_others() -> None:
+    library = Tokenizer(models.BPE({"a": 0, "b": 1}, [], unk_token="[UNK]"))
+    library.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    with capture_logs() as logs:
+        encoder = Encoder(library)
+    assert [entry["log_level"] for entry in logs] == ["warning"]
+    assert_equal(library, encoder, "ab")
+    with pytest.raises(Exception, match="Unk token"):
+        encoder.encode("x", add_special_tokens=False)
 
 
 def test_a_quick_way_that_differs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
