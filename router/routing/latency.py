@@ -140,6 +140,15 @@ class DecodeTimer:
             self._latency.recent_token_seconds.add(now - self._waiting_since, now)
         self._waiting_since = now
 
+    @property
+    def recent_token_seconds(self) -> Average:
+        """What counts the time between one token and the next, as they come."""
+        return self._latency.recent_token_seconds
+
+    def has_waited(self, seconds: float) -> None:
+        """Notes that a token was passed on so long ago, which is counted already."""
+        self._waiting_since = self._latency.clock() - seconds
+
     def waits_for_more(self) -> None:
         """Notes that the tokens were passed on: the client's time to read them does not count."""
         self._waiting_since = self._latency.clock()

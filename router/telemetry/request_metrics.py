@@ -27,6 +27,13 @@ class TokenLatencies(Protocol):
     def observe(self, seconds: float, tokens: int) -> None:
         """Counts tokens that came `seconds` after the previous ones, or after the request's arrival."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether only the latencies of single tokens are left to count."""
+
+    def observe_one(self, seconds: float) -> None:
+        """Counts a token that came `seconds` after the previous one. Only when settled."""
+
 
 class RequestMetrics(Protocol):
     """The metrics of requests."""
@@ -56,6 +63,11 @@ class NoMetrics:
         """Does nothing."""
 
     def end(self, stats: RequestStats) -> None:
+        """Does nothing."""
+
+    is_settled = True
+
+    def observe_one(self, seconds: float) -> None:
         """Does nothing."""
 
 
@@ -110,19 +122,22 @@ class record_request:  # noqa: N801  # reads as a function: `with record_request
 class MeasuredLatencies:
     """The latencies of one request."""
 
-    __slots__ = ("_has_first", "_inter_token", "_is_settled", "_series", "_stats")
+    __slots__ = ("_has_first", "_inter_token", "_series", "_stats", "is_settled")
 
     def __init__(self, series: "_ClassSeries", stats: RequestStats) -> None:
         self._series = series
         self._inter_token = series.inter_token
         self._stats = stats
         self._has_first = False
-        # Only single tokens' latencies are left to count.
-        self._is_settled = False
+        self.is_settled = False
+
+    def observe_one(self, seconds: float) -> None:
+        """Counts one token's latency."""
+        self._inter_token.observe(seconds)
 
     def observe(self, seconds: float, tokens: int) -> None:
         """Counts tokens. Called for each message with tokens: it must be quick."""
-        if self._is_settled and tokens == 1:
+        if self.is_settled and tokens == 1:
             self._inter_token.observe(seconds)
             return
         if not self._has_first:
@@ -131,7 +146,7 @@ class MeasuredLatencies:
         if not self._stats.is_first_token_timed and self._stats.timings.has_sent_first_token:
             # Do not wait for the end of the request, which may take minutes.
             self._series.time_first_token(self._stats)
-        self._is_settled = self._stats.is_first_token_timed
+        self.is_settled = self._stats.is_first_token_timed
         if tokens:
             self._inter_token.observe(seconds / tokens, tokens)
 

@@ -1,5 +1,6 @@
 """The calls that share a stream, and what the peer says to each of them."""
 
+import time
 from typing import Any
 
 from grpc import StatusCode
@@ -73,9 +74,10 @@ class RunningCalls:
             self._take_each(tokens, taken)
             if output is not None:
                 output.flush_early()
+        now = time.monotonic()
         for number, taker in taken:
             try:
-                taker.note_taken()
+                taker.note_taken(now)
             except Exception as error:
                 self._fail(number, error)
 
