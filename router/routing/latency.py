@@ -90,7 +90,8 @@ class Average:
     def add(self, value: float, now: float | None = None) -> None:
         """Adds a measurement, of `now` if that is known."""
         self._count += 1
-        self._value += (value - self._value) / min(self._count, self._of)
+        count, of = self._count, self._of
+        self._value += (value - self._value) / (count if count < of else of)  # without a call: for each token
         self._measured_at = self._clock() if now is None else now
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from router.routing.latency import DecodeTimer
 from router.stream.reply import WireWriter
 from router.stream.token_messages import message_start, token_field, varint
-from router.telemetry.request_metrics import TokenLatencies
+from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.completion import Completion
@@ -77,6 +77,7 @@ class TokenRelay:
         "_is_plain",
         "_last_plain",
         "_latencies",
+        "_observed",
         "_plain_at",
         "_recent",
         "_single",
@@ -110,6 +111,7 @@ class TokenRelay:
         self._plain_at: float | None = None  # in seconds of time.monotonic, of the last plain token that is not settled
         self._recent = timer.recent_token_seconds
         self._latencies = latencies
+        self._observed: Latencies | None = None  # what counts plain tokens
         self._writer = writer
         self._completion = completion
         self._timer = timer
@@ -158,13 +160,15 @@ class TokenRelay:
             seconds = now - before
             self._plain_at = now
             self._recent.add(seconds, now)
-            self._latencies.observe_one(seconds)
+            if self._observed is not None:
+                self._observed.observe(seconds)
             return
         took, self._took = self._took, 0
         self._timer.took_token()
         self._stats.completion_tokens = len(self._ids)
         self._latencies.observe(self._timings.detokenized_for(took), 1)
-        if self._single.is_flowing and self._completion.is_plain and self._latencies.is_settled:
+        self._observed = self._latencies.single
+        if self._single.is_flowing and self._completion.is_plain and self._observed is not None:
             self._is_plain, self._plain_at = True, now
 
     def settle(self) -> None:

@@ -28,11 +28,15 @@ class TokenLatencies(Protocol):
         """Counts tokens that came `seconds` after the previous ones, or after the request's arrival."""
 
     @property
-    def is_settled(self) -> bool:
-        """Whether only the latencies of single tokens are left to count."""
+    def single(self) -> "Latencies | None":
+        """What counts a token that came alone, once nothing else is left to count; None before that."""
 
-    def observe_one(self, seconds: float) -> None:
-        """Counts a token that came `seconds` after the previous one. Only when settled."""
+
+class Latencies(Protocol):
+    """Latencies of one kind."""
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds a latency in seconds, `count` times."""
 
 
 class RequestMetrics(Protocol):
@@ -49,7 +53,7 @@ class RequestMetrics(Protocol):
 
 
 class NoMetrics:
-    """RequestMetrics and TokenLatencies for routers that serve no metrics."""
+    """RequestMetrics, TokenLatencies and Latencies for routers that serve no metrics."""
 
     def begin(self) -> None:
         """Does nothing."""
@@ -59,16 +63,16 @@ class NoMetrics:
         del stats
         return self
 
-    def observe(self, seconds: float, tokens: int) -> None:
+    def observe(self, value: float, count: int = 1) -> None:
         """Does nothing."""
 
     def end(self, stats: RequestStats) -> None:
         """Does nothing."""
 
-    is_settled = True
-
-    def observe_one(self, seconds: float) -> None:
-        """Does nothing."""
+    @property
+    def single(self) -> "NoMetrics":
+        """Itself."""
+        return self
 
 
 class RecordedMetrics:
@@ -122,22 +126,23 @@ class record_request:  # noqa: N801  # reads as a function: `with record_request
 class MeasuredLatencies:
     """The latencies of one request."""
 
-    __slots__ = ("_has_first", "_inter_token", "_series", "_stats", "is_settled")
+    __slots__ = ("_has_first", "_inter_token", "_is_settled", "_series", "_stats")
 
     def __init__(self, series: "_ClassSeries", stats: RequestStats) -> None:
         self._series = series
         self._inter_token = series.inter_token
         self._stats = stats
         self._has_first = False
-        self.is_settled = False
+        self._is_settled = False
 
-    def observe_one(self, seconds: float) -> None:
-        """Counts one token's latency."""
-        self._inter_token.observe(seconds)
+    @property
+    def single(self) -> "Latencies | None":
+        """The model's and class's latencies of tokens after the first, once that one is counted."""
+        return self._inter_token if self._is_settled else None
 
     def observe(self, seconds: float, tokens: int) -> None:
         """Counts tokens. Called for each message with tokens: it must be quick."""
-        if self.is_settled and tokens == 1:
+        if self._is_settled and tokens == 1:
             self._inter_token.observe(seconds)
             return
         if not self._has_first:
@@ -146,7 +151,7 @@ class MeasuredLatencies:
         if not self._stats.is_first_token_timed and self._stats.timings.has_sent_first_token:
             # Do not wait for the end of the request, which may take minutes.
             self._series.time_first_token(self._stats)
-        self.is_settled = self._stats.is_first_token_timed
+        self._is_settled = self._stats.is_first_token_timed
         if tokens:
             self._inter_token.observe(seconds / tokens, tokens)
 
