@@ -3,10 +3,10 @@
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -21,7 +21,6 @@ from rpc.auth.caller import Caller, current_caller
 from rpc.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from rpc.interceptors.arrival import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
-from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
 
@@ -31,8 +30,6 @@ _LARGE_MESSAGE_BYTES = 4096  # checking a larger request on the event loop would
 _MANY_IDS = 4096  # so many are checked in a quarter of a millisecond; going to a thread and back takes as long
 
 Metadata = Iterable[tuple[str, str | bytes]]
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +179,6 @@ class RequestContext:
         """Injects the faults that the request plans for this point."""
         if self.faults.faults:
             await self.faults.inject(point, self.request_id)
-
-    async def within_deadline(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which is stopped at the deadline. Raises DeadlineExceeded naming the stage."""
-        try:
-            async with timeout(self.deadline.remaining_seconds):
-                return await work
-        except TimeoutError:
-            raise self.deadline.exceeded(self.timings.stage_name) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,9 @@ class Pipeline:
         ):
             set_request_attributes(ctx.request, span)
             try:
-                await ctx.cancellation.run(ctx.within_deadline(self._answer(ctx, reply)))
+                await ctx.cancellation.run(self._answer(ctx, reply), ctx.deadline.remaining_seconds)
+            except TimeoutError:
+                raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
             except (asyncio.CancelledError, Cancelled):
                 note_passed_deadline(ctx, span)
                 raise

@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
 _KINDS = {
     SpanKind.INTERNAL: trace_pb2.Span.SPAN_KIND_INTERNAL,
@@ -20,6 +20,11 @@ _KINDS = {
     SpanKind.CLIENT: trace_pb2.Span.SPAN_KIND_CLIENT,
     SpanKind.PRODUCER: trace_pb2.Span.SPAN_KIND_PRODUCER,
     SpanKind.CONSUMER: trace_pb2.Span.SPAN_KIND_CONSUMER,
+}
+_CODES = {
+    StatusCode.UNSET: trace_pb2.Status.STATUS_CODE_UNSET,
+    StatusCode.OK: trace_pb2.Status.STATUS_CODE_OK,
+    StatusCode.ERROR: trace_pb2.Status.STATUS_CODE_ERROR,
 }
 _HERE = trace_pb2.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE = _HERE | trace_pb2.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
@@ -68,7 +73,7 @@ def _fill_span(message: trace_pb2.Span, span: ReadableSpan) -> None:
         linked.trace_id = link.context.trace_id.to_bytes(16, "big")
         linked.span_id = link.context.span_id.to_bytes(8, "big")
         _fill_attributes(linked.attributes.add, link.attributes)
-    message.status.code = span.status.status_code.value
+    message.status.code = _CODES[span.status.status_code]
     if span.status.description:
         message.status.message = span.status.description
 
