@@ -111,8 +111,8 @@ class Timings:
         Clients, logs and metrics all get the stages from here.
         """
         if self._closed is None:
-            self._total = self._elapsed
-            self._closed = (*self._stages, *self._text.stages(), self._unattributed())
+            total = self._total = self._elapsed
+            self._closed = (*self._stages, *self._text.stages(), self._unattributed(total))
         return self._closed
 
     def message(self) -> timing_pb2.Timings:
@@ -140,12 +140,15 @@ class Timings:
         self._stages.append(StageTiming(stage, took, before))
         return ended
 
-    def _unattributed(self) -> StageTiming:
+    def _unattributed(self, total: int) -> StageTiming:
         """The rest, before the first token and in all. Detokenizing after it overlaps the workers' stages."""
         text = self._text
-        first = self._elapsed if text.first_at is None else text.first_at - self._started
-        missing_first = first - sum([stage.before_first_token for stage in self._stages]) - text.first_nanoseconds
-        missing = self._elapsed - sum([stage.nanoseconds for stage in self._stages]) - text.first_nanoseconds
+        missing_first = total if text.first_at is None else text.first_at - self._started
+        missing_first -= text.first_nanoseconds
+        missing = total - text.first_nanoseconds
+        for stage in self._stages:
+            missing_first -= stage.before_first_token
+            missing -= stage.nanoseconds
         # Rounding to whole nanoseconds may leave -1.
         missing_first = max(0, missing_first)
         return StageTiming(timing_pb2.STAGE_UNATTRIBUTED, max(missing_first, missing), missing_first)
