@@ -70,6 +70,7 @@ class Pipeline:
             self.requests.enter(ctx),
             record_request(ctx.stats, ctx.call_id, self._executor.metrics),
         ):
+            ctx.timings.is_traced = span.is_recording
             set_request_attributes(ctx.request, span)
             try:
                 await ctx.cancellation.run(self._answer(ctx, reply), ctx.deadline.remaining_seconds)
