@@ -239,8 +239,10 @@ class _Calling:
         # Keeps the worker's channel open, too.
         self._ctx.cancellation.add_worker(worker)
         self.timing = self._ctx.timings.begin_call(self._stage, worker.record.worker_id)
-        self._entered = stage_span(self._name, worker_attributes(worker), kind=SpanKind.CLIENT)
+        self._entered = stage_span(self._name, kind=SpanKind.CLIENT)
         self.span = self._entered.__enter__()
+        if self.span.is_recording:
+            self.span.set(worker_attributes(worker))
         worker.add_load(self._tokens)
         return self
 

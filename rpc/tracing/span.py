@@ -92,7 +92,7 @@ class Span:
 
 
 class UnrecordedTrace(Span):
-    """The span of a trace that begins here and is not recorded: most calls have one. It is a text and nothing more."""
+    """The span of a trace that is not recorded because we decide so: most calls have one. It is a text, nothing more."""
 
     __slots__ = ("_traceparent",)
 

@@ -17,6 +17,7 @@ from baton.errors import ConfigError
 from baton.version import __version__
 from rpc.tracing.config import TracingConfig
 from rpc.tracing.exporter import open_exporter
+from rpc.tracing.propagation import is_undecided
 from rpc.tracing.recording import Recorder, Sink, random_id
 from rpc.tracing.span import NO_SPAN, Span, UnrecordedTrace
 
@@ -42,7 +43,8 @@ class Tracer:
         if self._sink is None:
             return Span(parent) if parent else NO_SPAN
         trace_id = random_id(128) if parent is None else parent.trace_id
-        if parent is None and not self._sink.samples(trace_id):
+        is_ours = parent is None or (is_undecided(parent) and len(parent.trace_state) == 1)
+        if is_ours and not self._sink.samples(trace_id):
             return UnrecordedTrace(trace_id)
         now = time.perf_counter()
         recorder = Recorder(self._sink, time.time_ns() - int(now * 1e9))
