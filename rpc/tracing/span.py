@@ -92,7 +92,7 @@ class Span:
 
 
 class UnrecordedTrace(Span):
-    """The span of a trace that is not recorded because we decide so: most calls have one. It is a text, nothing more."""
+    """The span of a trace that is not recorded because we decide so, as of most calls: a text and nothing more."""
 
     __slots__ = ("_traceparent",)
 
