@@ -141,7 +141,7 @@ class RequestExecution:
         assert finish is not None
         self._ctx.stats.finish_reason = finish.reason
         self._stream.put_now(self._completion.flush())
-        self._stream.finish("", partial(self._finished, finish))
+        self._stream.finish("", partial(self._fill_finished, finish))
 
     # Prefill: the prompt's KV cache and the first token. Without a prefill worker the decode worker runs the prompt.
 
@@ -373,10 +373,9 @@ class RequestExecution:
             cache_view=placement.cache_view,
         )
 
-    def _finished(self, finish: Finish) -> generate_pb2.Finished:
-        finished = self._ctx.stats.finished()
+    def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:
+        self._ctx.stats.fill(finished)
         if finish.stop_string:
             finished.stop_string = finish.stop_string
         if finish.stop_token_id is not None:
             finished.stop_token_id = finish.stop_token_id
-        return finished

@@ -47,9 +47,9 @@ class Reply:
 
     def end_with(self, timings: Timings) -> None:
         """Puts the timings into the trailing metadata, at the end of the request, also if it fails."""
-        message = timings.message()
-        fits = message.ByteSize() <= _MAX_TRAILER_BYTES
-        trailer = message.SerializeToString() if fits else timings_trailer(timings.close())
+        trailer = timings.message().SerializeToString()
+        if len(trailer) > _MAX_TRAILER_BYTES:
+            trailer = timings_trailer(timings.close())
         self.set_trailing_metadata(((TIMINGS_KEY, trailer),))
 
 

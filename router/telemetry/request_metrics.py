@@ -220,4 +220,9 @@ def _reason(stats: RequestStats) -> str:
     """The error's reason, or the finish reason."""
     if stats.outcome != OK or stats.operation == "embed":
         return stats.outcome
-    return sampling_pb2.FinishReason.Name(stats.finish_reason).removeprefix("FINISH_REASON_")
+    return _finish_name(stats.finish_reason)
+
+
+@cache
+def _finish_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
+    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")

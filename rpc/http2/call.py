@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -17,13 +17,12 @@ from rpc.http2.security import AuthContext
 from rpc.http2.stream import Stream
 from rpc.http2.wire.hpack import literal
 from rpc.http2.wire.messages import MessageFailure, decompress
-from rpc.http2.wire.metadata import Metadata, status_fields
+from rpc.http2.wire.metadata import OK_STATUS, Metadata, status_fields
 from rpc.http2.wire.request import RequestHead
 from rpc.interceptors.behaviour import Behaviour, as_coroutine
 
 log = structlog.get_logger(__name__)
 
-_OK_TRAILERS: Final = literal(b"grpc-status", b"0")
 _NOT_COMPRESSED = "compressed requests are not accepted here; send the request without compression"
 
 
@@ -151,7 +150,7 @@ class Call:
         if self.is_over:
             return
         if code is StatusCode.OK and not details and not metadata:
-            block = _OK_TRAILERS
+            block = OK_STATUS
         else:
             block = status_fields(code.value[0], details, metadata)
         self.stream.finish(block if self.stream.started else RESPONSE + block)
