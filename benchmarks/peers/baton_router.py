@@ -74,11 +74,12 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     import uvloop
 
-    from runtime.garbage import exempt_living_objects
+    from runtime.garbage import collect_rarely, exempt_living_objects
     from runtime.logs import configure_logging
 
     configure_logging("json", "info")
     exempt_living_objects()
+    collect_rarely()
     uvloop.run(serve(asked))
 
 
