@@ -1,6 +1,7 @@
 """The calls that share a stream, and what the peer says to each of them."""
 
 import time
+from functools import partial
 from typing import Any
 
 from grpc import StatusCode
@@ -11,6 +12,7 @@ from baton.errors import BatonError
 from rpc.multiplex.metadata import FailedStatus
 from rpc.multiplex.replies import MultiplexedCall
 from rpc.multiplex.tokens import TokenOutput, TokenTaker
+from rpc.turns import CallTurns
 
 
 class RunningCalls:
@@ -19,6 +21,7 @@ class RunningCalls:
     def __init__(self) -> None:
         self._calls: dict[int, MultiplexedCall[Any]] = {}
         self._takers: dict[int, TokenTaker] = {}
+        self._turns = CallTurns()
 
     def add(self, number: int, call: MultiplexedCall[Any]) -> None:
         """Adds a call that has begun."""
@@ -53,7 +56,7 @@ class RunningCalls:
                 continue
             if answer.HasField("status"):
                 del calls[answer.call]
-                call.end(_error_of(answer.status))
+                self._turns.run(partial(call.end, _error_of(answer.status)))
             else:
                 call.take(answer.message)
 
