@@ -30,6 +30,7 @@ class Cancellation:
         self._workers: list[WorkerHandle] = []
         self._task: asyncio.Task[Any] | None = None  # while it runs the request
         self._is_stopped = False  # whether we have cancelled that task
+        self._has_expired = False  # whether it was because its time was over
         self._is_closed = False
         self._on_close: asyncio.Event | None = None  # for who waits
         self._waiting_for: dict[SharedCall, int] = {}
@@ -43,21 +44,29 @@ class Cancellation:
         self._parts.append(part)
         return part
 
-    async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does, or has."""
+    async def run(self, work: Coroutine[Any, Any, None], seconds: float | None = None) -> None:
+        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does, or has.
+
+        After `seconds` it is stopped too, with TimeoutError.
+        """
         if self.reason:
             work.close()
             raise Cancelled(self.reason)
         # In the caller's own task, which a task for each request would only wait for.
         task = self._task = asyncio.current_task()
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
         try:
             await work
-        except (asyncio.CancelledError, Cancelled):
+        except (asyncio.CancelledError, Cancelled) as error:
+            if self._has_expired and isinstance(error, asyncio.CancelledError) and not _is_left(task):
+                raise TimeoutError from None
             if self.reason:
                 raise Cancelled(self.reason) from None
             raise
         finally:
             self._task = None
+            if timer is not None:
+                timer.cancel()
             # Python 3.10 does not count cancellations.
             uncancel = getattr(task, "uncancel", None)
             if self._is_stopped and uncancel is not None:
@@ -125,6 +134,10 @@ class Cancellation:
             self._is_stopped = True
             self._task.cancel()
 
+    def _expire(self) -> None:
+        self._has_expired = not self._is_stopped
+        self._stop_task()
+
     async def _stop_shared_calls(self) -> Sequence[generate_pb2.CancelReceipt]:
         waiting = self._waiting_for.items()
         receipts = await asyncio.gather(*(call.stop(leaving) for call, leaving in waiting))
@@ -134,3 +147,9 @@ class Cancellation:
         """The receipts of the workers that had something to stop, by worker id."""
         receipts = await asyncio.gather(*(abort(worker, self.call_id) for worker in workers))
         return {receipt.worker_id: receipt for receipt in receipts if receipt}
+
+
+def _is_left(task: "asyncio.Task[Any] | None") -> bool:
+    """Whether the task was cancelled by its caller, beside us."""
+    cancelling = getattr(task, "cancelling", None)
+    return cancelling is not None and cancelling() > 1

@@ -74,8 +74,9 @@ def encode_chat(
 
 def expected_tokens(request: generate_pb2.GenerateRequest, token_ids: Sequence[int], model: ServedModel) -> int:
     """The expected length of the prompt with its media, before they are encoded."""
-    known = model.images.tokens_per_image if model.images else 0
-    return len(token_ids) + media.count_media(request) * max(0, known - 1)
+    if model.images is None:
+        return len(token_ids)
+    return len(token_ids) + media.count_media(request) * max(0, model.images.tokens_per_image - 1)
 
 
 def require_room(request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel) -> None:

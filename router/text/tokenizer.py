@@ -7,6 +7,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import Unsupported
+from router.stream.token_messages import token_field
 from router.text.chat_template import LONGEST_SECONDS, ChatTemplate, Turn
 from router.text.detokenizer import ByteTokens, Detokenizer, TokenTexts, WholeCharacters
 from router.text.encoding.encoder import Encoder
@@ -38,7 +39,8 @@ class Tokenizer:
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._byte_tokens = _byte_tokens(self._tokenizer)
-        self._texts = TokenTexts(self._decode_all, self._special_ids) if _joins_bytes(self._tokenizer) else None
+        joins = _joins_bytes(self._tokenizer)
+        self._texts = TokenTexts(self._decode_all, self._special_ids, token_field) if joins else None
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property

@@ -125,12 +125,13 @@ class WorkerCalls:
             request = prefill_pb2.PrefillRequest(
                 request_id=self._ctx.call_id,
                 model=self._model,
-                prompt=prompt,
-                sampling=self._sampling,
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=rank,
                 destination=destination.message if destination else None,
             )
+            # Messages as arguments are copied in twice the time.
+            request.prompt.CopyFrom(prompt)
+            request.sampling.CopyFrom(self._sampling)
             self._prefills += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
             is_done = False
@@ -169,14 +170,14 @@ class WorkerCalls:
             request = decode_pb2.DecodeRequest(
                 request_id=self._ctx.call_id,
                 model=self._model,
-                prompt=prompt,
-                handoff=handoff,
                 emitted=emitted,
-                sampling=self._sampling,
                 data_parallel_rank=rank,
                 destination_id=destination.message.destination_id if destination else "",
             )
+            request.prompt.CopyFrom(prompt)
+            request.sampling.CopyFrom(self._sampling)
             if handoff:
+                request.handoff.CopyFrom(handoff)
                 calling.span.link(self._prefill_span, "prefill")
             self._decodes += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
@@ -238,8 +239,10 @@ class _Calling:
         # Keeps the worker's channel open, too.
         self._ctx.cancellation.add_worker(worker)
         self.timing = self._ctx.timings.begin_call(self._stage, worker.record.worker_id)
-        self._entered = stage_span(self._name, worker_attributes(worker), kind=SpanKind.CLIENT)
+        self._entered = stage_span(self._name, kind=SpanKind.CLIENT)
         self.span = self._entered.__enter__()
+        if self.span.is_recording:
+            self.span.set(worker_attributes(worker))
         worker.add_load(self._tokens)
         return self
 
