@@ -14,7 +14,8 @@ _YOUNG_OBJECTS: Final = 10_000
 def exempt_living_objects() -> None:
     """Collects once, then exempts the objects that are left from all later collections.
 
-    Call it when the imports are done, and again when a model is loaded. Reference counting still frees these objects.
+    Call it when the imports are done, also late ones, and again when a model is loaded. Reference counting still frees
+    these objects.
     """
     gc.collect()
     gc.freeze()

@@ -65,7 +65,7 @@ class StreamWriter:
         self._parsed = ParsedParts()
         self._is_due = True
         self._message = generate_pb2.GenerateResponse(request_id=request_id)
-        self.single = SingleTokens(request_id, reply.send_now)
+        self.single = SingleTokens(request_id, reply.wire)
         self._closed = False
         self._writer: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -132,7 +132,7 @@ class StreamWriter:
 
     def _flows(self) -> bool:
         """Whether the next single token can be sent here and now; not the first one, and none that waits for others."""
-        is_direct = self._send_now is not None and self._writer is None and self._first_token_sent is None
+        is_direct = self.single.can_flow and self._writer is None and self._first_token_sent is None
         return is_direct and self._due_tokens <= 1 and self.single.client_reads and self._is_empty
 
     async def put(self, delta: TokenDelta) -> None:

@@ -1,7 +1,7 @@
 """Where a request's time went: the router's stages, the stages that workers report, and the unattributed rest."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -93,9 +93,13 @@ class Timings:
             self._call.first_token_came(_ns(started))
         return (text.ended - self._started) / 1e9
 
-    def after_first_token(self) -> Callable[[int], float]:
+    def detokenized_for(self, nanoseconds: int) -> float:
         """What `detokenized` does for later tokens, at less cost: it takes the nanoseconds that they took."""
-        return self._text.add
+        return self._text.add(nanoseconds)
+
+    def token_came(self, ago: float) -> None:
+        """Notes that the last token came so many seconds ago. Finding its text took no time that would count."""
+        self._text.ended = max(self._text.ended, time.perf_counter_ns() - _ns(ago))
 
     def first_token_sent(self) -> None:
         """Notes that the first token is written now. The time that it waited counts as detokenizing."""

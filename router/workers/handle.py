@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextman
 from types import TracebackType
 from typing import Any, Literal
 
+from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -38,6 +39,8 @@ from runtime.aio import TaskGroup, cancellations, uncancel
 
 _NOT_CHECKED = "its health check has not answered yet"
 _NO_CARD = "its model card has not been read yet"
+# Of the interval of health checks: a report that is a little late still spares one.
+_REPEATED_WITHIN = 0.7
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
@@ -216,7 +219,8 @@ class WorkerHandle:
     async def check_health(self, probe: ProbeConfig) -> None:
         """Checks the health repeatedly, until cancelled: a hung process reports nothing.
 
-        One that has reported its load within the interval does not hang, and is not asked.
+        One that has reported its load within the interval does not hang, and is not asked: only a worker of a version
+        that does not repeat its reports, or one that is late, is.
         """
         failures = 0
         while True:
@@ -237,13 +241,16 @@ class WorkerHandle:
                 self._interrupt()
             await asyncio.sleep(max(0.0, started + probe.interval_seconds - time.monotonic()))
 
-    async def watch_load(self) -> None:
-        """Follows the load that the worker reports, until cancelled."""
+    async def watch_load(self, probe: ProbeConfig) -> None:
+        """Follows the load that the worker reports, until cancelled. It also reports that nothing has changed."""
         backoff = Backoff()
+        repeat_after = Duration()
+        repeat_after.FromNanoseconds(int(probe.interval_seconds * _REPEATED_WITHIN * 1e9))
+        request = worker_pb2.WatchLoadRequest(repeat_after=repeat_after)
         with ReportStream("load", self.record.worker_id) as reports:
             while True:
                 try:
-                    async with aclosing(stream(self._reports.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
+                    async with aclosing(stream(self._reports.WatchLoad(request))) as responses:
                         async for response in responses:
                             backoff.reset()
                             self._heard_at = time.monotonic()
@@ -373,7 +380,7 @@ async def connect(
             tasks = [
                 group.create_task(worker.watch_health()),
                 group.create_task(worker.check_health(probe)),
-                group.create_task(worker.watch_load()),
+                group.create_task(worker.watch_load(probe)),
                 group.create_task(worker.read_card(load_card)),
             ]
             if LORA in record.capabilities:

@@ -20,6 +20,7 @@ from rpc.http2.wire.messages import MessageFailure, decompress
 from rpc.http2.wire.metadata import OK_STATUS, Metadata, status_fields
 from rpc.http2.wire.request import RequestHead
 from rpc.interceptors.behaviour import Behaviour, as_coroutine
+from rpc.turns import CallTurns
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +37,8 @@ class CallDetails(grpc.HandlerCallDetails):
 
 class CallHost(Protocol):
     """The server, as its calls know it."""
+
+    turns: CallTurns
 
     def takes_one_message(self, path: str) -> bool:
         """Whether the method's request is known to be a single message."""
@@ -111,7 +114,10 @@ class Call:
     # What the connection says.
 
     def start(self) -> None:
-        """Begins the task, unless it has begun, or the call is wrong or over already."""
+        """Begins the task, or in a later turn of the loop; not if the call is wrong or over by then."""
+        self._host.turns.run(self._begin)
+
+    def _begin(self) -> None:
         if self.is_over or self._task is not None:
             return
         if self.head.fault:
