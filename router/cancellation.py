@@ -9,6 +9,7 @@ from baton.errors import Cancelled
 from baton.inference.v1 import generate_pb2
 from router.workers.aborts import abort
 from router.workers.handle import WorkerHandle
+from runtime.aio import cancellations, uncancel
 
 
 class SharedCall(Protocol):
@@ -54,11 +55,13 @@ class Cancellation:
             raise Cancelled(self.reason)
         # In the caller's own task, which a task for each request would only wait for.
         task = self._task = asyncio.current_task()
+        assert task is not None
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
         try:
             await work
         except (asyncio.CancelledError, Cancelled) as error:
-            if self._has_expired and isinstance(error, asyncio.CancelledError) and not _is_left(task):
+            # Not if the caller has cancelled the task, beside us.
+            if self._has_expired and isinstance(error, asyncio.CancelledError) and cancellations(task) <= 1:
                 raise TimeoutError from None
             if self.reason:
                 raise Cancelled(self.reason) from None
@@ -67,10 +70,8 @@ class Cancellation:
             self._task = None
             if timer is not None:
                 timer.cancel()
-            # Python 3.10 does not count cancellations.
-            uncancel = getattr(task, "uncancel", None)
-            if self._is_stopped and uncancel is not None:
-                uncancel()
+            if self._is_stopped:
+                uncancel(task)
 
     def add_worker(self, worker: WorkerHandle) -> None:
         """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""
@@ -147,9 +148,3 @@ class Cancellation:
         """The receipts of the workers that had something to stop, by worker id."""
         receipts = await asyncio.gather(*(abort(worker, self.call_id) for worker in workers))
         return {receipt.worker_id: receipt for receipt in receipts if receipt}
-
-
-def _is_left(task: "asyncio.Task[Any] | None") -> bool:
-    """Whether the task was cancelled by its caller, beside us."""
-    cancelling = getattr(task, "cancelling", None)
-    return cancelling is not None and cancelling() > 1

@@ -74,9 +74,11 @@ class WorkerCalls:
         )
         seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(1)
         try:
-            with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
-                async with worker.fail_if_hung():
-                    response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
+            with (
+                _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0),
+                worker.fail_if_hung(),
+            ):
+                response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
         except (asyncio.CancelledError, DeadlineExceeded):
             await abort_unanswered(worker, self._ctx.call_id)
             raise
@@ -137,7 +139,7 @@ class WorkerCalls:
             is_done = False
             prompts.begin(tokens)
             try:
-                async with worker.fail_if_hung():
+                with worker.fail_if_hung():
                     response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
                 is_done = True
             except (asyncio.CancelledError, DeadlineExceeded):
@@ -182,7 +184,7 @@ class WorkerCalls:
             self._decodes += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
-            async with worker.fail_if_hung():
+            with worker.fail_if_hung():
                 if isinstance(call, MultiplexedCall):
                     # It raises BatonErrors by itself.
                     try:
