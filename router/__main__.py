@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from router.config import RouterConfig
 from router.processes.supervisor import supervise
 from runtime.config import Loaded, load
+from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
 from runtime.monitor import serve_monitor
 from runtime.process import run
@@ -53,6 +54,7 @@ async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     with serve_monitor(config.metrics_listen, tls) as monitor:
         async with host_router(config) as router:
+            exempt_living_objects()  # what the import above made, too
             monitor.answer_with(router.report)
             log.info("router listens", address=router.address, namespace=config.namespace)
             await stopping.wait()

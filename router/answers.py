@@ -18,7 +18,7 @@ from router.context import RequestContext
 from router.execution import Executor
 from router.multimodal.prompt import MultimodalPrompt
 from router.stream.reply import Pace, Reply
-from router.stream.writer import MakeFinished, StreamWriter
+from router.stream.writer import FillFinished, StreamWriter
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.workers.model import ServedModel
@@ -99,18 +99,18 @@ class SeveralAnswers:
         async with writer as stream:
             await self.executor.run(ctx, prompt, completion, stream)
         if index == 0:
-            shared.make_finished = writer.make_finished
+            shared.fill_finished = writer.fill_finished
 
 
 class _AnswerWriter(StreamWriter):
-    """Keeps the end of the stream for when all answers have ended: making it ends the request's timings."""
+    """Keeps the end of the stream for when all answers have ended: filling it ends the request's timings."""
 
-    make_finished: MakeFinished | None = None
+    fill_finished: FillFinished | None = None
 
-    def finish(self, text: str, make_finished: MakeFinished) -> None:
+    def finish(self, text: str, fill_finished: FillFinished) -> None:
         """Adds the last text and the end of this answer."""
-        self.make_finished = make_finished
-        super().finish(text, generate_pb2.Finished)
+        self.fill_finished = fill_finished
+        super().finish(text, lambda _finished: None)
 
 
 @dataclass(slots=True)
@@ -152,10 +152,10 @@ class _Answer:
 
 
 class _SharedReply:
-    """The way back to the client, for one message at a time. `make_finished` makes the last one."""
+    """The way back to the client, for one message at a time. `fill_finished` fills the last one."""
 
     def __init__(self, reply: Reply) -> None:
-        self.make_finished: MakeFinished | None = None
+        self.fill_finished: FillFinished | None = None
         self._send = reply.send
         self._sending = asyncio.Lock()
         self._sequence = 0
@@ -171,6 +171,7 @@ class _SharedReply:
 
     async def finish(self) -> None:
         """Sends the end of the stream."""
-        assert self.make_finished is not None
-        message = generate_pb2.GenerateResponse(request_id=self._request_id, finished=self.make_finished())
+        assert self.fill_finished is not None
+        message = generate_pb2.GenerateResponse(request_id=self._request_id)
+        self.fill_finished(message.finished)
         await self.send(message)

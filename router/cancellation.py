@@ -9,6 +9,7 @@ from baton.errors import Cancelled
 from baton.inference.v1 import generate_pb2
 from router.workers.aborts import abort
 from router.workers.handle import WorkerHandle
+from runtime.aio import cancellations, uncancel
 
 
 class SharedCall(Protocol):
@@ -30,6 +31,7 @@ class Cancellation:
         self._workers: list[WorkerHandle] = []
         self._task: asyncio.Task[Any] | None = None  # while it runs the request
         self._is_stopped = False  # whether we have cancelled that task
+        self._has_expired = False  # whether it was because its time was over
         self._is_closed = False
         self._on_close: asyncio.Event | None = None  # for who waits
         self._waiting_for: dict[SharedCall, int] = {}
@@ -43,25 +45,33 @@ class Cancellation:
         self._parts.append(part)
         return part
 
-    async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does, or has."""
+    async def run(self, work: Coroutine[Any, Any, None], seconds: float | None = None) -> None:
+        """Runs the request, so that `cancel` can stop it. Raises Cancelled with the reason if it does, or has.
+
+        After `seconds` it is stopped too, with TimeoutError.
+        """
         if self.reason:
             work.close()
             raise Cancelled(self.reason)
         # In the caller's own task, which a task for each request would only wait for.
         task = self._task = asyncio.current_task()
+        assert task is not None
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
         try:
             await work
-        except (asyncio.CancelledError, Cancelled):
+        except (asyncio.CancelledError, Cancelled) as error:
+            # Not if the caller has cancelled the task, beside us.
+            if self._has_expired and isinstance(error, asyncio.CancelledError) and cancellations(task) <= 1:
+                raise TimeoutError from None
             if self.reason:
                 raise Cancelled(self.reason) from None
             raise
         finally:
             self._task = None
-            # Python 3.10 does not count cancellations.
-            uncancel = getattr(task, "uncancel", None)
-            if self._is_stopped and uncancel is not None:
-                uncancel()
+            if timer is not None:
+                timer.cancel()
+            if self._is_stopped:
+                uncancel(task)
 
     def add_worker(self, worker: WorkerHandle) -> None:
         """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""
@@ -124,6 +134,10 @@ class Cancellation:
         if self._task is not None and not self._is_stopped:
             self._is_stopped = True
             self._task.cancel()
+
+    def _expire(self) -> None:
+        self._has_expired = not self._is_stopped
+        self._stop_task()
 
     async def _stop_shared_calls(self) -> Sequence[generate_pb2.CancelReceipt]:
         waiting = self._waiting_for.items()

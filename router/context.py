@@ -3,10 +3,10 @@
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -21,7 +21,6 @@ from rpc.auth.caller import Caller, current_caller
 from rpc.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from rpc.interceptors.arrival import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
-from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
 
@@ -31,8 +30,6 @@ _LARGE_MESSAGE_BYTES = 4096  # checking a larger request on the event loop would
 _MANY_IDS = 4096  # so many are checked in a quarter of a millisecond; going to a thread and back takes as long
 
 Metadata = Iterable[tuple[str, str | bytes]]
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +173,12 @@ class RequestContext:
     def part(self) -> "RequestContext":
         """The context of one more answer to the request: workers know it by a call id of its own. Raises Cancelled."""
         stats = RequestStats(self.request_id, Timings(), model=self.stats.model, prompt_tokens=self.stats.prompt_tokens)
-        return replace(self, stats=stats, cancellation=self.cancellation.part(_new_id()))
+        return replace(self, stats=stats, cancellation=self.cancellation.part(_new_ids()[:32]))
 
     async def inject(self, point: RouterPoint) -> None:
         """Injects the faults that the request plans for this point."""
         if self.faults.faults:
             await self.faults.inject(point, self.request_id)
-
-    async def within_deadline(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which is stopped at the deadline. Raises DeadlineExceeded naming the stage."""
-        try:
-            async with timeout(self.deadline.remaining_seconds):
-                return await work
-        except TimeoutError:
-            raise self.deadline.exceeded(self.timings.stage_name) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +191,8 @@ class ContextFactory:
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
         """Reads a call. Raises PermissionDenied or InvalidRequest for wrong metadata."""
-        metadata, request_id = call.invocation_metadata(), request.request_id or _new_id()
+        metadata, new = call.invocation_metadata(), _new_ids()
+        request_id = request.request_id or new[32:]
         return RequestContext(
             request=request,
             request_id=request_id,
@@ -212,7 +202,7 @@ class ContextFactory:
             qos=self.read_qos(call),
             deadline=Deadline.of(remaining_seconds(call), self.limits),
             stats=RequestStats(request_id, Timings(arrived_at())),
-            cancellation=Cancellation(_new_id()),
+            cancellation=Cancellation(new[:32]),
         )
 
     def read_qos(self, call: Any) -> RequestQos:
@@ -247,9 +237,9 @@ class RequestTable:
         return found
 
 
-def _new_id() -> str:
-    """An id that cannot be guessed, in hexadecimal."""
-    return os.urandom(16).hex()
+def _new_ids() -> str:
+    """Two ids that cannot be guessed, of 32 hexadecimal digits each; asking the system twice takes twice as long."""
+    return os.urandom(32).hex()
 
 
 class _Listed:

@@ -141,7 +141,7 @@ class RequestExecution:
         assert finish is not None
         self._ctx.stats.finish_reason = finish.reason
         self._stream.put_now(self._completion.flush())
-        self._stream.finish("", partial(self._finished, finish))
+        self._stream.finish("", partial(self._fill_finished, finish))
 
     # Prefill: the prompt's KV cache and the first token. Without a prefill worker the decode worker runs the prompt.
 
@@ -248,24 +248,32 @@ class RequestExecution:
         await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, destination)
 
     async def _read_call(self, timer: DecodeTimer, emitted: int, call: DecodeCall) -> None:
+        # Where the call can give its tokens as they come, and nothing is looked for in their text.
+        relay = self._relay(call.feed, timer) if call.feed and self._completion.takes_single_tokens else None
         try:
-            await self._read_stream(call, timer)
+            await self._read_stream(call, timer, relay)
         finally:
+            if relay is not None:
+                relay.settle()
             timer.end()
             current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
 
-    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer) -> None:
-        """Reads a decode stream to its end, or to a stop string, which the worker does not see."""
-        has_ended = is_fed = False
+    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, relay: TokenRelay | None) -> None:
+        """Reads a decode stream to its end, or to a stop string, which the worker does not see.
+
+        `relay` gets the tokens after the first ones.
+        """
+        has_ended = False
         async for response in call.responses:
+            if relay is not None:
+                relay.settle()
             match response.WhichOneof("event"):
                 case "tokens":
                     await self._read_tokens(response.tokens, timer)
                     if self._has_found_stop_string:
                         return
-                    if call.feed is not None and not is_fed and self._completion.takes_single_tokens:
-                        is_fed = True
-                        call.feed.listen(self._relay(call.feed, timer))
+                    if call.feed is not None and relay is not None:
+                        call.feed.listen(relay)
                 case "accepted":
                     timer.accepted()
                     self._progress.accepted(response.accepted.timings)
@@ -291,8 +299,8 @@ class RequestExecution:
 
     def _relay(self, feed: TokenFeed, timer: DecodeTimer) -> TokenRelay:
         """What takes the tokens of a call, after its first ones."""
-        timed = self._ctx.timings.after_first_token()
-        return TokenRelay(self._stream, self._completion, timer, self._stats, self._latencies, timed, feed.stop)
+        timings = self._ctx.timings
+        return TokenRelay(self._stream, self._completion, timer, self._stats, self._latencies, timings, feed.stop)
 
     async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
         timer.got_tokens(len(tokens.token_ids))
@@ -365,10 +373,9 @@ class RequestExecution:
             cache_view=placement.cache_view,
         )
 
-    def _finished(self, finish: Finish) -> generate_pb2.Finished:
-        finished = self._ctx.stats.finished()
+    def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:
+        self._ctx.stats.fill(finished)
         if finish.stop_string:
             finished.stop_string = finish.stop_string
         if finish.stop_token_id is not None:
             finished.stop_token_id = finish.stop_token_id
-        return finished

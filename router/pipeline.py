@@ -70,9 +70,12 @@ class Pipeline:
             self.requests.enter(ctx),
             record_request(ctx.stats, ctx.call_id, self._executor.metrics),
         ):
+            ctx.timings.is_traced = span.is_recording
             set_request_attributes(ctx.request, span)
             try:
-                await ctx.cancellation.run(ctx.within_deadline(self._answer(ctx, reply)))
+                await ctx.cancellation.run(self._answer(ctx, reply), ctx.deadline.remaining_seconds)
+            except TimeoutError:
+                raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
             except (asyncio.CancelledError, Cancelled):
                 note_passed_deadline(ctx, span)
                 raise

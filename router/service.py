@@ -143,8 +143,8 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 def _reply(context: Any) -> Reply:
     # grpc.aio cannot write without waiting.
-    send_now, output = getattr(context, "write_now", None), getattr(context, "output", None)
-    return Reply(context.write, context.set_trailing_metadata, send_now, output)
+    send_now, output, wire = (getattr(context, name, None) for name in ("write_now", "output", "wire"))
+    return Reply(context.write, context.set_trailing_metadata, send_now, output, wire)
 
 
 def _worker_message(worker: WorkerHandle, explainer: RouteExplainer) -> cluster_service_pb2.Worker:

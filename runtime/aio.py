@@ -14,11 +14,13 @@ else:
 __all__ = [
     "TaskGroup",
     "Timeout",
+    "cancellations",
     "gather_or_cancel",
     "leaf_errors",
     "run_to_completion",
     "run_with_background",
     "timeout",
+    "uncancel",
     "ungrouped",
     "wait_until_done",
 ]
@@ -79,6 +81,20 @@ async def run_with_background(background: Coroutine[Any, Any, None], work: Corou
     if not is_finished:
         beside.result()
     return main.result()
+
+
+def cancellations(task: "asyncio.Task[Any]") -> int:
+    """How often the task was cancelled, less `uncancel`; 0 on Python 3.10, which does not count that."""
+    if sys.version_info >= (3, 11):
+        return task.cancelling()
+    return 0
+
+
+def uncancel(task: "asyncio.Task[Any]") -> int:
+    """Takes one cancellation back that has ended what it was to end. Returns those left, as `cancellations` does."""
+    if sys.version_info >= (3, 11):
+        return task.uncancel()
+    return 0
 
 
 def leaf_errors(error: BaseException) -> list[BaseException]:

@@ -94,10 +94,9 @@ def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:
     stamp = _Clock()
 
     # One processor, and not one for each field: every request has a line.
-    def complete(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        fields = merge_log_fields(logger, method, event)
+    def complete(_logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         level = "warning" if method == "warn" else "error" if method == "exception" else method
-        line = {"ts": "", "level": "", "event": "", **static_fields, **fields}
+        line = {"ts": "", "level": "", "event": "", **static_fields, **_FIELDS.get(), **event}
         line["ts"], line["level"] = stamp.now(), level
         return line
 

@@ -1,5 +1,6 @@
 """The control service of every worker, whatever its roles: model, load, abort, drain, KV events."""
 
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -49,7 +50,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
-        async with aclosing(poll_changes(self._engines.load, _interval_seconds(request))) as loads:
+        loads_of = poll_changes(self._engines.load, _interval_seconds(request), _repeat_seconds(request))
+        async with aclosing(loads_of) as loads:
             async for load in loads:
                 yield worker_pb2.WatchLoadResponse(load=_load_message(load))
 
@@ -228,6 +230,10 @@ def _interval_seconds(request: worker_pb2.WatchLoadRequest) -> float:
     if not request.HasField("interval"):
         return _DEFAULT_INTERVAL_SECONDS
     return max(_MIN_INTERVAL_SECONDS, as_seconds(request.interval))
+
+
+def _repeat_seconds(request: worker_pb2.WatchLoadRequest) -> float:
+    return as_seconds(request.repeat_after) if request.HasField("repeat_after") else math.inf
 
 
 def _grace_seconds(request: worker_pb2.DrainRequest) -> float | None:

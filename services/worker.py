@@ -1,6 +1,7 @@
 """A worker that serves: its health report and metrics, its supervision, and its drain."""
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -197,14 +198,22 @@ def exit_soon() -> None:
     timer.start()
 
 
-async def poll_changes(read: Callable[[], Value], interval_seconds: float) -> AsyncGenerator[Value, None]:
-    """Yields the value now, and after each change, reading it every `interval_seconds`. Never ends by itself."""
+async def poll_changes(
+    read: Callable[[], Value], interval_seconds: float, repeat_seconds: float = math.inf
+) -> AsyncGenerator[Value, None]:
+    """Yields the value now, and after each change, reading it every `interval_seconds`. Never ends by itself.
+
+    A value that has not changed is repeated once `repeat_seconds` have passed, at the next reading.
+    """
     known = read()
     yield known
+    loop = asyncio.get_running_loop()
+    yielded_at = loop.time()
     while True:
         await asyncio.sleep(interval_seconds)
-        if (value := read()) != known:
-            known = value
+        value = read()
+        if value != known or loop.time() - yielded_at >= repeat_seconds:
+            known, yielded_at = value, loop.time()
             yield known
 
 

@@ -22,6 +22,7 @@ async def serve(asked: dict[str, Any]) -> None:
     from discovery.record import WorkerRecord
     from router.config import RouterConfig
     from router.server import host_router
+    from runtime.garbage import exempt_living_objects
 
     config = RouterConfig.model_validate(
         {
@@ -45,6 +46,7 @@ async def serve(asked: dict[str, Any]) -> None:
         router = await stack.enter_async_context(host_router(config, registry))
         while sum(not worker.problem for worker in router.cluster.workers) < len(asked["records"]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        exempt_living_objects()  # as `python -m router`, which imports its modules late, too
         print(json.dumps({"address": router.address, "runs": _runs()}), flush=True)
         await asyncio.to_thread(sys.stdin.buffer.read)
 
@@ -74,11 +76,11 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     import uvloop
 
-    from runtime.garbage import exempt_living_objects
+    from runtime.garbage import collect_rarely
     from runtime.logs import configure_logging
 
     configure_logging("json", "info")
-    exempt_living_objects()
+    collect_rarely()
     uvloop.run(serve(asked))
 
 

@@ -4,10 +4,10 @@
         [--python PYTHON] [--no-compiled] [--grpcio] [--beside NAME=PYTHON] [--output FOLDER]
 
 Each round gives every router the same load, one router after the other: requests of one token; streams of 128 tokens,
-30 a second and as fast as they go; 1,024 streams at half the pace; and, in the first round, a connection for each
-stream, and Envoy, with 256 streams. All prompts have 512 bytes. The router has a core for itself; engines, clients and
-Envoy share the others. report.py says what is printed, and what is comparable. A router that cannot be started is
-named, and left out.
+30 a second and as fast as they go; 1,024 streams at half the pace, which start within a second, or one after another
+over the length of a stream; and, in the first round, a connection for each stream, and Envoy, with 256 streams. All
+prompts have 512 bytes. The router has a core for itself; engines, clients and Envoy share the others. report.py says
+what is printed, and what is comparable. A router that cannot be started is named, and left out.
 
 Baton has two rows: this checkout's modules as they are, and compiled, where environments.py has compiled them; both run
 on that environment's interpreter. `--python` runs the first one on another; `--beside` adds a row for the Baton that
@@ -60,6 +60,7 @@ def plans(options: argparse.Namespace, turn: int) -> Iterator[LoadPlan]:
         yield LoadPlan(FLAT, number)
     for number in options.half:
         yield LoadPlan(HALF, number)
+        yield LoadPlan(HALF, number, is_steady=True)
     for way in options.ways if turn < options.way_rounds else ():
         yield LoadPlan(PACED, options.way_streams, way)
         yield LoadPlan(FLAT, options.way_streams, way)

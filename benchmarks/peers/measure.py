@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy
 
@@ -17,8 +18,11 @@ from benchmarks.peers.clients.load import (
     TOKENS,
     Answer,
     Load,
+    LoadClient,
     Seconds,
     requests,
+    steady,
+    stream_seconds,
     streams,
 )
 from benchmarks.peers.clients.steps import since_steps
@@ -30,17 +34,21 @@ _HOW: Final = {PACED: "paced", HALF: "at half the pace", FLAT: "flat out"}
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """One row of the tables: so many streams of a model, or, with 0 streams, requests of one token."""
+    """One row of the tables: so many streams of a model, or, with 0 streams, requests of one token.
+
+    The streams start together, or, in a steady load, spread over the length of a stream, each followed by another.
+    """
 
     model: str
     number: int
     way: str = ""
+    is_steady: bool = False
 
     def __str__(self) -> str:
         if not self.number:
             return "a request of 1 token"
         what = f"a token, {self.number:,} streams {_HOW[self.model]}"
-        return f"{what}, {self.way}" if self.way else what
+        return ", ".join([what, *(["steady"] if self.is_steady else []), *([self.way] if self.way else [])])
 
     @property
     def is_paced(self) -> bool:
@@ -114,9 +122,7 @@ class Measured:
         gc.disable()  # Its pauses would be in the latencies of whichever router is served just then.
         try:
             before, busy = self._cpu(), _busy_seconds(cores.others)
-            load, direct = await asyncio.gather(
-                streams(client, plan.model, plan.number) if plan.number else requests(client), self._direct(plan)
-            )
+            load, direct = await asyncio.gather(_load(client, plan), self._direct(plan))
             router, own = (now - was for now, was in zip(self._cpu(), before, strict=True))
             busy = _busy_seconds(cores.others) - busy
         finally:
@@ -136,11 +142,19 @@ class Measured:
         """One stream that passes by the router, of the same steps."""
         if not plan.is_paced or self.router.direct is None:
             return None
+        if plan.is_steady:
+            await asyncio.sleep(stream_seconds(plan.model))
         return await self.router.direct.answer(plan.model, TOKENS[plan.model])
 
     def _cpu(self) -> tuple[int, int]:
         """Nanoseconds of the router and of this process."""
         return (cpu_of_tree(self.router.pid) if self.router.pid else 0), time.process_time_ns()
+
+
+def _load(client: LoadClient, plan: LoadPlan) -> Coroutine[Any, Any, Load]:
+    if not plan.number:
+        return requests(client)
+    return (steady if plan.is_steady else streams)(client, plan.model, plan.number)
 
 
 def _later(load: Load, direct: Answer | None, steps: Path | None) -> LaterTokens:

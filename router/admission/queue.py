@@ -90,8 +90,9 @@ class AdmissionQueue:
 
     def enter_now(self) -> bool:
         """Counts a request as running if it need not wait. Returns whether it does; call `leave` at its end."""
-        self.update()
-        if self._waiting or not self._has_room():
+        limit = self._limit()
+        self._update(limit)
+        if self._waiting or not self._has_room(limit):
             return False
         self._running += 1
         return True
@@ -128,15 +129,17 @@ class AdmissionQueue:
 
     def update(self) -> None:
         """Admits as many requests as the limit allows."""
-        self._note_outage(self._limit() == 0)
-        while self._waiting and self._has_room():
+        self._update(self._limit())
+
+    def _update(self, limit: int | None) -> None:
+        self._note_outage(limit == 0)
+        while self._waiting and self._has_room(limit):
             waiter = heapq.heappop(self._waiting)
             if not waiter.granted.done():
                 self._running += 1
                 waiter.granted.set_result(None)
 
-    def _has_room(self) -> bool:
-        limit = self._limit()
+    def _has_room(self, limit: int | None) -> bool:
         return limit is None or self._outage_is_long or self._running < limit
 
     def _note_outage(self, has_no_worker: bool) -> None:

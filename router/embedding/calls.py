@@ -138,7 +138,7 @@ class EmbedCalls:
             seconds = ctx.deadline.remaining_seconds
             metadata = (*ctx.worker_metadata(attempt), *ctx.qos.metadata())
             try:
-                async with worker.fail_if_hung():
+                with worker.fail_if_hung():
                     response = await unary(worker.embed.Embed(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, ctx.call_id)

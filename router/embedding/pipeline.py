@@ -51,7 +51,9 @@ class EmbedPipeline:
         ):
             set_embed_attributes(request, span)
             try:
-                await ctx.cancellation.run(ctx.within_deadline(self._answer(ctx, request, response)))
+                await ctx.cancellation.run(self._answer(ctx, request, response), ctx.deadline.remaining_seconds)
+            except TimeoutError:
+                raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
             except (asyncio.CancelledError, Cancelled):
                 note_passed_deadline(ctx, span)
                 raise

@@ -104,7 +104,7 @@ class Embedder:
         ):
             seconds, metadata = ctx.deadline.remaining_seconds, ctx.worker_metadata(attempt)
             try:
-                async with worker.fail_if_hung():
+                with worker.fail_if_hung():
                     response = await unary(worker.encode.Encode(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, request.request_id)

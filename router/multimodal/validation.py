@@ -33,6 +33,8 @@ def count_media(request: generate_pb2.GenerateRequest) -> int:
 
 def media_items(request: generate_pb2.GenerateRequest) -> list[MediaItem]:
     """The sources of a validated request's media, in the order of their placeholders. Copies their content."""
+    if not request.media and not request.HasField("chat"):
+        return []
     return [MediaItem(one.path, _source(one.message), one.message.mime_type) for one in _placed(request)]
 
 

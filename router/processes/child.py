@@ -21,6 +21,7 @@ from router.processes.messages import AnyMessage
 from router.processes.siblings import LinkedSiblings, stop_here
 from router.server import Router, host_router
 from runtime.aio import leaf_errors
+from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
 from runtime.metrics import REGISTRY
 from runtime.monitor import status
@@ -64,6 +65,7 @@ async def _host(config: RouterConfig, link: ProcessLink, answers: "_Answers", st
 
     siblings = LinkedSiblings(link)
     async with host_router(config, siblings=siblings, shares_port=True, before_listening=may_listen) as router:
+        exempt_living_objects()
         answers.router = router
         await link.call(messages.Listening(), messages.Done, _ANSWER_SECONDS)
         await stopping.wait()

@@ -90,7 +90,8 @@ class Average:
     def add(self, value: float, now: float | None = None) -> None:
         """Adds a measurement, of `now` if that is known."""
         self._count += 1
-        self._value += (value - self._value) / min(self._count, self._of)
+        count, of = self._count, self._of
+        self._value += (value - self._value) / (count if count < of else of)  # without a call: for each token
         self._measured_at = self._clock() if now is None else now
 
 
@@ -139,6 +140,15 @@ class DecodeTimer:
         if self._waiting_since is not None:
             self._latency.recent_token_seconds.add(now - self._waiting_since, now)
         self._waiting_since = now
+
+    @property
+    def recent_token_seconds(self) -> Average:
+        """What counts the time between one token and the next, as they come."""
+        return self._latency.recent_token_seconds
+
+    def has_waited(self, seconds: float) -> None:
+        """Notes that a token was passed on so long ago, which is counted already."""
+        self._waiting_since = self._latency.clock() - seconds
 
     def waits_for_more(self) -> None:
         """Notes that the tokens were passed on: the client's time to read them does not count."""

@@ -1,7 +1,7 @@
 """Places requests: filters the workers of the cluster, and lets the policy choose; again when a worker fails."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -70,13 +70,15 @@ class Placer:
 
     def reasons(self, request: RoutingRequest) -> list[str]:
         """Why each worker that cannot run the request is left out."""
-        lines = []
-        for role in ("prefill", "decode"):
-            rejected = self._filter(_constraints(role, request)).rejected
-            lines += [
-                f"{role} {one.worker_id}: {one.reason}" for one in rejected if one.reason != f"has no {role} role"
-            ]
-        return lines + self._explain_pairs(request)
+        prefill = self._filter(_constraints("prefill", request))
+        decode = self._filter(_constraints("decode", request))
+        lines = [*_left_out("prefill", prefill), *_left_out("decode", decode)]
+        for worker in decode.eligible:
+            constraints = _prefill_constraints(worker, request, frozenset())
+            for other, reason in filter_workers(prefill.eligible, constraints).others:
+                if other.record.worker_id != worker.record.worker_id:
+                    lines.append(f"prefill {other.record.worker_id} for decode {worker.record.worker_id}: {reason}")
+        return lines
 
     def can_prefill(self, placement: Placement[WorkerHandle], request: RoutingRequest, tried: frozenset[str]) -> bool:
         """Whether another prefill worker can hand over to the decode worker now."""
@@ -161,16 +163,6 @@ class Placer:
         """The policy's reasons, then why other workers were not eligible."""
         return placement.explain() + self.reasons(request)
 
-    def _explain_pairs(self, request: RoutingRequest) -> list[str]:
-        """Why an eligible prefill worker cannot hand over to an eligible decode worker."""
-        prefills = self._filter(_constraints("prefill", request)).eligible
-        return [
-            f"prefill {one.worker_id} for decode {decode.record.worker_id}: {one.reason}"
-            for decode in self._filter(_constraints("decode", request)).eligible
-            for one in filter_workers(prefills, _prefill_constraints(decode, request, frozenset())).rejected
-            if one.worker_id != decode.record.worker_id
-        ]
-
     def _wants_prefill(self, request: RoutingRequest) -> bool:
         match request.routing.topology:
             case generate_pb2.TOPOLOGY_AGGREGATED:
@@ -189,6 +181,12 @@ class Placer:
 
     def _filter(self, constraints: Constraints) -> Filtered[WorkerHandle]:
         return filter_workers(self._cluster.workers, constraints)
+
+
+def _left_out(role: str, filtered: Filtered[WorkerHandle]) -> Iterator[str]:
+    """Why workers of the role were rejected."""
+    other_roles = f"has no {role} role"
+    return (f"{role} {worker.record.worker_id}: {why}" for worker, why in filtered.others if why != other_roles)
 
 
 def _is_disaggregated(request: RoutingRequest) -> bool:

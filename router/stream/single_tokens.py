@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.inference.v1 import generate_pb2
 from router.routing.latency import DecodeTimer
-from router.stream.reply import SendNow
-from router.telemetry.request_metrics import TokenLatencies
+from router.stream.reply import WireWriter
+from router.stream.token_messages import message_start, token_field, varint
+from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
+from router.telemetry.timings import Timings
 from router.text.completion import Completion
 from rpc.multiplex.tokens import TokenOutput
 
@@ -16,28 +17,33 @@ from rpc.multiplex.tokens import TokenOutput
 class SingleTokens:
     """Sends messages of one token each, at once, while `is_flowing`: the client reads, and nothing waits before them.
 
-    `sequence` is the next message's number, of all messages of the request. The message is used again for each token,
-    and its parts are kept: finding one takes as long as setting it.
+    `sequence` is the next message's number, of all messages of the request.
     """
 
-    def __init__(self, request_id: str, send_now: SendNow | None) -> None:
+    __slots__ = ("_start", "_wire", "client_reads", "is_flowing", "sequence")
+
+    def __init__(self, request_id: str, wire: WireWriter | None) -> None:
         self.sequence = 0
         self.is_flowing = False
         self.client_reads = True
-        self._send_now = send_now
-        self._message = generate_pb2.GenerateResponse(request_id=request_id)
-        self._delta = self._message.token
-        self._token_ids = self._delta.token_ids
-        self._token_ids.append(0)
+        self._wire = wire
+        self._start = message_start(request_id)
+
+    @property
+    def can_flow(self) -> bool:
+        """Whether serialized messages can be sent at all."""
+        return self._wire is not None
 
     def send(self, text: str, token_id: int) -> None:
         """Sends a token without its log probability; only while tokens flow."""
-        assert self._send_now is not None
-        self._delta.text = text
-        self._token_ids[0] = token_id
-        self._message.sequence = self.sequence
-        self.sequence += 1
-        if not self._send_now(self._message):
+        self.send_field(token_field(text, token_id))
+
+    def send_field(self, token: bytes) -> None:
+        """Sends a token whose field is serialized; only while tokens flow."""
+        sequence, wire = self.sequence, self._wire
+        assert wire is not None
+        self.sequence = sequence + 1
+        if not wire.write(self._start + varint(sequence) + token) and not wire.can_take(0):
             self.is_flowing = self.client_reads = False
 
 
@@ -58,9 +64,31 @@ class TokenWriter(Protocol):
 class TokenRelay:
     """Takes the tokens of one call to a worker as they come, and passes them to the client. See TokenTaker.
 
-    `timed` notes a token that took so many nanoseconds, and returns its latency in seconds. `stop` ends the call, at a
-    stop string.
+    A plain token, which is one or more whole characters and ends nothing, is sent as it was serialized once for its
+    vocabulary, and touches few objects; all others go through the completion. `stop` ends the call, at a stop string.
+    The owner calls `settle` before it does anything else with the request.
     """
+
+    __slots__ = (
+        "_completion",
+        "_ending_ids",
+        "_fields",
+        "_ids",
+        "_is_plain",
+        "_last_plain",
+        "_latencies",
+        "_observed",
+        "_plain_at",
+        "_recent",
+        "_single",
+        "_stats",
+        "_stop",
+        "_timer",
+        "_timings",
+        "_took",
+        "_writer",
+        "output",
+    )
 
     def __init__(
         self,
@@ -69,28 +97,52 @@ class TokenRelay:
         timer: DecodeTimer,
         stats: RequestStats,
         latencies: TokenLatencies,
-        timed: Callable[[int], float],
+        timings: Timings,
         stop: Callable[[], None],
     ) -> None:
         self.output = writer.output
-        self._writer = writer
+        self._is_plain = False  # whether the next token can be a plain one
         self._single = writer.single
+        self._fields = completion.serialized
+        self._ids = completion.token_ids
+        # One that makes the completion this long, or longer, may end it.
+        self._last_plain = completion.max_tokens - 1
+        self._ending_ids = completion.ending_ids
+        self._plain_at: float | None = None  # in seconds of time.monotonic, of the last plain token that is not settled
+        self._recent = timer.recent_token_seconds
+        self._latencies = latencies
+        self._observed: Latencies | None = None  # what counts plain tokens
+        self._writer = writer
         self._completion = completion
         self._timer = timer
         self._stats = stats
-        self._latencies = latencies
-        self._timed = timed
+        self._timings = timings
         self._stop = stop
-        self._spent = 0  # nanoseconds, on the text of tokens that are not noted yet
+        self._took = 0  # nanoseconds, on the text of a token that is not noted yet
 
     def take(self, token_id: int) -> bool:
         """Takes one token, and sends it, at once; not the first ones of a call. False if the client is behind."""
+        if not self._is_plain:
+            return self._take_any(token_id)
+        field = self._fields.get(token_id)
+        ids = self._ids
+        if field is None or token_id in self._ending_ids or len(ids) >= self._last_plain:
+            self.settle()
+            return self._take_any(token_id)
+        ids.append(token_id)
+        single = self._single
+        single.send_field(field)
+        if not single.is_flowing:
+            self._is_plain = False
+        return True
+
+    def _take_any(self, token_id: int) -> bool:
         single, completion = self._single, self._completion
         if not single.is_flowing and not self._writer.has_room:
             return False
         started = time.perf_counter_ns()
         text = completion.push_token(token_id)
-        self._spent += time.perf_counter_ns() - started
+        self._took += time.perf_counter_ns() - started
         if single.is_flowing:
             single.send(text, token_id)
         else:
@@ -100,9 +152,30 @@ class TokenRelay:
             self._stop()
         return True
 
-    def note_taken(self) -> None:
-        """Times and counts a token that was sent."""
+    def note_taken(self, now: float) -> None:
+        """Times and counts a token that was sent; `now` is in seconds of time.monotonic."""
+        before = self._plain_at
+        if before is not None:
+            # A plain one after another.
+            seconds = now - before
+            self._plain_at = now
+            self._recent.add(seconds, now)
+            if self._observed is not None:
+                self._observed.observe(seconds)
+            return
+        took, self._took = self._took, 0
         self._timer.took_token()
-        self._stats.completion_tokens = len(self._completion.token_ids)
-        spent, self._spent = self._spent, 0
-        self._latencies.observe(self._timed(spent), 1)
+        self._stats.completion_tokens = len(self._ids)
+        self._latencies.observe(self._timings.detokenized_for(took), 1)
+        self._observed = self._latencies.single
+        if self._single.is_flowing and self._completion.is_plain and self._observed is not None:
+            self._is_plain, self._plain_at = True, now
+
+    def settle(self) -> None:
+        """Tells everything that counts and times tokens about the plain ones; the next one is not plain."""
+        self._is_plain = False
+        if self._plain_at is not None:
+            ago, self._plain_at = time.monotonic() - self._plain_at, None
+            self._stats.completion_tokens = len(self._ids)
+            self._timer.has_waited(ago)
+            self._timings.token_came(ago)

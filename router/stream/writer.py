@@ -19,8 +19,8 @@ from router.stream.reply import AT_ONCE, Pace, Reply
 from router.stream.single_tokens import SingleTokens
 from router.text.completion import TokenDelta
 
-# Makes the last message just before it is sent, since it includes the time that the others took.
-MakeFinished = Callable[[], generate_pb2.Finished]
+# Fills the last message, just before it is sent, since it includes the time that the others took.
+FillFinished = Callable[[generate_pb2.Finished], None]
 
 _FLUSH_SECONDS = 1.0
 
@@ -57,7 +57,7 @@ class StreamWriter:
         self._max_delay_seconds = pace.max_delay_seconds
         self._delay: asyncio.TimerHandle | None = None
         self._started: generate_pb2.Started | None = None
-        self._make_finished: MakeFinished | None = None
+        self._fill_finished: FillFinished | None = None
         self._first_token_sent: Callable[[], None] | None = first_token_sent
         self._text = ""
         self._token_ids: list[int] = []
@@ -65,7 +65,7 @@ class StreamWriter:
         self._parsed = ParsedParts()
         self._is_due = True
         self._message = generate_pb2.GenerateResponse(request_id=request_id)
-        self.single = SingleTokens(request_id, reply.send_now)
+        self.single = SingleTokens(request_id, reply.wire)
         self._closed = False
         self._writer: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -132,7 +132,7 @@ class StreamWriter:
 
     def _flows(self) -> bool:
         """Whether the next single token can be sent here and now; not the first one, and none that waits for others."""
-        is_direct = self._send_now is not None and self._writer is None and self._first_token_sent is None
+        is_direct = self.single.can_flow and self._writer is None and self._first_token_sent is None
         return is_direct and self._due_tokens <= 1 and self.single.client_reads and self._is_empty
 
     async def put(self, delta: TokenDelta) -> None:
@@ -141,10 +141,10 @@ class StreamWriter:
         if not self.has_room and self._writer is not None:
             await self._wait_for_room(self._writer)
 
-    def finish(self, text: str, make_finished: MakeFinished) -> None:
+    def finish(self, text: str, fill_finished: FillFinished) -> None:
         """Adds the last text and the last message."""
         self._text += text
-        self._make_finished = make_finished
+        self._fill_finished = fill_finished
         self._set_due()
         self._advance()
 
@@ -218,9 +218,11 @@ class StreamWriter:
             self._started = None
         elif (self._token_ids or self._text or self._parsed.has_any) and self._is_due:
             self._take(message.token)
-        elif self._make_finished is not None:
-            make_finished, self._make_finished = self._make_finished, None
-            message.finished.CopyFrom(make_finished())
+        elif self._fill_finished is not None:
+            fill_finished, self._fill_finished = self._fill_finished, None
+            # In place: each copy of a message with so many parts takes microseconds.
+            message.finished.SetInParent()
+            fill_finished(message.finished)
         else:
             return False
         message.sequence = self.single.sequence
@@ -249,7 +251,7 @@ class StreamWriter:
 
     @property
     def _is_empty(self) -> bool:
-        waits = self._started or self._token_ids or self._text or self._make_finished
+        waits = self._started or self._token_ids or self._text or self._fill_finished
         return not (waits or self._parsed.has_any)
 
     # Waiting for the client.

@@ -27,6 +27,17 @@ class TokenLatencies(Protocol):
     def observe(self, seconds: float, tokens: int) -> None:
         """Counts tokens that came `seconds` after the previous ones, or after the request's arrival."""
 
+    @property
+    def single(self) -> "Latencies | None":
+        """What counts a token that came alone, once nothing else is left to count; None before that."""
+
+
+class Latencies(Protocol):
+    """Latencies of one kind."""
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds a latency in seconds, `count` times."""
+
 
 class RequestMetrics(Protocol):
     """The metrics of requests."""
@@ -42,7 +53,7 @@ class RequestMetrics(Protocol):
 
 
 class NoMetrics:
-    """RequestMetrics and TokenLatencies for routers that serve no metrics."""
+    """RequestMetrics, TokenLatencies and Latencies for routers that serve no metrics."""
 
     def begin(self) -> None:
         """Does nothing."""
@@ -52,11 +63,16 @@ class NoMetrics:
         del stats
         return self
 
-    def observe(self, seconds: float, tokens: int) -> None:
+    def observe(self, value: float, count: int = 1) -> None:
         """Does nothing."""
 
     def end(self, stats: RequestStats) -> None:
         """Does nothing."""
+
+    @property
+    def single(self) -> "NoMetrics":
+        """Itself."""
+        return self
 
 
 class RecordedMetrics:
@@ -117,8 +133,12 @@ class MeasuredLatencies:
         self._inter_token = series.inter_token
         self._stats = stats
         self._has_first = False
-        # Only single tokens' latencies are left to count.
         self._is_settled = False
+
+    @property
+    def single(self) -> "Latencies | None":
+        """The model's and class's latencies of tokens after the first, once that one is counted."""
+        return self._inter_token if self._is_settled else None
 
     def observe(self, seconds: float, tokens: int) -> None:
         """Counts tokens. Called for each message with tokens: it must be quick."""
@@ -200,4 +220,9 @@ def _reason(stats: RequestStats) -> str:
     """The error's reason, or the finish reason."""
     if stats.outcome != OK or stats.operation == "embed":
         return stats.outcome
-    return sampling_pb2.FinishReason.Name(stats.finish_reason).removeprefix("FINISH_REASON_")
+    return _finish_name(stats.finish_reason)
+
+
+@cache
+def _finish_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
+    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")

@@ -76,26 +76,18 @@ class RequestStats:
         self.accepted_tokens += answer.accepted_tokens
         self.migrations += answer.migrations
 
-    def usage(self) -> generate_pb2.Usage:
-        """The tokens used so far."""
-        return generate_pb2.Usage(
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
-            media_tokens=self.media_tokens,
-            cached_embeddings=self.cached_embeddings,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-        )
-
-    def finished(self) -> generate_pb2.Finished:
-        """The last message, without what stopped the answer."""
-        # Set in place: messages as arguments are serialized and parsed again.
-        finished = generate_pb2.Finished(reason=self.finish_reason, migrations=self.migrations, topology=self.topology)
-        finished.usage.CopyFrom(self.usage())
+    def fill(self, finished: generate_pb2.Finished) -> None:
+        """Fills the last message, but for what stopped the answer."""
+        finished.reason, finished.migrations, finished.topology = self.finish_reason, self.migrations, self.topology
+        usage = finished.usage
+        usage.prompt_tokens, usage.cached_tokens = self.prompt_tokens, self.cached_tokens
+        usage.completion_tokens = self.completion_tokens
+        if self.media_tokens or self.cached_embeddings:
+            usage.media_tokens, usage.cached_embeddings = self.media_tokens, self.cached_embeddings
+        if self.drafted_tokens:
+            usage.drafted_tokens, usage.accepted_tokens = self.drafted_tokens, self.accepted_tokens
         finished.timings.MergeFrom(self.timings.message().stages)
         finished.prefill_worker_id, finished.decode_worker_id = self.prefill_worker_id, self.decode_worker_id
-        return finished
 
     def log_fields(self) -> dict[str, object]:
         """The fields of the request's log line."""

@@ -1,13 +1,13 @@
 """Where a request's time went: the router's stages, the stages that workers report, and the unattributed rest."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 from baton.inference.v1 import timing_pb2
 from router.telemetry.stages import CallTiming, StageTiming, name_of, timings_message
-from rpc.tracing.span import Span, current_span, stage_span
+from rpc.tracing.span import NO_SPAN, Span, stage_span
 
 
 class Timings:
@@ -27,6 +27,8 @@ class Timings:
         self._total: int | None = None
         self._message: timing_pb2.Timings | None = None
         self.stage = timing_pb2.STAGE_ADMISSION
+        # False spares the stages of a request the look at its span.
+        self.is_traced = True
 
     @property
     def stage_name(self) -> str:
@@ -91,9 +93,13 @@ class Timings:
             self._call.first_token_came(_ns(started))
         return (text.ended - self._started) / 1e9
 
-    def after_first_token(self) -> Callable[[int], float]:
+    def detokenized_for(self, nanoseconds: int) -> float:
         """What `detokenized` does for later tokens, at less cost: it takes the nanoseconds that they took."""
-        return self._text.add
+        return self._text.add(nanoseconds)
+
+    def token_came(self, ago: float) -> None:
+        """Notes that the last token came so many seconds ago. Finding its text took no time that would count."""
+        self._text.ended = max(self._text.ended, time.perf_counter_ns() - _ns(ago))
 
     def first_token_sent(self) -> None:
         """Notes that the first token is written now. The time that it waited counts as detokenizing."""
@@ -111,8 +117,8 @@ class Timings:
         Clients, logs and metrics all get the stages from here.
         """
         if self._closed is None:
-            self._total = self._elapsed
-            self._closed = (*self._stages, *self._text.stages(), self._unattributed())
+            total = self._total = self._elapsed
+            self._closed = (*self._stages, *self._text.stages(), self._unattributed(total))
         return self._closed
 
     def message(self) -> timing_pb2.Timings:
@@ -140,12 +146,15 @@ class Timings:
         self._stages.append(StageTiming(stage, took, before))
         return ended
 
-    def _unattributed(self) -> StageTiming:
+    def _unattributed(self, total: int) -> StageTiming:
         """The rest, before the first token and in all. Detokenizing after it overlaps the workers' stages."""
         text = self._text
-        first = self._elapsed if text.first_at is None else text.first_at - self._started
-        missing_first = first - sum([stage.before_first_token for stage in self._stages]) - text.first_nanoseconds
-        missing = self._elapsed - sum([stage.nanoseconds for stage in self._stages]) - text.first_nanoseconds
+        missing_first = total if text.first_at is None else text.first_at - self._started
+        missing_first -= text.first_nanoseconds
+        missing = total - text.first_nanoseconds
+        for stage in self._stages:
+            missing_first -= stage.before_first_token
+            missing -= stage.nanoseconds
         # Rounding to whole nanoseconds may leave -1.
         missing_first = max(0, missing_first)
         return StageTiming(timing_pb2.STAGE_UNATTRIBUTED, max(missing_first, missing), missing_first)
@@ -163,9 +172,8 @@ class _MeasuredStage:
         self._span: stage_span | None = None
 
     def __enter__(self) -> Span:
-        above = current_span()
-        if not above.is_recording:
-            return above
+        if not self._timings.is_traced:
+            return NO_SPAN
         self._span = stage_span(name_of(self._stage), started=self._started / 1e9)
         return self._span.__enter__()
 

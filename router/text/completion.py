@@ -35,7 +35,10 @@ class Finish:
 
 
 class Completion:
-    """A growing output. Its state (stop strings, incomplete characters) survives changes of workers."""
+    """A growing output. Its state (stop strings, incomplete characters) survives changes of workers.
+
+    `ending_ids` are those that end it; none does before it is `max_tokens` long.
+    """
 
     def __init__(
         self,
@@ -58,8 +61,9 @@ class Completion:
         self._stop_ids = frozenset(sampling.stop.stop_token_ids)
         ignores_eos = sampling.stop.ignore_eos and not self._is_guided
         self._eos_ids = frozenset() if ignores_eos else model.eos_token_ids
-        self._ending_ids = self._stop_ids | self._eos_ids
-        self._min_tokens, self._max_tokens = sampling.stop.min_tokens, sampling.stop.max_tokens
+        # Mostly the model's own set: one that many requests share stays in the processor's caches.
+        self.ending_ids = self._stop_ids | self._eos_ids if self._stop_ids else self._eos_ids
+        self._min_tokens, self.max_tokens = sampling.stop.min_tokens, sampling.stop.max_tokens
         self._finished: Finish | None = None
         self.token_ids: list[int] = []
 
@@ -85,10 +89,21 @@ class Completion:
         """Whether `push_token` may be called: the output is plain text, without tool calls or reasoning."""
         return self._parser is None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
+        return not self._has_stop_strings and self._detokenizer is not None and self._detokenizer.is_whole
+
+    @property
+    def serialized(self) -> dict[int, bytes]:
+        """Of the vocabulary's tokens that are whole characters: their ids and texts as messages have them."""
+        texts = self._detokenizer.texts if self._detokenizer else None
+        return {} if texts is None else texts.serialized
+
     def push_token(self, token_id: int) -> str:
         """Adds one id, without its log probability, and returns the text that can be sent. Otherwise as `push`."""
         ids = self.token_ids
-        if self._has_stop_strings or token_id in self._ending_ids or len(ids) + 1 >= self._max_tokens:
+        if self._has_stop_strings or token_id in self.ending_ids or len(ids) + 1 >= self.max_tokens:
             return self._push((token_id,))
         ids.append(token_id)
         return self._detokenizer.push_one(token_id) if self._detokenizer else ""
@@ -138,7 +153,7 @@ class Completion:
             return released.text
         if reason:
             self.finish(reason)
-        elif len(self.token_ids) >= self._max_tokens:
+        elif len(self.token_ids) >= self.max_tokens:
             self.finish(sampling_pb2.FINISH_REASON_LENGTH)
         return released
 

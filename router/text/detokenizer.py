@@ -53,17 +53,27 @@ class WholeCharacters:
 class TokenTexts(dict[int, str | None]):
     """The text of each token of a vocabulary whose texts are joined byte by byte, decoded when it is first asked for.
 
-    None for tokens in `hidden`, and for those that are not whole characters by themselves.
+    None for tokens in `hidden`, and for those that are not whole characters by themselves. `serialized` has others in
+    the form in which they are sent.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: Collection[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        hidden: Collection[int],
+        serialize: Callable[[str, int], bytes],
+    ) -> None:
         super().__init__()
         self._decode = decode
         self._hidden = hidden
+        self._serialize = serialize
+        self.serialized: dict[int, bytes] = {}
 
     def __missing__(self, token_id: int) -> str | None:
         text = None if token_id in self._hidden else self._decode((token_id,))
         self[token_id] = found = None if text is None or REPLACEMENT in text else text
+        if found is not None:
+            self.serialized[token_id] = self._serialize(found, token_id)
         return found
 
 
@@ -85,16 +95,21 @@ class Detokenizer:
     ) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._texts = texts
+        self.texts = texts
         self._characters = WholeCharacters(byte_tokens) if byte_tokens else None
         self._window: list[int] = []
         self._whole = 0  # ids of the window up to its last complete character
         self._sent = 0  # characters of the window's text that were returned
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no character is incomplete, and the text of the next token is its own."""
+        return self.texts is not None and not self._window
+
     def push_one(self, token_id: int) -> str:
         """`push` for one id."""
-        if self._texts is not None and not self._window:
-            text = self._texts[token_id]
+        if self.texts is not None and not self._window:
+            text = self.texts[token_id]
             if text is not None:
                 return text
         return self._push((token_id,))
@@ -112,7 +127,7 @@ class Detokenizer:
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             piece = self._take_whole(text)
-            if self._texts is not None:
+            if self.texts is not None:
                 self._window.clear()
                 self._whole = self._sent = 0
             return piece

@@ -39,7 +39,7 @@ class GrammarCheck:
 
     async def prepare(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
         """Checks the request's grammar, and sets it where tools need one. Raises InvalidRequest and Unsupported."""
-        if wants_guided_calls(request.chat):
+        if request.HasField("chat") and wants_guided_calls(request.chat):
             await self._guide_calls(request, model)
         elif request.HasField("guided"):
             await self.check(request.guided)

@@ -36,9 +36,9 @@ def tokenize(
         case "token_ids":
             ids = tuple(request.token_ids.ids[:])
         case "chat":
-            ids = tuple(encode_chat(request.chat, model, template_seconds)[0])
+            ids = tuple(encode_chat(request.chat, model, template_seconds, request.routing.cache_salt)[0])
         case _:
-            ids = tuple(text_tokenizer(model).encode(request.prompt))
+            ids = tuple(text_tokenizer(model).encode(request.prompt, request.routing.cache_salt))
     if not ids:
         raise InvalidRequest.of(_input_field(request), "has no tokens")
     media.require_places(request, ids, model)
@@ -59,7 +59,7 @@ def bad_sequences(request: generate_pb2.GenerateRequest, model: ServedModel) -> 
 
 
 def encode_chat(
-    chat: generate_pb2.ChatInput, model: ServedModel, template_seconds: float = LONGEST_SECONDS
+    chat: generate_pb2.ChatInput, model: ServedModel, template_seconds: float = LONGEST_SECONDS, salt: str = ""
 ) -> tuple[list[int], str]:
     """The ids of a conversation, and the text that the template renders. Raises as `tokenize`."""
     tokenizer = text_tokenizer(model)
@@ -69,13 +69,14 @@ def encode_chat(
     violations = Violations()
     _check_length("chat.messages", len(text), model, violations)
     violations.raise_any()
-    return tokenizer.encode_chat(text), text
+    return tokenizer.encode_chat(text, salt), text
 
 
 def expected_tokens(request: generate_pb2.GenerateRequest, token_ids: Sequence[int], model: ServedModel) -> int:
     """The expected length of the prompt with its media, before they are encoded."""
-    known = model.images.tokens_per_image if model.images else 0
-    return len(token_ids) + media.count_media(request) * max(0, known - 1)
+    if model.images is None:
+        return len(token_ids)
+    return len(token_ids) + media.count_media(request) * max(0, model.images.tokens_per_image - 1)
 
 
 def require_room(request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel) -> None:

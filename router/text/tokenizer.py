@@ -7,8 +7,10 @@ from typing import Any
 import tokenizers
 
 from baton.errors import Unsupported
+from router.stream.token_messages import token_field
 from router.text.chat_template import LONGEST_SECONDS, ChatTemplate, Turn
 from router.text.detokenizer import ByteTokens, Detokenizer, TokenTexts, WholeCharacters
+from router.text.encoding.encoder import Encoder
 from router.text.parsing.formats import ToolFormat
 from router.text.parsing.reasoning import BEGIN, END
 from router.text.parsing.registry import format_of
@@ -27,6 +29,7 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._encoder = Encoder(self._tokenizer)
         config = json.loads(config_json or "{}")
         source = chat_template or _embedded_template(config)
         self._template = ChatTemplate(source, _special_tokens(config), placeholder) if source else None
@@ -36,7 +39,8 @@ class Tokenizer:
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._byte_tokens = _byte_tokens(self._tokenizer)
-        self._texts = TokenTexts(self._decode_all, self._special_ids) if _joins_bytes(self._tokenizer) else None
+        joins = _joins_bytes(self._tokenizer)
+        self._texts = TokenTexts(self._decode_all, self._special_ids, token_field) if joins else None
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
@@ -59,18 +63,18 @@ class Tokenizer:
         tail = prompt[-_REASONING_TOKENS:]
         return self._has_reasoning and self.decode(tail, keep_special_tokens=True).rstrip().endswith(BEGIN)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with the special tokens at its start."""
-        return self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, salt: str = "") -> list[int]:
+        """The ids of a plain prompt, with the special tokens at its start. `salt` is that of the KV cache."""
+        return self._encoder.encode(text, add_special_tokens=True, salt=salt)
 
-    def encode_chat(self, text: str) -> list[int]:
-        """The ids of a rendered conversation, which contains its special tokens."""
-        return self._encode(text, add_special_tokens=False)
+    def encode_chat(self, text: str, salt: str = "") -> list[int]:
+        """The ids of a rendered conversation, which contains its special tokens. `salt` is that of the KV cache."""
+        return self._encoder.encode(text, add_special_tokens=False, salt=salt)
 
     def encode_words(self, words: Sequence[str]) -> list[list[tuple[int, ...]]]:
         """The ids of each word, without special tokens around it: as it is, and after a space; each way once."""
         texts = [text for word in words for text in (word, f" {word}")]
-        ids = [tuple(one.ids) for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        ids = [*map(tuple, self._encoder.encode_all(texts))]
         return [[*dict.fromkeys(pair)] for pair in zip(ids[::2], ids[1::2], strict=True)]
 
     def render(
@@ -102,11 +106,6 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special, such as the end of a sequence."""
         return token_id in self._special_ids
-
-    # Only the library's batch methods release the GIL.
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _decode_all(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))

@@ -74,9 +74,11 @@ class WorkerCalls:
         )
         seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(1)
         try:
-            with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
-                async with worker.fail_if_hung():
-                    response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
+            with (
+                _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0),
+                worker.fail_if_hung(),
+            ):
+                response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
         except (asyncio.CancelledError, DeadlineExceeded):
             await abort_unanswered(worker, self._ctx.call_id)
             raise
@@ -125,18 +127,19 @@ class WorkerCalls:
             request = prefill_pb2.PrefillRequest(
                 request_id=self._ctx.call_id,
                 model=self._model,
-                prompt=prompt,
-                sampling=self._sampling,
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=rank,
                 destination=destination.message if destination else None,
             )
+            # Messages as arguments are copied in twice the time.
+            request.prompt.CopyFrom(prompt)
+            request.sampling.CopyFrom(self._sampling)
             self._prefills += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
             is_done = False
             prompts.begin(tokens)
             try:
-                async with worker.fail_if_hung():
+                with worker.fail_if_hung():
                     response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
                 is_done = True
             except (asyncio.CancelledError, DeadlineExceeded):
@@ -169,19 +172,19 @@ class WorkerCalls:
             request = decode_pb2.DecodeRequest(
                 request_id=self._ctx.call_id,
                 model=self._model,
-                prompt=prompt,
-                handoff=handoff,
                 emitted=emitted,
-                sampling=self._sampling,
                 data_parallel_rank=rank,
                 destination_id=destination.message.destination_id if destination else "",
             )
+            request.prompt.CopyFrom(prompt)
+            request.sampling.CopyFrom(self._sampling)
             if handoff:
+                request.handoff.CopyFrom(handoff)
                 calling.span.link(self._prefill_span, "prefill")
             self._decodes += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
-            async with worker.fail_if_hung():
+            with worker.fail_if_hung():
                 if isinstance(call, MultiplexedCall):
                     # It raises BatonErrors by itself.
                     try:
@@ -238,8 +241,10 @@ class _Calling:
         # Keeps the worker's channel open, too.
         self._ctx.cancellation.add_worker(worker)
         self.timing = self._ctx.timings.begin_call(self._stage, worker.record.worker_id)
-        self._entered = stage_span(self._name, worker_attributes(worker), kind=SpanKind.CLIENT)
+        self._entered = stage_span(self._name, kind=SpanKind.CLIENT)
         self.span = self._entered.__enter__()
+        if self.span.is_recording:
+            self.span.set(worker_attributes(worker))
         worker.add_load(self._tokens)
         return self
 

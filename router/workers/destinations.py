@@ -77,5 +77,7 @@ class Destination:
 
 def allocates_first(placement: Placement[WorkerHandle]) -> bool:
     """Whether the decode worker allocates before the prefill worker computes."""
-    both = (placement.prefill, placement.decode)
-    return all(worker is not None and ALLOCATES_FIRST in worker.record.capabilities for worker in both)
+    prefill, decode = placement.prefill, placement.decode
+    if prefill is None or ALLOCATES_FIRST not in prefill.record.capabilities:
+        return False
+    return ALLOCATES_FIRST in decode.record.capabilities

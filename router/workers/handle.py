@@ -5,8 +5,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
+from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -34,10 +35,12 @@ from router.workers.report_stream import ReportStream
 from rpc.channels import Dial
 from rpc.multiplex.channel import multiplexed
 from rpc.multiplex.peer_stream import StreamDialer
-from runtime.aio import TaskGroup, Timeout, timeout
+from runtime.aio import TaskGroup, cancellations, uncancel
 
 _NOT_CHECKED = "its health check has not answered yet"
 _NO_CARD = "its model card has not been read yet"
+# Of the interval of health checks: a report that is a little late still spares one.
+_REPEATED_WITHIN = 0.7
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
@@ -74,7 +77,7 @@ class WorkerHandle:
         self._watch_problem = self._check_problem = _NOT_CHECKED
         self._card_problem = _NO_CARD
         self._load_at = self._heard_at = time.monotonic()
-        self._calls: set[Timeout] = set()
+        self._calls: set[_Interruptible] = set()
         self._sent_requests = 0
         self._requests_elsewhere = (
             0  # those that it reported and this router had not sent; negative if it had sent more
@@ -172,14 +175,14 @@ class WorkerHandle:
             self._idle.set()
 
     def fail_if_hung(self) -> "_Interruptible":
-        """Stops the body of `async with` with Unavailable if the worker is found to hang."""
+        """Stops the body of `with` with Unavailable if the worker is found to hang."""
         return _Interruptible(self)
 
-    def begin_waiting(self, call: Timeout) -> None:
-        """Adds a call that is stopped, by its timeout, if the worker is found to hang."""
+    def begin_waiting(self, call: "_Interruptible") -> None:
+        """Adds a call that is interrupted if the worker is found to hang."""
         self._calls.add(call)
 
-    def end_waiting(self, call: Timeout) -> None:
+    def end_waiting(self, call: "_Interruptible") -> None:
         """Undoes `begin_waiting`."""
         self._calls.discard(call)
 
@@ -216,7 +219,8 @@ class WorkerHandle:
     async def check_health(self, probe: ProbeConfig) -> None:
         """Checks the health repeatedly, until cancelled: a hung process reports nothing.
 
-        One that has reported its load within the interval does not hang, and is not asked.
+        One that has reported its load within the interval does not hang, and is not asked: only a worker of a version
+        that does not repeat its reports, or one that is late, is.
         """
         failures = 0
         while True:
@@ -237,13 +241,16 @@ class WorkerHandle:
                 self._interrupt()
             await asyncio.sleep(max(0.0, started + probe.interval_seconds - time.monotonic()))
 
-    async def watch_load(self) -> None:
-        """Follows the load that the worker reports, until cancelled."""
+    async def watch_load(self, probe: ProbeConfig) -> None:
+        """Follows the load that the worker reports, until cancelled. It also reports that nothing has changed."""
         backoff = Backoff()
+        repeat_after = Duration()
+        repeat_after.FromNanoseconds(int(probe.interval_seconds * _REPEATED_WITHIN * 1e9))
+        request = worker_pb2.WatchLoadRequest(repeat_after=repeat_after)
         with ReportStream("load", self.record.worker_id) as reports:
             while True:
                 try:
-                    async with aclosing(stream(self._reports.WatchLoad(worker_pb2.WatchLoadRequest()))) as responses:
+                    async with aclosing(stream(self._reports.WatchLoad(request))) as responses:
                         async for response in responses:
                             backoff.reset()
                             self._heard_at = time.monotonic()
@@ -277,8 +284,8 @@ class WorkerHandle:
 
     def _interrupt(self) -> None:
         """Stops the calls that wait for it: they may continue elsewhere."""
-        for call_timeout in tuple(self._calls):
-            call_timeout.reschedule(asyncio.get_running_loop().time())
+        for call in tuple(self._calls):
+            call.interrupt()
         self._calls.clear()
 
     async def _check(self, timeout_seconds: float) -> str:
@@ -318,25 +325,35 @@ class WorkerHandle:
 
 
 class _Interruptible:
-    """What `fail_if_hung` returns. Not a generator: each request has two."""
+    """What `fail_if_hung` returns. Not an asyncio.timeout, which makes twice the calls: each request has two."""
 
-    __slots__ = ("_timeout", "_worker")
+    __slots__ = ("_cancelled_before", "_is_interrupted", "_task", "_worker")
+
+    _task: "asyncio.Task[Any]"
+    _cancelled_before: int
 
     def __init__(self, worker: WorkerHandle) -> None:
         self._worker = worker
-        self._timeout = timeout(None)
+        self._is_interrupted = False
 
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._worker.begin_waiting(self._timeout)
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelled_before = task, cancellations(task)
+        self._worker.begin_waiting(self)
 
-    async def __aexit__(
+    def interrupt(self) -> None:
+        """Stops what waits for the worker."""
+        self._is_interrupted = True
+        self._task.cancel()
+
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._worker.end_waiting(self._timeout)
-        try:
-            await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError:
+        self._worker.end_waiting(self)
+        if not self._is_interrupted or uncancel(self._task) > self._cancelled_before:
+            return
+        if isinstance(error, asyncio.CancelledError):
             raise Unavailable(f"no response for {self._worker.silent_seconds:.1f} s") from None
 
 
@@ -363,7 +380,7 @@ async def connect(
             tasks = [
                 group.create_task(worker.watch_health()),
                 group.create_task(worker.check_health(probe)),
-                group.create_task(worker.watch_load()),
+                group.create_task(worker.watch_load(probe)),
                 group.create_task(worker.read_card(load_card)),
             ]
             if LORA in record.capabilities:

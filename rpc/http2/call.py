@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -17,13 +17,13 @@ from rpc.http2.security import AuthContext
 from rpc.http2.stream import Stream
 from rpc.http2.wire.hpack import literal
 from rpc.http2.wire.messages import MessageFailure, decompress
-from rpc.http2.wire.metadata import Metadata, status_fields
+from rpc.http2.wire.metadata import OK_STATUS, Metadata, status_fields
 from rpc.http2.wire.request import RequestHead
 from rpc.interceptors.behaviour import Behaviour, as_coroutine
+from rpc.turns import CallTurns
 
 log = structlog.get_logger(__name__)
 
-_OK_TRAILERS: Final = literal(b"grpc-status", b"0")
 _NOT_COMPRESSED = "compressed requests are not accepted here; send the request without compression"
 
 
@@ -37,6 +37,8 @@ class CallDetails(grpc.HandlerCallDetails):
 
 class CallHost(Protocol):
     """The server, as its calls know it."""
+
+    turns: CallTurns
 
     def takes_one_message(self, path: str) -> bool:
         """Whether the method's request is known to be a single message."""
@@ -112,7 +114,10 @@ class Call:
     # What the connection says.
 
     def start(self) -> None:
-        """Begins the task, unless it has begun, or the call is wrong or over already."""
+        """Begins the task, or in a later turn of the loop; not if the call is wrong or over by then."""
+        self._host.turns.run(self._begin)
+
+    def _begin(self) -> None:
         if self.is_over or self._task is not None:
             return
         if self.head.fault:
@@ -151,7 +156,7 @@ class Call:
         if self.is_over:
             return
         if code is StatusCode.OK and not details and not metadata:
-            block = _OK_TRAILERS
+            block = OK_STATUS
         else:
             block = status_fields(code.value[0], details, metadata)
         self.stream.finish(block if self.stream.started else RESPONSE + block)

@@ -14,6 +14,7 @@ from rpc.http2.output import Output
 from rpc.http2.room import wait_for_room
 from rpc.http2.security import peer_identity_key
 from rpc.http2.sender import MessageSender
+from rpc.http2.stream import Stream
 from rpc.http2.wire.hpack import literal
 from rpc.http2.wire.messages import ACCEPTED_ENCODINGS, compress
 from rpc.http2.wire.metadata import Metadata, encode
@@ -88,6 +89,11 @@ class Context(aio.ServicerContext[Any, Any]):
     def output(self) -> Output:
         """What `write_now` sends by: the connection's."""
         return self._stream.output
+
+    @property
+    def wire(self) -> Stream:
+        """What takes serialized messages, uncompressed, once the headers are sent; after the end it drops them."""
+        return self._stream
 
     def _send(self, wire: bytes, is_compressed: bool) -> None:
         if self._call.is_over:

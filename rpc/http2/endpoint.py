@@ -22,7 +22,7 @@ class StreamHandler(Protocol):
     waits_for_message: bool
 
     def start(self) -> None:
-        """Begins. The head is known, and perhaps its message too."""
+        """Begins, now or soon. The head is known, and perhaps its message too."""
 
     def end(self) -> None:
         """The peer has sent its last."""

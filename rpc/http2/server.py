@@ -19,6 +19,7 @@ from rpc.http2.security import server_context
 from rpc.http2.stream import Stream
 from rpc.http2.wire.frames import PROTOCOL_ERROR, ConnectionFailure
 from rpc.http2.wire.request import RequestHead
+from rpc.turns import CallTurns
 from runtime.aio import timeout
 from runtime.network.listening import open_sockets
 
@@ -38,6 +39,7 @@ class Http2Server:
     def __init__(self, interceptors: Sequence["aio.ServerInterceptor[Any, Any]"], limits: ServerLimits) -> None:
         self.limits = limits
         self.context = contextvars.copy_context()
+        self.turns = CallTurns()
         self._methods: dict[str, Any] = {}
         self._generic: list[Any] = []
         find: Find = self._look_up

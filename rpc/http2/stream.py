@@ -26,6 +26,8 @@ RECEIVE_WINDOW: Final = 1024 * 1024
 _HIGH_WATER: Final = 64 * 1024
 # A message that may be written though others of the connection are not read: a token's, and not a file's.
 _SMALL_BYTES: Final = 16 * 1024
+# What waits of all streams that have never waited: never changed.
+_NOTHING: Final = bytearray()
 
 
 class StreamOwner(Protocol):
@@ -69,7 +71,7 @@ class Stream:
     def __init__(self, owner: StreamOwner, stream_id: int, window: int, limits: ServerLimits) -> None:
         self._owner = owner
         self._output = owner.output
-        self._pending = bytearray()
+        self._pending = _NOTHING
         self._trailers: bytes | None = None
         self._writers: list[asyncio.Future[None]] = []
         self._receive_window = RECEIVE_WINDOW
@@ -181,7 +183,8 @@ class Stream:
     def write(self, message: bytes, flag: int = 0) -> bool:
         """Sends a message, or keeps what the windows do not allow yet. `flag` is 1 for a compressed one.
 
-        True says that there is room for another one; False, that `can_take` knows.
+        True says that there is room for another one; False, that `can_take` knows. Once the answer has ended, it does
+        nothing.
         """
         size = len(message) + 5
         output = self._output
@@ -196,7 +199,7 @@ class Stream:
             output.window -= size
             output.send(MESSAGE.pack(size << 8, 0, self.id, flag, size - 5) + message)
             return output.waiting_bytes == 0
-        if not self.closed:
+        if not self.closed and self._trailers is None:
             self._keep(PREFIX.pack(flag, size - 5) + message)
         return False
 
@@ -293,6 +296,8 @@ class Stream:
         return max(sent, 0)
 
     def _keep(self, content: bytes) -> None:
+        if self._pending is _NOTHING:
+            self._pending = bytearray()
         self._pending += content
         self._output.waiting_bytes += len(content)
         self._pump_or_wait()

@@ -1,6 +1,7 @@
 """Adds the request id to every log line of a call, and logs one line at the end of the call."""
 
 import time
+from functools import cache
 from typing import Any
 
 import grpc
@@ -64,9 +65,23 @@ def identity(request: Any, context: Context) -> dict[str, str]:
 
     On a worker `request_id` is the client's id, and `call_id` the id that the router chose.
     """
-    inner = getattr(request, "request", request)
-    request_id = getattr(inner, "request_id", "")
-    if not request_id:
+    inner = request_within(request)
+    if inner is None or not inner.request_id:
         return {}
+    request_id: str = inner.request_id
     named = client_request_id(context)
     return {"request_id": named, "call_id": request_id} if named else {"request_id": request_id}
+
+
+def request_within(message: Any) -> Any:
+    """The message with the field request_id: a call's, or the one in its field `request`; None if it has none."""
+    fields = _field_names(message.__class__)
+    if "request_id" in fields:
+        return message
+    return message.request if "request" in fields and "request_id" in _field_names(message.request.__class__) else None
+
+
+@cache  # asking a message for a field that it lacks takes longer
+def _field_names(kind: type) -> frozenset[str]:
+    descriptor = getattr(kind, "DESCRIPTOR", None)
+    return frozenset(field.name for field in descriptor.fields) if descriptor else frozenset()

@@ -9,7 +9,7 @@ from opentelemetry.trace import SpanKind
 
 from baton.errors import BatonError, DeadlineExceeded
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
-from rpc.interceptors.logging import identity
+from rpc.interceptors.logging import identity, request_within
 from rpc.metadata import remaining_seconds, was_left_at_its_deadline
 from rpc.status import code_of
 from rpc.tracing.failures import is_departure
@@ -31,7 +31,7 @@ def trace_calls(tracer: Tracer) -> Wrapper:
 
         async def traced(request: Any, context: Context) -> Any:
             parent = read_context(context.invocation_metadata())
-            if (parent is None or is_undecided(parent)) and not _belongs_to_a_request(request):
+            if (parent is None or is_undecided(parent)) and request_within(request) is None:
                 return await behaviour(request, context)
             if parent is None and not tracer.is_on:
                 return await behaviour(request, context)
@@ -85,10 +85,6 @@ class _Served:
         if is_departure(first):
             return StatusCode.CANCELLED.name
         return code_of(type(first)).name if isinstance(first, BatonError) else StatusCode.INTERNAL.name
-
-
-def _belongs_to_a_request(request: Any) -> bool:
-    return hasattr(getattr(request, "request", request), "request_id")
 
 
 def _request_id(request: Any, context: Context) -> dict[str, str]:

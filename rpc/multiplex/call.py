@@ -64,6 +64,11 @@ class ServedCall(aio.ServicerContext[Any, Any]):
 
     # Its life.
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has a status, or its caller has gone."""
+        return self._is_over
+
     def start(self, method: Method | None) -> "asyncio.Task[None]":
         """Begins its task. Without a method it ends with UNIMPLEMENTED."""
         self._method = method

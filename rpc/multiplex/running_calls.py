@@ -1,5 +1,7 @@
 """The calls that share a stream, and what the peer says to each of them."""
 
+import time
+from functools import partial
 from typing import Any
 
 from grpc import StatusCode
@@ -10,6 +12,7 @@ from baton.errors import BatonError
 from rpc.multiplex.metadata import FailedStatus
 from rpc.multiplex.replies import MultiplexedCall
 from rpc.multiplex.tokens import TokenOutput, TokenTaker
+from rpc.turns import CallTurns
 
 
 class RunningCalls:
@@ -18,6 +21,7 @@ class RunningCalls:
     def __init__(self) -> None:
         self._calls: dict[int, MultiplexedCall[Any]] = {}
         self._takers: dict[int, TokenTaker] = {}
+        self._turns = CallTurns()
 
     def add(self, number: int, call: MultiplexedCall[Any]) -> None:
         """Adds a call that has begun."""
@@ -52,7 +56,7 @@ class RunningCalls:
                 continue
             if answer.HasField("status"):
                 del calls[answer.call]
-                call.end(_error_of(answer.status))
+                self._turns.run(partial(call.end, _error_of(answer.status)))
             else:
                 call.take(answer.message)
 
@@ -73,9 +77,10 @@ class RunningCalls:
             self._take_each(tokens, taken)
             if output is not None:
                 output.flush_early()
+        now = time.monotonic()
         for number, taker in taken:
             try:
-                taker.note_taken()
+                taker.note_taken(now)
             except Exception as error:
                 self._fail(number, error)
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 from grpc import StatusCode
@@ -13,6 +14,7 @@ from baton.errors import InvalidRequest
 from rpc.http2.call import Method
 from rpc.multiplex.call import ServedCall
 from rpc.multiplex.response_queue import ResponseQueue
+from rpc.turns import CallTurns
 from runtime.aio import wait_until_done
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["MultiplexService"].full_name
@@ -28,21 +30,25 @@ class MultiplexServicer(multiplex_pb2_grpc.MultiplexServiceServicer):
         self._methods = methods
         self._max_calls = max_calls
         self._variables = copy_context()
+        self._turns = CallTurns()
 
     # Writes instead of yielding: the calls write while requests are read.
     async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> None:  # type: ignore[override]
-        await _Stream(self._methods, self._max_calls, self._variables, context).run(requests)
+        await _Stream(self._methods, self._max_calls, self._variables, self._turns, context).run(requests)
 
 
 class _Stream:
     """The calls of one stream."""
 
-    def __init__(self, methods: Mapping[str, Method], max_calls: int, variables: Context, stream: Any) -> None:
+    def __init__(
+        self, methods: Mapping[str, Method], max_calls: int, variables: Context, turns: CallTurns, stream: Any
+    ) -> None:
         self.queue = ResponseQueue()
         self.stream = stream
         self._methods = methods
         self._max_calls = max_calls
         self._variables = variables
+        self._turns = turns
         self._calls: dict[int, ServedCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,7 +97,12 @@ class _Stream:
         if len(self._calls) > self._max_calls:
             call.refuse(StatusCode.RESOURCE_EXHAUSTED, f"more than {self._max_calls} calls on one stream")
             return
-        task = variables.run(call.start, self._methods.get(start.method))
+        self._turns.run(partial(self._begin, call, self._methods.get(start.method), variables))
+
+    def _begin(self, call: ServedCall, method: Method | None, variables: Context) -> None:
+        if call.is_over:
+            return
+        task = variables.run(call.start, method)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

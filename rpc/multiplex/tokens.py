@@ -31,8 +31,11 @@ class TokenTaker(Protocol):
     def take(self, token_id: int) -> bool:
         """Takes a token; False to have it read by the task that waits for the next response instead."""
 
-    def note_taken(self) -> None:
-        """Does what can wait until the tokens of all calls are written. Called for each token that was taken."""
+    def note_taken(self, now: float) -> None:
+        """Does what can wait until the tokens of all calls are written. Called for each token that was taken.
+
+        `now` is in seconds of time.monotonic.
+        """
 
 
 # Sends what a source gives until its last ids. Raises what the source raises.

@@ -7,7 +7,7 @@
 | recording | what a recorded span holds until it ends |
 | failures | how a span records an error |
 | propagation, channel | trace context in the metadata of calls |
-| exporter, config | export over OTLP; the key `tracing` |
+| exporter, otlp, config | export over OTLP, its messages; the key `tracing` |
 
 It is part of rpc/: a span follows a call, and the exporter needs the same TLS as channels.
 """

@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from rpc.tracing.config import TracingConfig
+from rpc.tracing.otlp import InPlaceExporter
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +65,7 @@ def open_exporter(config: TracingConfig) -> QuietExporter:
     """An exporter to `config.endpoint`. Connects when first used. Raises ConfigError if TLS files cannot be read."""
     silence_library_logs()
     headers = [(key.lower(), value.get_secret_value()) for key, value in config.headers.items()]
-    exporter = OTLPSpanExporter(
+    exporter = InPlaceExporter(
         # With a scheme, so that neither the library nor an environment variable guesses one.
         endpoint=f"{'https' if config.tls else 'http'}://{config.endpoint}",
         insecure=config.tls is None,

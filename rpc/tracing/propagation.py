@@ -9,6 +9,9 @@ from baton.connection.tracing import STATE_KEY, TRACEPARENT, TRACESTATE, UNDECID
 
 # The specification requires that at least this many characters are passed on.
 _LONGEST_STATE = 512
+# What clients without OpenTelemetry send; parsing it takes most of what parsing a context takes.
+_UNDECIDED_HEADER = f"{STATE_KEY}={UNDECIDED}"
+_UNDECIDED_STATE = TraceState([(STATE_KEY, UNDECIDED)])
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -69,6 +72,8 @@ def metadata_of(context: SpanContext) -> Metadata:
 
 
 def _state(tracestate: str) -> TraceState | None:
+    if tracestate == _UNDECIDED_HEADER:
+        return _UNDECIDED_STATE
     return TraceState.from_header([tracestate]) if 0 < len(tracestate) <= _LONGEST_STATE else None
 
 

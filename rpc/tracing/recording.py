@@ -38,6 +38,10 @@ class Sink:
     scope: InstrumentationScope
     sampled_below: int
 
+    def samples(self, trace_id: int) -> bool:
+        """Whether a trace is recorded whose caller does not decide that."""
+        return trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < self.sampled_below
+
 
 class Recorder:
     """Records the spans of one call. Holds their sink, and the offset of their clock.
@@ -52,28 +56,24 @@ class Recorder:
         self.sink = sink
         self._epoch_ns = epoch_ns
 
+    def first(self, name: str, trace_id: int, started: float, kind: SpanKind) -> "Recording":
+        """The first span of a trace."""
+        context = SpanContext(trace_id, random_id(64), False, _SAMPLED)
+        return Recording(self, name, (context, None), started, kind)
+
     def begin(
-        self, name: str, parent: SpanContext | None, started: float, kind: SpanKind
+        self, name: str, parent: SpanContext, started: float, kind: SpanKind
     ) -> tuple[SpanContext, "Recording | None"]:
-        """The first span of a call in this process; None if it is not recorded.
+        """The first span in this process of the caller's trace; None if it is not recorded.
 
         The caller decides that, unless it left the decision to this process.
         """
-        if parent is None:
-            trace_id = _random_id(128)
-            is_sampled = self._samples(trace_id)
-            context = _context(trace_id, is_sampled=is_sampled)
-        elif is_undecided(parent):
-            is_sampled = self._samples(parent.trace_id)
+        is_sampled = parent.trace_flags.sampled
+        if is_undecided(parent):
+            is_sampled = self.sink.samples(parent.trace_id)
             parent = decided(parent, is_sampled=is_sampled)
-            context = _below(parent)
-        else:
-            is_sampled = parent.trace_flags.sampled
-            context = _below(parent)
+        context = _below(parent)
         return context, Recording(self, name, (context, parent), started, kind) if is_sampled else None
-
-    def _samples(self, trace_id: int) -> bool:
-        return trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < self.sink.sampled_below
 
     def unix_ns(self, seconds: float) -> int:
         """A time in Unix nanoseconds."""
@@ -173,14 +173,9 @@ class Recording:
 def _below(parent: SpanContext) -> SpanContext:
     """The child of a span of the same trace."""
     flags = _SAMPLED if parent.trace_flags.sampled else _UNSAMPLED
-    return SpanContext(parent.trace_id, _random_id(64), False, flags, parent.trace_state)
+    return SpanContext(parent.trace_id, random_id(64), False, flags, parent.trace_state)
 
 
-def _context(trace_id: int, *, is_sampled: bool) -> SpanContext:
-    """The first span of a trace."""
-    return SpanContext(trace_id, _random_id(64), False, _SAMPLED if is_sampled else _UNSAMPLED)
-
-
-def _random_id(bits: int) -> int:
+def random_id(bits: int) -> int:
     """A random id; never 0, which is invalid."""
     return random.getrandbits(bits) or 1

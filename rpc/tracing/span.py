@@ -9,8 +9,9 @@ from types import TracebackType
 from opentelemetry.trace import SpanContext, SpanKind
 
 from baton.connection.metadata import Metadata
+from baton.connection.tracing import TRACEPARENT
 from rpc.tracing.propagation import format_traceparent, metadata_of, parse_traceparent
-from rpc.tracing.recording import Attributes, AttributeValue, Recorder, Recording
+from rpc.tracing.recording import Attributes, AttributeValue, Recording, random_id
 
 
 class Span:
@@ -90,12 +91,37 @@ class Span:
             self._recording.end(_or_now(ended))
 
 
+class UnrecordedTrace(Span):
+    """The span of a trace that is not recorded because we decide so, as of most calls: a text and nothing more."""
+
+    __slots__ = ("_traceparent",)
+
+    def __init__(self, trace_id: int) -> None:
+        super().__init__(None)
+        self._traceparent = f"00-{trace_id:032x}-{random_id(64):016x}-00"
+
+    @property
+    def trace_id(self) -> str:
+        """See Span."""
+        return self._traceparent[3:35]
+
+    @property
+    def traceparent(self) -> str:
+        """See Span."""
+        return self._traceparent
+
+    @property
+    def metadata(self) -> Metadata:
+        """See Span."""
+        return ((TRACEPARENT, self._traceparent),)
+
+
 __all__ = [
     "NO_SPAN",
     "AttributeValue",
     "Attributes",
     "Span",
-    "begin",
+    "UnrecordedTrace",
     "current_span",
     "entered",
     "optional_attempt",
@@ -105,12 +131,6 @@ __all__ = [
 NO_SPAN = Span(None)
 
 _current: ContextVar[Span] = ContextVar("baton_span", default=NO_SPAN)
-
-
-def begin(recorder: Recorder, name: str, parent: SpanContext | None, *, started: float, kind: SpanKind) -> Span:
-    """The first span of a call in this process. The recorder decides whether it is recorded."""
-    context, recording = recorder.begin(name, parent, started, kind)
-    return Span(context, recording)
 
 
 def current_span() -> Span:

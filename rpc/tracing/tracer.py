@@ -17,8 +17,9 @@ from baton.errors import ConfigError
 from baton.version import __version__
 from rpc.tracing.config import TracingConfig
 from rpc.tracing.exporter import open_exporter
-from rpc.tracing.recording import Recorder, Sink
-from rpc.tracing.span import NO_SPAN, Span, begin
+from rpc.tracing.propagation import is_undecided
+from rpc.tracing.recording import Recorder, Sink, random_id
+from rpc.tracing.span import NO_SPAN, Span, UnrecordedTrace
 
 _SCOPE = "baton"
 
@@ -41,9 +42,16 @@ class Tracer:
         """The first span in this process of the caller's trace, or of a new one."""
         if self._sink is None:
             return Span(parent) if parent else NO_SPAN
+        trace_id = random_id(128) if parent is None else parent.trace_id
+        is_ours = parent is None or (is_undecided(parent) and len(parent.trace_state) == 1)
+        if is_ours and not self._sink.samples(trace_id):
+            return UnrecordedTrace(trace_id)
         now = time.perf_counter()
         recorder = Recorder(self._sink, time.time_ns() - int(now * 1e9))
-        return begin(recorder, name, parent, started=now, kind=kind)
+        if parent is not None:
+            return Span(*recorder.begin(name, parent, now, kind))
+        recording = recorder.first(name, trace_id, now, kind)
+        return Span(recording.context, recording)
 
 
 NO_TRACER = Tracer()

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.peers.clients.grpc_client import GrpcClient, WorkersClient
 from benchmarks.peers.clients.http_client import HttpClient
-from benchmarks.peers.clients.load import FLAT, HALF, PACED, Answer, Load, LoadClient
+from benchmarks.peers.clients.load import FLAT, HALF, PACED, Answer, Load, LoadClient, steady
 from benchmarks.peers.clients.steps import since_steps
 from benchmarks.peers.compare import candidates, parse, plans
 from benchmarks.peers.cores import Cores
@@ -36,7 +36,7 @@ def sample(microseconds: float, first: float, since_step: float, direct: float) 
 
 
 def measured(router: Router, **loads: Sequence[Sample]) -> Measured:
-    plans = {"paced": LoadPlan(PACED, 64), "half": LoadPlan(HALF, 1024)}
+    plans = {"paced": LoadPlan(PACED, 64), "half": LoadPlan(HALF, 1024, is_steady=True)}
     return Measured(router, {plans[name]: dict(enumerate(samples)) for name, samples in loads.items()})
 
 
@@ -57,7 +57,7 @@ def test_the_page_holds_baton_to_its_bars() -> None:
     assert "| Baton (http2) | CPU of a token, 64 streams paced, to vllm-router's | 0.95 | 1 | yes |" in page
     assert "| Baton (http2) | added to TTFT p50 at 64 streams paced, ms | 1.50 | 1 | **no** |" in page
     assert "| Baton (http2) | added to a later token's p50 at 64 streams paced, ms | 0.50 | 0.3 | **no** |" in page
-    assert "| Baton (http2) | ITL p99 to p50 at 1,024 streams at half the pace | 2.00 | 3 | yes |" in page
+    assert "| Baton (http2) | ITL p99 to p50 of 1,024 streams at half the pace, steady | 2.00 | 3 | yes |" in page
 
 
 def test_the_page_names_what_ran_and_what_is_left_out() -> None:
@@ -96,17 +96,44 @@ def test_what_comes_after_the_last_token_is_no_token() -> None:
     assert load.intervals() == pytest.approx([1.5])
 
 
+def test_the_latencies_of_a_load_are_those_of_its_time() -> None:
+    early, late = Answer(3, started=1.0), Answer(3, started=4.0)
+    for answer, times in ((early, (2.0, 4.5, 6.0)), (late, (5.0, 6.5, 9.0))):
+        for now in times:
+            answer.note(now, 1)
+    load = Load([early, late], 9.0, begin=4.0, end=7.0)
+    assert load.first_token_seconds() == pytest.approx([1.0])
+    assert load.intervals() == pytest.approx([2.5, 1.5, 1.5])
+    assert load.later_arrivals() == pytest.approx([4.5, 6.0, 6.5])
+    assert load.tokens == 6
+
+
+async def test_in_a_steady_load_one_stream_follows_another(tmp_path: Path) -> None:
+    ports = (free_port(), free_port())
+    async with engines(ports, tmp_path / "steps", tmp_path / "log", CORES):
+        client = HttpClient(ports[1])
+        load = await steady(client, FLAT, 3)
+        client.close()
+    lanes = [load.answers[index : index + 2] for index in (0, 2, 4)]
+    assert len(load.answers) == 6
+    assert all(first.arrivals[-1] <= second.started for first, second in lanes)
+    assert load.begin == max(first.started for first, _ in lanes)
+    assert load.end == min(second.arrivals[-1] for _, second in lanes)
+
+
 def test_options_choose_the_loads_and_the_rows(tmp_path: Path) -> None:
-    words = ["--streams", "64", "--half", "--ways", EACH, "--way-streams", "8", "--grpcio"]
+    words = ["--streams", "64", "--half", "1024", "--ways", EACH, "--way-streams", "8", "--grpcio"]
     options = parse([*words, "--beside", "Wheel=/a/python", "--folder", str(tmp_path)])
     assert [str(plan) for plan in plans(options, 0)] == [
         "a request of 1 token",
         "a token, 64 streams paced",
         "a token, 64 streams flat out",
+        "a token, 1,024 streams at half the pace",
+        "a token, 1,024 streams at half the pace, steady",
         f"a token, 8 streams paced, {EACH}",
         f"a token, 8 streams flat out, {EACH}",
     ]
-    assert len(list(plans(options, 1))) == 3
+    assert len(list(plans(options, 1))) == 5
     assert list(candidates(options)) == [
         Baton("Baton (http2)", "http2", sys.executable),
         Baton("Baton (grpcio)", "grpcio", sys.executable),

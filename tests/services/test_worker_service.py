@@ -189,6 +189,13 @@ async def test_a_watched_load_is_sent_when_it_changes(prefill: Running) -> None:
         assert (await anext(loads)).load.blocks_held == 0
 
 
+async def test_a_watched_load_that_does_not_change_is_repeated_if_that_is_asked_for(prefill: Running) -> None:
+    request = worker_pb2.WatchLoadRequest(interval=Duration(nanos=10_000_000), repeat_after=Duration(nanos=50_000_000))
+    call = prefill.calls.worker.WatchLoad(request, timeout=PATIENCE_SECONDS)
+    async with timeout(PATIENCE_SECONDS), aclosing(stream(call)) as loads:
+        assert [(await anext(loads)).load for _ in range(3)] == [cluster_service_pb2.WorkerLoad(blocks_total=64)] * 3
+
+
 async def test_an_engine_without_kv_events_says_so(start: Starter) -> None:
     async with start("prefill", kv_events=False) as prefill:
         call = prefill.calls.worker.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(), timeout=PATIENCE_SECONDS)

@@ -1,10 +1,11 @@
 """What one load is: streams or requests that a client sends, and the times at which their tokens come."""
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -19,10 +20,13 @@ PACED, HALF, FLAT = "paced", "half", "flat"
 STEP_SECONDS: Final = {PACED: 1 / 30, HALF: 1 / 15, FLAT: 0.0}
 TOKENS: Final = {PACED: 128, HALF: 64, FLAT: 128}
 _PATIENCE_SECONDS: Final = 90.0
+# So many streams one after another in each lane of a steady load.
+STEADY_STREAMS: Final = 2
 # Of all clients: an engine has the prompt of no other request in its prefix cache.
 PROMPTS: Final = prompts()
 
 Seconds = NDArray[numpy.float64]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -53,10 +57,15 @@ class LoadClient(Protocol):
 
 @dataclass(slots=True)
 class Load:
-    """The answers of one load, and how long all of them took."""
+    """The answers of one load, and how long all of them took.
+
+    Latencies are those of requests that were sent, and of tokens that came, from `begin` to `end`.
+    """
 
     answers: list[Answer]
     seconds: float
+    begin: float = -math.inf
+    end: float = math.inf
 
     @property
     def tokens(self) -> int:
@@ -70,15 +79,25 @@ class Load:
 
     def first_token_seconds(self) -> Seconds:
         """For each answer."""
-        return numpy.array([answer.arrivals[0] - answer.started for answer in self.answers])
+        return numpy.array(
+            [each.arrivals[0] - each.started for each in self.answers if self.begin <= each.started <= self.end]
+        )
 
     def intervals(self) -> Seconds:
         """Between an arrival of tokens and the next one of the same stream, of all streams."""
-        return numpy.concatenate([numpy.diff(answer.arrivals) for answer in self.answers])
+        found = numpy.concatenate([numpy.diff(answer.arrivals) for answer in self.answers])
+        return self._within(self._later(), found)
 
     def later_arrivals(self) -> Seconds:
         """The times of all arrivals but each stream's first."""
+        return self._within(self._later(), self._later())
+
+    def _later(self) -> Seconds:
         return numpy.concatenate([numpy.array(answer.arrivals[1:]) for answer in self.answers])
+
+    def _within(self, times: Seconds, of_them: Seconds) -> Seconds:
+        found: Seconds = of_them[(times >= self.begin) & (times <= self.end)]
+        return found
 
 
 async def streams(client: LoadClient, model: str, number: int) -> Load:
@@ -89,32 +108,63 @@ async def streams(client: LoadClient, model: str, number: int) -> Load:
         await asyncio.sleep(delay)
         return await client.answer(model, TOKENS[model])
 
-    return await _all([one(index * spread) for index in range(number)])
+    found = await _gathered([one(index * spread) for index in range(number)])
+    return _load(found.results, found.seconds)
+
+
+async def steady(client: LoadClient, model: str, number: int) -> Load:
+    """So many streams at once, which start one after another over the length of a stream; as one ends, another begins.
+
+    Its latencies are those of the time in which all of them run.
+    """
+    seconds = stream_seconds(model)
+
+    async def lane(delay: float) -> list[Answer]:
+        await asyncio.sleep(delay)
+        return [await client.answer(model, TOKENS[model]) for _ in range(STEADY_STREAMS)]
+
+    lanes = await _gathered([lane(index * seconds / number) for index in range(number)])
+    load = _load([answer for lane in lanes.results for answer in lane], lanes.seconds)
+    load.begin = max(lane[0].started for lane in lanes.results)
+    load.end = min(lane[-1].arrivals[-1] for lane in lanes.results)
+    return load
+
+
+def stream_seconds(model: str) -> float:
+    """How long a paced stream takes, at its pace."""
+    return TOKENS[model] * STEP_SECONDS[model]
 
 
 async def requests(client: LoadClient) -> Load:
     """512 requests of one token, one after another in each of 64 lanes."""
-    answers: list[Answer] = []
 
-    async def lane() -> None:
-        for _ in range(REQUESTS // LANES):
-            answers.append(await client.answer(FLAT, 1))
+    async def lane() -> list[Answer]:
+        return [await client.answer(FLAT, 1) for _ in range(REQUESTS // LANES)]
 
-    load = await _all([lane() for _ in range(LANES)])
-    return Load(answers, load.seconds)
+    lanes = await _gathered([lane() for _ in range(LANES)])
+    return _load([answer for lane in lanes.results for answer in lane], lanes.seconds)
 
 
-async def _all(work: list[Coroutine[Any, Any, Any]]) -> Load:
+@dataclass(frozen=True, slots=True)
+class _Gathered(Generic[Result]):
+    results: list[Result]
+    seconds: float
+
+
+async def _gathered(work: list[Coroutine[Any, Any, Result]]) -> _Gathered[Result]:
     started = time.perf_counter()
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         async with timeout(_PATIENCE_SECONDS):
-            answers = await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
     finally:
         # If one has failed, the others are not to go on during the next load.
         for task in tasks:
             task.cancel()
-    seconds = time.perf_counter() - started
-    if short := [answer for answer in answers if answer is not None and answer.tokens < answer.expected]:
+    return _Gathered(results, time.perf_counter() - started)
+
+
+def _load(answers: list[Answer], seconds: float) -> Load:
+    if short := [answer for answer in answers if answer.tokens < answer.expected]:
         raise ConnectionError(f"{len(short)} answers ended early: {short[0].tokens} of {short[0].expected} tokens")
     return Load(answers, seconds)

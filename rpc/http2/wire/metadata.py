@@ -22,6 +22,9 @@ _RICH_STATUS: Final = "grpc-status-details-bin"
 _RESERVED: Final = frozenset({"te", "content-type", "content-length", "host", "connection", "transfer-encoding"})
 
 
+OK_STATUS: Final = literal(b"grpc-status", b"0")
+
+
 class MalformedMetadata(ValueError):
     """A value under a key that ends in -bin is not base64."""
 
@@ -58,7 +61,7 @@ def percent_decoded(value: bytes) -> str:
 
 def status_fields(code: int, details: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
     """The fields of a header block that say how a call ended. Raises ValueError for illegal metadata."""
-    block = literal(b"grpc-status", b"%d" % code)
+    block = OK_STATUS if code == 0 else literal(b"grpc-status", b"%d" % code)
     if details:
         block += literal(b"grpc-message", percent_encoded(details))
     return block + encode(metadata)

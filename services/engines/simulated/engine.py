@@ -125,7 +125,8 @@ class SimulatedEngine(Engine):
         scheduler = self._ranks.of_prompt(prompt).scheduler
         try:
             scheduler.enqueue(claim)
-            await self._await(claim, scheduler)
+            if not claim.changed.is_set():
+                await self._await(claim, scheduler)
             if claim.error:
                 raise claim.error
             blocks, claim.blocks = tuple(claim.blocks), []

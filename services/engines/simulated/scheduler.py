@@ -53,13 +53,29 @@ class SimulatedScheduler:
         return sum(sequence.missing for sequence in self.running if not sequence.decoding)
 
     def enqueue(self, item: Sequence | Claim) -> None:
-        """Adds a request. Raises EngineFailed if the engine has failed, and Overloaded if too many requests wait."""
+        """Adds a request. Raises EngineFailed if the engine has failed, and Overloaded if too many requests wait.
+
+        Where none waits before it, a claim is granted at once, and not after the step that runs: its blocks are pulled
+        meanwhile, and its sequence takes part in the next step.
+        """
         if self.failure:
             raise self.failure
+        if not self.waiting and self._has_room(item):
+            self._wake.set()
+            return
         if len(self.waiting) >= self._config.max_waiting:
             raise Overloaded(f"{len(self.waiting)} requests wait already", retry_after_seconds=1.0)
         self.waiting.append(item)
         self._wake.set()
+
+    def _has_room(self, item: Sequence | Claim) -> bool:
+        """Grants a claim, or adds a sequence with pulled KV to the batch; False if it has to wait."""
+        if isinstance(item, Claim):
+            return self._grant(item) is Offer.TAKEN
+        if not item.blocks or len(self.running) >= self._config.max_batch:
+            return False
+        self._run(item)
+        return True
 
     def drop(self, item: Sequence | Claim) -> None:
         """Removes a request and frees its blocks, in whatever state it is. Idempotent."""

@@ -35,10 +35,10 @@ async def test_tokenizing_keeps_no_generation_waiting(monkeypatch: pytest.Monkey
     loop = asyncio.get_running_loop()
     encode = Tokenizer.encode
 
-    def slow(self: Tokenizer, text: str) -> list[int]:
+    def slow(self: Tokenizer, text: str, salt: str = "") -> list[int]:
         if text == "slow":
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
-        return encode(self, text)
+        return encode(self, text, salt)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
     router = FAST_ROUTER.model_copy(update={"limits": LimitsConfig(max_tokenizing=40)})

@@ -36,7 +36,7 @@ class Taker:
         self.happened.append((self.call, token_id))
         return True
 
-    def note_taken(self) -> None:
+    def note_taken(self, now: float) -> None:
         self.noted += 1
         self.happened.append("noted")
 

@@ -157,3 +157,17 @@ async def test_the_span_is_current_in_every_kind_of_servicer(kind: str) -> None:
         async for _ in peer.stub.Generate(pb.GenerateRequest()):
             pass
     assert within == [f"{found.named(GENERATE).context.trace_id:032x}"]
+
+
+@pytest.mark.parametrize("state", ["baton=undecided", "other=1,baton=undecided"])
+@pytest.mark.parametrize(("ratio", "flags"), [(0.0, "00"), (1.0, "01")])
+async def test_a_trace_that_its_caller_did_not_decide_on_is_decided_on_once(
+    state: str, ratio: float, flags: str
+) -> None:
+    sent = (("traceparent", UNSAMPLED), ("tracestate", state))
+    outer, inner, seen = await two_servers({"sample_ratio": ratio}, metadata=sent)
+    assert (len(outer.spans) > 0, len(inner.spans) > 0) == (ratio > 0, ratio > 0)
+    version, trace, span, decision = seen.metadata["traceparent"].split("-")
+    assert (version, trace, decision) == ("00", TRACE, flags)
+    assert span != UNSAMPLED.split("-")[2]
+    assert seen.metadata.get("tracestate", "") == state.removesuffix("baton=undecided").removesuffix(",")

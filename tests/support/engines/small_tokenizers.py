@@ -1,12 +1,38 @@
 """Small tokenizers of the kinds that models have."""
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as RustTokenizer
+from collections.abc import Mapping
+from pathlib import Path
 
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+
+from router.text.encoding.word_patterns import PATTERNS
 from router.text.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 _WORDS = ["▁", "▁hello", "▁world", "hello", "world", "▁é", "!"]
+_DOCS = Path(__file__).parents[3] / "docs"
+
+# How byte-level tokenizers with merges split a text, by the models that have it.
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "GPT-2": ByteLevel(add_prefix_space=False),
+    "SmolLM": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
+    **{
+        name: Sequence(
+            [
+                *(Split(Regex(pattern), "isolated") for pattern in patterns),
+                ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        for name, patterns in zip(
+            ("GPT-2 by pattern", "Llama 3", "Qwen 2", "Qwen 3.5", "GPT-4o", "Mistral", "DeepSeek"),
+            PATTERNS,
+            strict=True,
+        )
+    },
+}
+
 WORD_MARK, HELLO, WORLD = 258, 259, 260  # ids of the first words in `byte_fallback`
 
 
@@ -22,6 +48,18 @@ def byte_level_rust() -> RustTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog; déjà vu, 你好 🎉"] * 20, trainer)
+    return tokenizer
+
+
+def trained(pre_tokenizer: PreTokenizer, vocabulary: int = 2000) -> RustTokenizer:
+    """A byte-level tokenizer with merges, of the project's documentation; without added tokens."""
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=ByteLevel.alphabet(), special_tokens=[], show_progress=False
+    )
+    tokenizer.train_from_iterator((page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md"))), trainer)
     return tokenizer
 
 

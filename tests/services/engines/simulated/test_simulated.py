@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.engines.engine_calls import collect
+from support.engines.engine_calls import collect, pull
+from support.eventually import eventually
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, EngineFailed
+from runtime.aio import timeout
 from services.engines.answer import FinishReason
 from services.engines.kv import PulledKv
 from services.engines.prompt import Prompt, Sampling
@@ -25,7 +27,7 @@ def sampled(max_tokens: int, seed: int = 1) -> Sampling:
     return Sampling(max_tokens=max_tokens, seed=seed)
 
 
-async def ids(engine: SimulatedEngine, prompt: Prompt, sampling: Sampling) -> tuple[int, ...]:
+async def ids(engine: SimulatedEngine, prompt: Prompt | PulledKv, sampling: Sampling) -> tuple[int, ...]:
     return (await collect(engine.decode(prompt, sampling))).ids
 
 
@@ -139,6 +141,23 @@ async def test_a_full_batch_makes_the_next_one_wait() -> None:
         first, second = await asyncio.gather(*(collect(engine.decode(PROMPT, sampled(10, seed))) for seed in (1, 2)))
         assert first.finished.queue_seconds < second.finished.queue_seconds
         assert second.finished.queue_seconds >= 0.05
+
+
+async def test_blocks_are_reserved_and_their_sequence_joins_the_batch_while_a_step_runs() -> None:
+    slow = SimulatedConfig(decode_step_seconds=600.0)
+    async with SimulatedEngine(SimulatedConfig()) as owner, SimulatedEngine(slow) as engine, timeout(60):
+        held = await owner.prefill(PROMPT, sampled(3))
+        step = asyncio.ensure_future(ids(engine, Prompt((7,) * 5), sampled(3)))
+        await eventually(lambda: engine.load().running == 1)
+        following = Prompt(PROMPT.token_ids, (held.first_token,))
+        reservation = await engine.reserve(following, held.num_tokens)
+        await pull(owner, held, engine, reservation)
+        joined = asyncio.ensure_future(ids(engine, PulledKv(following, reservation), sampled(3)))
+        await eventually(lambda: engine.load().running == 2)
+        for task in (step, joined):
+            task.cancel()
+        await asyncio.wait((step, joined))
+        await held.release()
 
 
 async def test_256_streams_cost_little() -> None:
