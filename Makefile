@@ -52,11 +52,13 @@ ON_A_GPU := tests/services/engines/pytorch tests/services/engines/contract tests
 	tests/e2e/test_same_ids.py tests/faults/test_embedded_engine.py
 
 # What `make images` builds: of router, cpu, cuda and trtllm. BASE= is an image with Python, TORCH_INDEX= an index with a torch
-# without CUDA, HOST_PIP=1 uses this machine's pip configuration. BASE=debian makes one from Debian's packages.
+# without CUDA, HOST_PIP=1 uses this machine's pip configuration. BASE=debian makes one from Debian's packages. PURE=1 compiles
+# nothing of the router.
 TARGETS ?= router cpu
 BASE ?=
 HOST_PIP ?=
-IMAGE_OPTIONS = $(if $(BASE),--base $(BASE)) $(if $(filter undefined,$(origin TORCH_INDEX)),,--torch-index "$(TORCH_INDEX)") $(if $(HOST_PIP),--host-pip)
+PURE ?=
+IMAGE_OPTIONS = $(if $(BASE),--base $(BASE)) $(if $(filter undefined,$(origin TORCH_INDEX)),,--torch-index "$(TORCH_INDEX)") $(if $(HOST_PIP),--host-pip) $(if $(PURE),--pure)
 
 # COMPILED=1 has `make wheel` compile the router's hot modules to machine code.
 COMPILED ?=
@@ -138,14 +140,14 @@ vllm: vllm-install ## Run vLLM's contract, handoffs and faults, on CPUs (5 to 10
 vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes; BATON_FAULTS=full runs the whole matrix, 40 minutes)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -s -p no:cacheprovider -m requires_vllm tests/faults/test_vllm.py
 
-bench-router: $(STUBS) ## Compare the router with vllm-router, sglang-router and Dynamo, from PyPI (12 minutes; BENCH= has options)
-	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments
+bench-router: $(STUBS) ## Compare the router, also compiled, with vllm-router, sglang-router and Dynamo, from PyPI (15 minutes; BENCH= has options)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments $(filter --no-compiled,$(BENCH))
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.compare --output benchmarks/results $(BENCH)
 
 bench-routing: $(STUBS) ## Compare the routing policies in simulated time (TRACE=FILE replays one in Mooncake's format)
 	@PYTHONPATH=. $(BIN)/python benchmarks/routing/simulation.py $(if $(TRACE),--trace $(TRACE),--seeds 1 2)
 
-images: ## Build images with docker or podman (TARGETS="router cpu cuda trtllm", BASE=IMAGE|debian, TORCH_INDEX=URL, HOST_PIP=1)
+images: ## Build images with docker or podman (TARGETS="router cpu cuda trtllm", BASE=IMAGE|debian, TORCH_INDEX=URL, HOST_PIP=1, PURE=1)
 	@$(PYTHON) -m tools.containers.images $(TARGETS) $(IMAGE_OPTIONS)
 
 compose: $(STUBS) $(TRANSCODING) ## Run a Compose topology of these images through its life (MODE=agg|disagg|epd|envoy)

@@ -18,7 +18,7 @@ from mypyc.build import mypycify
 from setuptools import setup
 
 folder, *modules = sys.argv[1:]
-extensions = mypycify(modules, opt_level="2", target_dir=folder + "/c", group_name="baton")
+extensions = mypycify(modules, opt_level="2", debug_level="0", target_dir=folder + "/c", group_name="baton")
 arguments = ["build_ext", "--quiet", "--build-lib", folder + "/lib", "--build-temp", folder + "/objects"]
 setup(name="compiled", packages=[], py_modules=[], ext_modules=extensions, script_args=arguments)
 """

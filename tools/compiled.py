@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,9 +44,20 @@ def main() -> int:
 
 def modules() -> list[str]:
     """What is compiled, as it is imported."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    paths = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["modules"]
+    paths: list[str] = _wheel()["hooks"]["custom"]["modules"]
     return [path.removesuffix(".py").replace("/", ".") for path in paths]
+
+
+def packages() -> list[str]:
+    """The folders that the wheel has."""
+    found: list[str] = _wheel()["packages"]
+    return found
+
+
+def _wheel() -> dict[str, Any]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel: dict[str, Any] = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    return wheel
 
 
 def install(wheels: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What a token and a request cost the router, beside routers of other projects, in one run: `make bench-router`.
 
     python -m benchmarks.peers.compare [--rounds 3] [--streams 64 256 1024] [--peers vllm-router sglang-router dynamo]
-        [--python PYTHON] [--grpcio] [--beside NAME=PYTHON] [--output FOLDER]
+        [--python PYTHON] [--no-compiled] [--grpcio] [--beside NAME=PYTHON] [--output FOLDER]
 
 Each round gives every router the same load, one router after the other: requests of one token; streams of 128 tokens,
 30 a second and as fast as they go; 1,024 streams at half the pace, which start within a second, or one after another
@@ -9,8 +9,9 @@ over the length of a stream; and, in the first round, a connection for each stre
 prompts have 512 bytes. The router has a core for itself; engines, clients and Envoy share the others. report.py says
 what is printed, and what is comparable. A router that cannot be started is named, and left out.
 
-`--python` runs Baton's router on another interpreter with this checkout's modules; `--beside` adds a row for the Baton
-that another environment has installed, such as a compiled wheel (or this checkout's, if it has none).
+Baton has two rows: this checkout's modules as they are, and compiled, where environments.py has compiled them; both run
+on that environment's interpreter. `--python` runs the first one on another; `--beside` adds a row for the Baton that
+another environment has installed (or this checkout's, if it has none).
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from benchmarks.peers.clients.load import FLAT, HALF, PACED, requests
 from benchmarks.peers.cores import Cores, share_cores
-from benchmarks.peers.environments import FOLDER
+from benchmarks.peers.environments import COMPILED, FOLDER
 from benchmarks.peers.measure import LoadPlan, Measured
 from benchmarks.peers.report import Run, plot, report
 from benchmarks.peers.routers import (
@@ -47,6 +48,7 @@ from benchmarks.peers.workers import workers
 from cli.local.ports import free_port
 
 _DIRECT_STREAMS = 64
+_COMPILED = "Baton (http2, compiled)"
 _FAILURES = (OSError, ConfigError, asyncio.TimeoutError)
 
 
@@ -66,9 +68,14 @@ def plans(options: argparse.Namespace, turn: int) -> Iterator[LoadPlan]:
 
 def candidates(options: argparse.Namespace) -> Iterator[Baton]:
     """The rows of Baton's."""
-    yield Baton("Baton (http2)", "http2", options.python)
+    is_compiled = options.compiled and COMPILED.is_current(options.folder)
+    compiled_python = str(COMPILED.python(options.folder))
+    python = options.python or (compiled_python if is_compiled else sys.executable)
+    yield Baton("Baton (http2)", "http2", python)
+    if is_compiled:
+        yield Baton(_COMPILED, "http2", compiled_python, is_installed=True)
     if options.grpcio:
-        yield Baton("Baton (grpcio)", "grpcio", options.python)
+        yield Baton("Baton (grpcio)", "grpcio", python)
     for each in options.beside:
         name, _, python = each.partition("=")
         yield Baton(name, "http2", python, is_installed=True)
@@ -128,6 +135,10 @@ class Comparison:
                 found.append(await stack.enter_async_context(context))
             except _FAILURES as error:
                 self._leave_out(name, error)
+        if self._options.compiled and not COMPILED.is_current(self._options.folder):
+            self._leave_out(
+                _COMPILED, OSError("this checkout's code is not compiled; benchmarks.peers.environments says why")
+            )
         direct = [direct_to_workers(bench), direct_to_engine(bench)]
         for router in direct:
             for client in router.clients.values():
@@ -157,7 +168,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--way-rounds", type=int, default=1, help="in how many of the rounds they are measured")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--grpcio", action="store_true", help="a row for Baton with `server: grpcio`, too")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter of Baton's router")
+    parser.add_argument("--python", help="the interpreter of Baton's router (the compiled one's, or this one)")
+    parser.add_argument(
+        "--compiled", action=argparse.BooleanOptionalAction, default=True, help="a row for it, compiled"
+    )
     parser.add_argument("--beside", action="append", default=[], metavar="NAME=PYTHON", help="one more row of Baton's")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--output", type=Path, help="a folder for router_peers.md and router_peers.svg")

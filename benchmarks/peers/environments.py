@@ -1,6 +1,10 @@
-"""Installs the routers of other projects from PyPI, into environments of their own below one folder.
+"""Installs routers of other projects from PyPI, and Baton compiled, into environments of their own below one folder.
 
-    python -m benchmarks.peers.environments [--folder .bench-router] [--dynamo-python PYTHON]
+    python -m benchmarks.peers.environments [--folder .bench-router] [--dynamo-python PYTHON] [--no-compiled]
+
+Baton's environment has the wheels of this checkout as it is, compiled again where it has changed (a minute), and the
+packages of this environment. Its interpreter is the distribution's if that has this version of Python, for it is built
+with PGO. Without a C compiler or mypyc it is left out.
 
 ai-dynamo needs Python 3.10: for later ones it requires aisimulate, which PyPI has only as a stub that downloads from
 elsewhere. Without a Python 3.10 it is left out. It is installed without its dependencies, which follow by name, for it
@@ -8,13 +12,19 @@ requires a version of certifi that PyPI may not have yet.
 """
 
 import argparse
+import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools import compiled
 
 FOLDER = Path(".bench-router")
 
@@ -69,6 +79,68 @@ DYNAMO = Environment(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledBaton:
+    """An environment with Baton's two wheels, one of them compiled, before the packages of this environment."""
+
+    name: str = "baton"
+
+    def python(self, folder: Path) -> Path:
+        """Its interpreter."""
+        return folder / self.name / "bin" / "python"
+
+    def is_current(self, folder: Path) -> bool:
+        """Whether it has the checkout's code as it is now."""
+        built = folder / self.name / "built"
+        return built.is_file() and built.read_text() == checkout_hash()
+
+    def install(self, folder: Path) -> None:
+        """Builds and installs what is not there. Raises CalledProcessError."""
+        if self.is_current(folder):
+            return
+        home = folder.absolute() / self.name
+        shutil.rmtree(home, ignore_errors=True)
+        # The version is the same, so that modules compiled for one interpreter run on the other.
+        subprocess.run([distribution_python() or sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+        packages = home / "lib" / f"python{_version()}" / "site-packages"
+        with tempfile.TemporaryDirectory() as wheels:
+            compiled.install(Path(wheels), packages)
+        # A path only: the .pth file of this checkout's editable installation is not read.
+        (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        (home / "built").write_text(checkout_hash())
+
+
+COMPILED = CompiledBaton()
+
+
+def distribution_python() -> str | None:
+    """The distribution's interpreter of this version of Python."""
+    return next(filter(_runs, filter(os.path.exists, [f"/usr/bin/python{_version()}"])), None)
+
+
+def compiler_problem() -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    if not shutil.which((os.environ.get("CC") or "cc").split()[0]):
+        return "no C compiler was found"
+    if not all(map(importlib.util.find_spec, ("mypyc", "setuptools", "hatchling"))):
+        return "mypyc, setuptools and hatchling are not installed"
+    return ""
+
+
+def _version() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def checkout_hash() -> str:
+    """Of what the wheels are built from."""
+    found = hashlib.sha256()
+    for package in (*compiled.packages(), "baton", "packaging"):
+        for path in sorted((compiled.ROOT / package).rglob("*.py")):
+            found.update(str(path).encode() + path.read_bytes())
+    found.update((compiled.ROOT / "pyproject.toml").read_bytes())
+    return found.hexdigest()
+
+
 def python_3_10() -> str | None:
     """An interpreter that ai-dynamo can be installed for: of the PATH, or of pyenv."""
     return next(filter(_runs, _found()), None)
@@ -86,8 +158,19 @@ def _runs(interpreter: str) -> bool:
     return subprocess.run([interpreter, "--version"], capture_output=True, check=False).returncode == 0
 
 
-def install(folder: Path, dynamo_python: str | None) -> None:
-    """Installs everything that can be, and says what cannot."""
+def install_compiled(folder: Path) -> None:
+    """Compiles Baton if that can be done, and says so if not."""
+    if problem := compiler_problem():
+        print(f"The compiled Baton is left out: {problem}")
+        return
+    try:
+        COMPILED.install(folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"The compiled Baton is left out: {error}")
+
+
+def install_others(folder: Path, dynamo_python: str | None) -> None:
+    """Installs the other projects' routers that can be, and says what cannot."""
     HTTP.install(folder, sys.executable)
     if DYNAMO.is_complete(folder):
         return
@@ -104,5 +187,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--dynamo-python", default=python_3_10(), help="a Python 3.10 (found: %(default)s)")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compile Baton")
     arguments = parser.parse_args()
-    install(arguments.folder, arguments.dynamo_python)
+    if arguments.compiled:
+        install_compiled(arguments.folder)
+    install_others(arguments.folder, arguments.dynamo_python)

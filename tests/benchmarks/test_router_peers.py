@@ -16,7 +16,7 @@ from benchmarks.peers.clients.load import FLAT, HALF, PACED, Answer, Load, LoadC
 from benchmarks.peers.clients.steps import since_steps
 from benchmarks.peers.compare import candidates, parse, plans
 from benchmarks.peers.cores import Cores
-from benchmarks.peers.environments import DYNAMO, HTTP
+from benchmarks.peers.environments import COMPILED, DYNAMO, HTTP, checkout_hash, install_compiled
 from benchmarks.peers.measure import LaterTokens, LoadPlan, Measured, Sample, Spread
 from benchmarks.peers.report import Run, plot, ratio, report
 from benchmarks.peers.routers import EACH, EIGHT, Baton, Bench, Router, baton, engines, relay
@@ -121,9 +121,9 @@ async def test_in_a_steady_load_one_stream_follows_another(tmp_path: Path) -> No
     assert load.end == min(second.arrivals[-1] for _, second in lanes)
 
 
-def test_options_choose_the_loads_and_the_rows() -> None:
+def test_options_choose_the_loads_and_the_rows(tmp_path: Path) -> None:
     words = ["--streams", "64", "--half", "1024", "--ways", EACH, "--way-streams", "8", "--grpcio"]
-    options = parse([*words, "--beside", "Wheel=/a/python"])
+    options = parse([*words, "--beside", "Wheel=/a/python", "--folder", str(tmp_path)])
     assert [str(plan) for plan in plans(options, 0)] == [
         "a request of 1 token",
         "a token, 64 streams paced",
@@ -139,6 +139,31 @@ def test_options_choose_the_loads_and_the_rows() -> None:
         Baton("Baton (grpcio)", "grpcio", sys.executable),
         Baton("Wheel", "http2", "/a/python", is_installed=True),
     ]
+
+
+def test_where_baton_is_compiled_both_rows_run_on_that_interpreter(tmp_path: Path) -> None:
+    built = tmp_path / COMPILED.name / "built"
+    built.parent.mkdir()
+    built.write_text("of other code")
+    python = str(COMPILED.python(tmp_path))
+    named = ["--folder", str(tmp_path)]
+    assert [each.name for each in candidates(parse(named))] == ["Baton (http2)"]
+    built.write_text(checkout_hash())
+    assert list(candidates(parse(named))) == [
+        Baton("Baton (http2)", "http2", python),
+        Baton("Baton (http2, compiled)", "http2", python, is_installed=True),
+    ]
+    assert [each.name for each in candidates(parse([*named, "--no-compiled"]))] == ["Baton (http2)"]
+    assert next(candidates(parse([*named, "--python", "/a/python"]))).python == "/a/python"
+
+
+def test_without_a_c_compiler_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    install_compiled(tmp_path)
+    assert capsys.readouterr().out == "The compiled Baton is left out: no C compiler was found\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_router_that_is_not_installed_is_an_error_of_its_own(tmp_path: Path) -> None:

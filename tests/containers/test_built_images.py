@@ -30,7 +30,7 @@ def packages(engine: Engine, target: str) -> set[str]:
     return {component["name"] for component in listed["components"]}
 
 
-@pytest.mark.parametrize(("target", "megabytes"), [("router", 250), ("cpu", 1600)])
+@pytest.mark.parametrize(("target", "megabytes"), [("router", 260), ("cpu", 1600)])
 def test_an_image_is_small(engine: Engine, target: str, megabytes: int) -> None:
     assert images.size_mb(engine, f"baton:{target}") < megabytes
 
@@ -66,6 +66,14 @@ def test_the_list_of_packages_is_that_of_the_image(engine: Engine) -> None:
 @pytest.mark.parametrize("target", ["router", "cpu"])
 def test_an_image_has_what_openais_api_needs(engine: Engine, target: str) -> None:
     assert run(engine, target, "python", "-c", "import router.openai.server as it; print(it.__name__)").strip()
+
+
+COMPILED = "import router.stream.single_tokens as it; print(it.__file__.endswith('.so'))"
+
+
+def test_routers_are_compiled_and_the_other_image_is_not(engine: Engine) -> None:
+    assert run(engine, "router", "python", "-c", COMPILED).strip() == "True"
+    assert run(engine, "cpu", "python", "-c", COMPILED).strip() == "False"
 
 
 def test_the_cpu_image_has_a_torch_without_cuda(engine: Engine) -> None:

@@ -54,10 +54,18 @@ def test_every_package_of_the_wheel_is_copied() -> None:
     assert packages
     assert set(re.findall(r'"(\w+)[/"]', packages[1])) <= kept()
     assert "COPY . ." in stages()["code"]
+    assert "COPY . ." in stages()["router-code"]
 
 
 def test_nothing_that_is_copied_is_ignored() -> None:
     assert copied() - {"."} <= kept() | {"packaging/client/pyproject.toml"}
+
+
+def test_routers_get_the_compiled_wheel_unless_the_argument_is_empty() -> None:
+    assert "COPY --from=router-code /opt/venv /opt/venv" in stages()["router"]
+    assert "HATCH_BUILD_HOOK_ENABLE_CUSTOM=${COMPILED:+true}" in stages()["router-code"]
+    # In each of the two stages: podman's builder has no arguments of the stage before.
+    assert re.findall(r"^ARG COMPILED=(.*)$", stages()["router-code"], re.M) == ["1", "1"]
 
 
 def names(target: str) -> set[str]:
@@ -92,7 +100,7 @@ class TestRequirements:
 
 @pytest.mark.parametrize("target", TARGETS[:3])
 def test_an_image_does_not_change_its_dependencies_with_the_code(target: str) -> None:
-    before, _, after = stages()[target].partition("COPY --from=code /opt/venv /opt/venv")
+    before, _, after = re.split(r"^COPY --from=((?:router-)?code) /opt/venv /opt/venv$", stages()[target], flags=re.M)
     assert "--requirement" in before
     assert "RUN" not in after
     assert not re.search(r"^COPY (\.|baton|router|services|runtime) ", before, re.M)

@@ -24,7 +24,7 @@ def test_every_module_that_is_compiled_exists() -> None:
 
 
 def test_nothing_that_is_compiled_is_a_coroutine() -> None:
-    """mypyc knows no asynchronous generators, and its coroutines have handled a cancellation wrongly."""
+    """mypyc has no asynchronous generators, and its coroutines share the exception that they handle with all tasks."""
     assert [found for path in modules() for found in coroutines(path)] == []
 
 

@@ -29,17 +29,18 @@ PIP_FILES = (
 
 @dataclass(frozen=True)
 class Choices:
-    """The Dockerfile's build arguments, None for its own, and whether pip is configured as on this machine."""
+    """The Dockerfile's build arguments, None for its own; and whether pip is configured as on this machine."""
 
     base: str | None = None
     torch_index: str | None = None
     uses_host_pip: bool = False
+    is_compiled: bool = True
 
 
 def main() -> int:
     """Builds the targets named on the command line, and prints the size of each."""
     arguments = _parser().parse_args()
-    choices = Choices(arguments.base, arguments.torch_index, arguments.host_pip)
+    choices = Choices(arguments.base, arguments.torch_index, arguments.host_pip, not arguments.pure)
     try:
         engine = find_engine()
         if choices.base == "debian":
@@ -81,11 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--torch-index", metavar="URL", help="of a torch without CUDA; '' for pip's own indexes")
     parser.add_argument("--host-pip", action="store_true", help="use this machine's pip configuration (podman only)")
+    parser.add_argument("--pure", action="store_true", help="compile no module of the router")
     return parser
 
 
 def _options(engine: Engine, choices: Choices) -> list[str]:
     values = {"PYTHON_IMAGE": choices.base, "TORCH_INDEX": choices.torch_index, "REVISION": _revision()}
+    values["COMPILED"] = "1" if choices.is_compiled else ""
     given = {name: value for name, value in values.items() if value is not None}
     options = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
     if engine.is_podman:
