@@ -99,6 +99,7 @@ class RequestExecution:
         )
         self._progress: Progress = IgnoredProgress()
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
+        self._has_started = False
         self._held: _HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self._destination: Destination | None = None
@@ -108,7 +109,6 @@ class RequestExecution:
     async def run(self) -> None:
         """Places the request, then prefill → handoff → decode."""
         placement = await self._place()
-        self._stream.start(self._started(placement))
         try:
             # A prefill worker runs the prompt, samples the first token and holds the KV: the handoff.
             placement = await self._prefill_with_retries(placement)
@@ -129,6 +129,12 @@ class RequestExecution:
             metrics.PLACED[placement.cache_view].inc()
             set_routing_attributes(placement, span)
         return placement
+
+    def _start(self, placement: _Placement) -> None:
+        """Sends the first message, unless it was sent."""
+        if not self._has_started:
+            self._has_started = True
+            self._stream.start(self._started(placement))
 
     def _follow(self, placement: _Placement) -> _Placement:
         """Reports to the policy what happens to the request, from now on under this placement."""
@@ -172,6 +178,7 @@ class RequestExecution:
 
     async def _prefill(self, worker: WorkerHandle, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
         if allocates_first(placement):
+            self._start(placement)
             self._destination = await self._calls.allocate(placement, self._prompt.without_embeddings)
             running = self._calls.prefill(worker, prompt, placement, self._destination)
             handoff = await self._destination.during(running)
@@ -179,7 +186,8 @@ class RequestExecution:
             if self._placer.hands_over_early(placement, self._routing_request):
                 reading = self._calls.prefetch(placement, self._prompt.without_embeddings)
                 self._prefetch = Prefetch(reading, self._ctx.call_id)
-            handoff = await self._calls.prefill(worker, prompt, placement)
+            # The first message is made and sent while the worker has the prompt already.
+            handoff = await self._calls.prefill(worker, prompt, placement, sent=partial(self._start, placement))
         self._prompt.release()
         if handoff.handoff_id:
             self._held = _HeldHandoff(worker, handoff)
@@ -211,6 +219,7 @@ class RequestExecution:
 
     async def _decode_with_retries(self, placement: _Placement) -> None:
         """Decodes on the chosen worker, and continues on others if it fails. No token is lost or repeated."""
+        self._start(placement)
         attempts = self._retries.attempts("decode")
         while True:
             prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()

@@ -1,6 +1,7 @@
 """Structured concurrency for asyncio, on every supported Python, and waits that a cancellation does not interrupt."""
 
 import asyncio
+import math
 import sys
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ __all__ = [
     "leaf_errors",
     "run_to_completion",
     "run_with_background",
+    "sleep_together",
     "timeout",
     "uncancel",
     "ungrouped",
@@ -81,6 +83,15 @@ async def run_with_background(background: Coroutine[Any, Any, None], work: Corou
     if not is_finished:
         beside.result()
     return main.result()
+
+
+async def sleep_together(seconds: float, every: float) -> None:
+    """Sleeps for so long, and up to `every` longer, until a time that is the same for all that sleep so.
+
+    Many that wait for times of their own would wake an idle process for each of them.
+    """
+    now = asyncio.get_running_loop().time()
+    await asyncio.sleep(math.ceil((now + seconds) / every) * every - now)
 
 
 def cancellations(task: "asyncio.Task[Any]") -> int:

@@ -117,8 +117,12 @@ class WorkerCalls:
         prompt: prompt_pb2.Prompt,
         placement: Placement[WorkerHandle],
         destination: Destination | None = None,
+        sent: Callable[[], None] = lambda: None,
     ) -> handoff_pb2.KvHandoff:
-        """Runs the prompt. The caller releases the handoff, which only the placement's decode worker may read."""
+        """Runs the prompt. The caller releases the handoff, which only the placement's decode worker may read.
+
+        `sent` is called when the worker has the request, before its answer.
+        """
         tokens, prompts = len(prompt.token_ids), worker.latency.prompts
         with (
             _Calling(self._ctx, timing_pb2.STAGE_PREFILL_COMPUTE, "prefill", worker, tokens) as calling,
@@ -140,7 +144,13 @@ class WorkerCalls:
             prompts.begin(tokens)
             try:
                 with worker.fail_if_hung():
-                    response = await unary(worker.prefill.Prefill(request, timeout=seconds, metadata=metadata))
+                    call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
+                    try:
+                        sent()
+                    except BaseException:
+                        call.cancel()
+                        raise
+                    response: prefill_pb2.PrefillResponse = await unary(call)
                 is_done = True
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, self._ctx.call_id)

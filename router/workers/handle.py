@@ -35,12 +35,14 @@ from router.workers.report_stream import ReportStream
 from rpc.channels import Dial
 from rpc.multiplex.channel import multiplexed
 from rpc.multiplex.peer_stream import StreamDialer
-from runtime.aio import TaskGroup, cancellations, uncancel
+from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
 
 _NOT_CHECKED = "its health check has not answered yet"
 _NO_CARD = "its model card has not been read yet"
 # Of the interval of health checks: a report that is a little late still spares one.
 _REPEATED_WITHIN = 0.7
+# The times at which health checks may be due, of all workers together: an idle router sleeps in between.
+_TIMES_AN_INTERVAL = 4
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
@@ -227,7 +229,7 @@ class WorkerHandle:
             unasked_seconds = probe.interval_seconds - self.silent_seconds
             if unasked_seconds > 0 and not self._check_problem:
                 failures = 0
-                await asyncio.sleep(unasked_seconds)
+                await sleep_together(unasked_seconds, probe.interval_seconds / _TIMES_AN_INTERVAL)
                 continue
             started = time.monotonic()
             problem = await self._check(probe.timeout_seconds)

@@ -64,7 +64,8 @@ class RunningCalls:
         """Takes the tokens of a step, those of one output after those of another, so that each is written early."""
         taker_of = self._takers.get
         outputs: dict[TokenOutput | None, list[tuple[int, int]]] = {}
-        for number, token_id in zip(response.token_calls, response.token_ids, strict=False):
+        # As lists, which repeated fields make at once.
+        for number, token_id in zip(response.token_calls[:], response.token_ids[:], strict=False):
             taker = taker_of(number)
             output = None if taker is None else taker.output
             tokens = outputs.get(output)
