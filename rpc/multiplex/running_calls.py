@@ -22,6 +22,9 @@ class RunningCalls:
         self._calls: dict[int, MultiplexedCall[Any]] = {}
         self._takers: dict[int, TokenTaker] = {}
         self._turns = CallTurns()
+        # Of the last step, unless something has changed: its calls, and those of each output with their places in it.
+        self._grouped: list[int] = []
+        self._groups: list[tuple[TokenOutput | None, list[tuple[int, int, TokenTaker | None]]]] = []
 
     def add(self, number: int, call: MultiplexedCall[Any]) -> None:
         """Adds a call that has begun."""
@@ -29,7 +32,7 @@ class RunningCalls:
 
     def forget(self, number: int) -> bool:
         """Gives a call nothing more; whether it was running."""
-        self._takers.pop(number, None)
+        self.relay_tokens(number, None)
         return self._calls.pop(number, None) is not None
 
     def relay_tokens(self, number: int, taker: TokenTaker | None) -> None:
@@ -38,6 +41,7 @@ class RunningCalls:
             self._takers[number] = taker
         else:
             self._takers.pop(number, None)
+        self._ungroup()
 
     def end(self, error: BatonError) -> None:
         """Ends all calls with an error."""
@@ -62,45 +66,46 @@ class RunningCalls:
 
     def _take_tokens(self, response: pb.MultiplexResponse) -> None:
         """Takes the tokens of a step, those of one output after those of another, so that each is written early."""
-        taker_of = self._takers.get
-        outputs: dict[TokenOutput | None, list[tuple[int, int]]] = {}
         # As lists, which repeated fields make at once.
-        for number, token_id in zip(response.token_calls[:], response.token_ids[:], strict=False):
-            taker = taker_of(number)
-            output = None if taker is None else taker.output
-            tokens = outputs.get(output)
-            if tokens is None:
-                outputs[output] = [(number, token_id)]
-            else:
-                tokens.append((number, token_id))
-        taken: list[tuple[int, TokenTaker]] = []
-        for output, tokens in outputs.items():
-            self._take_each(tokens, taken)
+        numbers, token_ids = response.token_calls[:], response.token_ids[:]
+        if numbers != self._grouped:
+            self._group(numbers)
+        groups, taken = self._groups, list[tuple[int, TokenTaker]]()
+        for output, places in groups:
+            for place, number, taker in places:
+                # The present one: a call may have ended, or have left its tokens to its reader, at a token before.
+                present = taker if self._groups is groups else self._takers.get(number)
+                try:
+                    if present is not None and present.take(token_ids[place]):
+                        taken.append((number, present))
+                        continue
+                except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
+                    self._fail(number, error)
+                    continue
+                call = self._calls.get(number)
+                if call is not None:
+                    call.take(token_ids[place])
             if output is not None:
                 output.flush_early()
         now = time.monotonic()
-        for number, taker in taken:
+        for number, present in taken:
             try:
-                taker.note_taken(now)
+                present.note_taken(now)
             except Exception as error:
                 self._fail(number, error)
 
-    def _take_each(self, tokens: list[tuple[int, int]], taken: list[tuple[int, TokenTaker]]) -> None:
-        """Gives tokens to their takers, or calls; adds to `taken` what takers took."""
-        taker_of = self._takers.get
-        for number, token_id in tokens:
-            # The present one: a call may have ended, or have left its tokens to its reader, at the token before.
-            taker = taker_of(number)
-            try:
-                if taker is not None and taker.take(token_id):
-                    taken.append((number, taker))
-                    continue
-            except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
-                self._fail(number, error)
-                continue
-            call = self._calls.get(number)
-            if call is not None:
-                call.take(token_id)
+    def _group(self, numbers: list[int]) -> None:
+        """Groups the calls of a step by their outputs. The next step mostly has the same ones."""
+        groups: dict[TokenOutput | None, list[tuple[int, int, TokenTaker | None]]] = {}
+        for place, number in enumerate(numbers):
+            taker = self._takers.get(number)
+            groups.setdefault(None if taker is None else taker.output, []).append((place, number, taker))
+        self._grouped, self._groups = numbers, [*groups.items()]
+
+    def _ungroup(self) -> None:
+        """The calls, or their takers, have changed."""
+        if self._grouped:
+            self._grouped, self._groups = [], []
 
     def _fail(self, number: int, error: Exception) -> None:
         call = self._calls.get(number)
