@@ -12,7 +12,7 @@ _YOUNG_OBJECTS: Final = 5_000
 # After so many of the youngest what they left is collected, too: no more of it than a few milliseconds can look at.
 _YOUNG_COLLECTIONS: Final = 2
 # After so many of those everything is. With 1,024 running streams that takes a router 30 to 80 ms, and frees nothing.
-_MIDDLE_COLLECTIONS: Final = 1_000
+_MIDDLE_COLLECTIONS: Final = 300
 
 
 def exempt_living_objects() -> None:

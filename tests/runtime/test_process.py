@@ -44,7 +44,7 @@ async def counts_frozen(stopping):
 
 async def counts_collections(stopping):
     before = gc.get_stats()[0]["collections"]
-    living = [[] for _ in range(5_000)]
+    living = [[] for _ in range(4_000)]
     print("collections:", gc.get_stats()[0]["collections"] - before, flush=True)
 
 async def fails(stopping):
