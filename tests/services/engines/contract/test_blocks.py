@@ -153,14 +153,21 @@ async def test_cancelling_a_reader_frees_its_blocks(engine: Engine) -> None:
 
 
 async def test_cancelling_a_prefill_at_any_point_frees_its_blocks(engine: Engine) -> None:
+    cancelled = 0
     for pauses in range(12):
         task = asyncio.create_task(engine.prefill(Prompt((pauses + 5,) * LONG), greedy(2)))
         for _ in range(pauses):
             await asyncio.sleep(0)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        try:
+            held = await task
+        except asyncio.CancelledError:
+            cancelled += 1
+        else:
+            # The engine's thread was quicker than so many turns of this loop.
+            await held.release()
         assert blocks_used(engine) == 0
+    assert cancelled
 
 
 async def test_a_reservation_waits_until_there_is_room(engine: Engine) -> None:
