@@ -3,9 +3,16 @@
 import sys
 from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from baton.errors import ConfigError
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise ConfigError("this command needs the extra `cli`: pip install 'baton-serving[cli]'") from error
+
+__all__ = ["Table", "errors", "output", "table"]
 
 # Output to a pipe or file is not cut at a terminal's width.
 PIPE_WIDTH = 200

@@ -5,12 +5,11 @@ from typing import cast
 
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
-from rich.table import Table
 
 from baton.connection.metadata import TIMINGS_KEY
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, timing_pb2
-from cli.terminal import table
+from cli.terminal import Table, table
 
 BAR_WIDTH = 30
 

@@ -13,17 +13,22 @@ import tomllib
 PROJECTS = (Path("pyproject.toml"), Path("packaging/client/pyproject.toml"))
 # The first process of every container, which passes signals on.
 INIT = "dumb-init"
-# OpenAI's API is a key of a router's configuration, and not another image.
-EXTRAS = ("openai",)
+# OpenAI's API is a key of a router's configuration, and not another image; the `baton` command is in every image.
+EXTRAS = {
+    "router": ("openai", "cli"),
+    "cpu": ("openai", "cli", "pytorch"),
+    "cuda": ("openai", "cli", "pytorch"),
+    "trtllm": ("openai", "cli"),
+}
 # Installed from this checkout, after the others.
 OURS = {"baton-client"}
 # By the image's target. Routers compute nothing. Another torch or transformers would break the TensorRT-LLM of its
 # image, which was built against its own.
 LEFT_OUT = {
-    "router": {"numpy", "safetensors", "torch", "transformers"},
+    "router": {"numpy"},
     "cpu": set(),
     "cuda": set(),
-    "trtllm": {"numpy", "pillow", "safetensors", "tokenizers", "torch", "transformers"},
+    "trtllm": {"numpy", "pillow", "tokenizers"},
 }
 
 
@@ -31,13 +36,13 @@ def requirements(target: str) -> list[str]:
     """The requirements of an image, without most extras. Raises KeyError for an unknown target."""
     without = LEFT_OUT[target] | OURS
     projects = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
-    declared = {each for project in projects for each in _declared(project)}
+    declared = {each for project in projects for each in _declared(project, EXTRAS[target])}
     return sorted({INIT, *(each for each in declared if _name(each) not in without)})
 
 
-def _declared(project: dict[str, Any]) -> list[str]:
+def _declared(project: dict[str, Any], wanted: tuple[str, ...]) -> list[str]:
     extras = project.get("optional-dependencies", {})
-    return [*project["dependencies"], *(each for name in EXTRAS for each in extras.get(name, []))]
+    return [*project["dependencies"], *(each for name in wanted for each in extras.get(name, []))]
 
 
 def _name(requirement: str) -> str:

@@ -8,5 +8,7 @@ lora_operations.py   LoraOperations: what operators do with adapters, on all wor
 model.py    ServedModel: a model's tokenizer, limits and capabilities
 offer.py    Offer: what all of this offers, for GetServerInfo
 report_stream.py   ReportStream: whether the reports of a worker are lost
+destinations.py  what a decode worker has allocated before the prompt is computed
+prefetches.py    a decode worker that reads KV while its prompt is computed
 aborts.py   stops calls on workers
 """

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from baton.errors import ConfigError
@@ -100,7 +101,16 @@ def describe(config: EngineConfig) -> list[str]:
     return describes(config) if describes else []
 
 
+def _require_pytorch() -> None:
+    """Raises ConfigError if a package of the extra `pytorch` is missing."""
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        needed = f"engine.kind: pytorch needs {' and '.join(missing)}, from the extra `pytorch`"
+        raise ConfigError(f"{needed}: pip install 'baton-serving[pytorch]'")
+
+
 def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    _require_pytorch()
     from services.engines.pytorch.engine import PyTorchEngine
     from services.engines.pytorch.parallel.followers import check_roles
 
@@ -109,12 +119,14 @@ def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyn
 
 
 def _follow_pytorch(config: PyTorchConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:
+    _require_pytorch()
     from services.engines.pytorch.parallel.multi_node.follower import follow as follow_rank_0
 
     return follow_rank_0(config, progress, stopping)
 
 
 def _open_pytorch_encoder(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+    _require_pytorch()
     from services.engines.pytorch.vision.encoder import PyTorchEncoder
 
     del context
@@ -122,6 +134,7 @@ def _open_pytorch_encoder(config: PyTorchConfig, context: EngineContext) -> Abst
 
 
 def _open_pytorch_embedder(config: PyTorchConfig, context: EngineContext) -> AbstractAsyncContextManager[TextEmbedder]:
+    _require_pytorch()
     from services.engines.pytorch.embedding.embedder import PyTorchEmbedder
 
     del context

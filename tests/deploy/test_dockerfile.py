@@ -82,6 +82,10 @@ class TestRequirements:
     def test_a_router_gets_no_torch(self) -> None:
         assert names("cpu") - names("router") == {"numpy", "safetensors", "torch", "transformers"}
 
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_every_image_has_the_tables_of_the_command(self, target: str) -> None:
+        assert "rich" in names(target)
+
     def test_what_the_tensorrt_llm_image_brings_is_not_installed_again(self) -> None:
         assert names("cuda") - names("trtllm") >= {"torch", "transformers", "numpy"}
         assert "grpcio" in names("trtllm")

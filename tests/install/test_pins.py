@@ -19,8 +19,8 @@ def required() -> list[Requirement]:
     # No TOML reader in Python 3.10; the lists of requirements are one string a line.
     project = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[0]
     texts = re.findall(r'^    "([A-Za-z][\w.-]*(?:[<>=!].*?)?)",$', project, re.M)
-    # baton-client is built from this repository too, in the same version.
-    return [Requirement(text) for text in texts if not text.startswith("baton-client")]
+    # Ours are built from this repository, in the same version.
+    return [Requirement(text) for text in texts if not text.startswith("baton-")]
 
 
 def test_every_constraint_is_one_version_that_any_index_may_have() -> None:

@@ -27,6 +27,7 @@ class Built:
     wheel: set[str]
     client_sdist: set[str]
     client_wheel: set[str]
+    requires: set[str]
     client_requires: set[str]
     client_alone: Path
     installed: Path
@@ -61,6 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         wheel=set(zipfile.ZipFile(wheel).namelist()),
         client_sdist=inside(client_sdist),
         client_wheel=set(zipfile.ZipFile(client_wheel).namelist()),
+        requires=requirements(wheel),
         client_requires=requirements(client_wheel),
         client_alone=folder / "alone",
         installed=folder / "installed",
@@ -148,6 +150,37 @@ def test_the_sdist_has_what_was_written_and_nothing_that_was_generated(built: Bu
 
 def test_the_client_needs_grpcio_and_protobuf_and_nothing_heavier(built: Built) -> None:
     assert built.client_requires == {"grpcio", "protobuf", "googleapis-common-protos"}
+
+
+def test_a_router_installs_neither_an_engine_nor_the_commands_tables(built: Built) -> None:
+    assert "tokenizers" in built.requires
+    assert built.requires.isdisjoint({"torch", "transformers", "safetensors", "rich"})
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "missing", "message"),
+    [
+        (
+            "services",
+            ["worker.yaml"],
+            "torch",
+            "engine.kind: pytorch needs torch, from the extra `pytorch`: pip install 'baton-serving[pytorch]'",
+        ),
+        ("cli", ["workers"], "rich", "this command needs the extra `cli`: pip install 'baton-serving[cli]'"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    built: Built, tmp_path: Path, module: str, words: list[str], missing: str, message: str
+) -> None:
+    engine = f"engine: {{kind: pytorch, model: {ROOT / 'models' / 'demo'}}}"
+    (tmp_path / "worker.yaml").write_text(
+        f"roles: [prefill, decode]\nlisten: 127.0.0.1:0\n{engine}\nregistry: {{kind: file, folder: {tmp_path}}}\n"
+    )
+    program = f"from {module}.__main__ import main; main()"
+    absent = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['baton', *{words!r}]; {program}"
+    done = built.run("-c", absent, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stdout + done.stderr
 
 
 def test_both_distributions_and_the_library_have_one_version(built: Built) -> None:

@@ -1,2 +1,5 @@
-"""What is on the wire, without anything that runs: frames, HPACK and whole header blocks, a request's head, gRPC's
-metadata and messages."""
+"""What is on the wire, without anything that runs.
+
+frames (HTTP/2's frames), hpack and header_blocks (compressed fields, and whole blocks of them), request (a request's head),
+metadata and messages (gRPC's).
+"""
