@@ -1,7 +1,7 @@
 """Spans as OTLP's messages, filled in place.
 
 The library's encoder makes each part by itself and gives it to the next larger one, which copies it, and hashes the
-resource of each span: that takes five times as long (benchmarks/NOTES.md).
+resource of each span: that takes five times as long.
 """
 
 from collections.abc import Callable, Mapping, Sequence
