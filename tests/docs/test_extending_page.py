@@ -1,4 +1,4 @@
-"""docs/extending.md names files that exist, with about as many lines as it says."""
+"""docs/extending.md names files that exist, and no numbers of lines, which nothing would keep true."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-ROWS = re.findall(r"^\| ((?:`[\w/.]+`(?:, )?)+) \| (\d+) \|", PAGE, re.M)
+FILES = sorted(set(re.findall(r"`((?:[a-z_]+/)+[\w.]+\.(?:py|md|proto))`", PAGE)))
 
 
-def test_the_page_has_files_with_their_lines() -> None:
-    assert len(ROWS) >= 8
+def test_the_page_names_files() -> None:
+    assert len(FILES) >= 20
 
 
-@pytest.mark.parametrize(("names", "lines"), ROWS)
-def test_the_files_are_as_long_as_the_page_says(names: str, lines: str) -> None:
-    found = sum(len((ROOT / name).read_text().splitlines()) for name in re.findall(r"`([\w/.]+)`", names))
-    assert 0.7 * found <= int(lines) <= 1.4 * found, found
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_is_there(name: str) -> None:
+    assert (ROOT / name).is_file()
+
+
+def test_it_has_no_numbers_of_lines() -> None:
+    assert re.findall(r"\d+ lines", PAGE) == []
