@@ -1,0 +1,177 @@
+"""Counts the structure of the product: `python -m tools.structure`, in the repository's root.
+
+Lines and files, rooms that import each other in circles, files that do, docstrings that do not begin with their subject, and
+what a reader opens to change the path of a token, a request or a handoff (tools/reading_lists.yaml).
+Reads the source with `ast` and runs nothing of it; imports under TYPE_CHECKING count.
+"""
+
+import argparse
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("baton", "runtime", "rpc", "discovery", "grammars", "media", "services", "router", "cli", "devtools")
+GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
+# Packages whose folders are rooms of their own.
+ROOMS = ("router", "services", "rpc")
+SHORT_LINES = 40
+# A docstring that begins with a clause instead of its subject, or that only points elsewhere.
+CLAUSE = re.compile(r"^(What|Whether|Who|Whom|Whose|How|Until|See|Does nothing)\b")
+
+Graph = Mapping[str, set[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A source file: its dotted name, its tree and its number of lines."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    lines: int
+
+
+def main() -> None:
+    """Prints one line a figure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout, to compare with")
+    parser.add_argument("--list", action="store_true", help="also print the circles and the docstrings")
+    options = parser.parse_args()
+    modules = read(options.root)
+    for line in (*sizes(modules), *circles(modules, options.list), *docstrings(modules, options.list)):
+        print(line)
+    for line in reading(options.root):
+        print(line)
+
+
+def read(root: Path) -> dict[str, Module]:
+    """The product's modules by name, without generated ones."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            if not GENERATED.search(path.name):
+                text = path.read_text()
+                name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+                found[name] = Module(name, path, ast.parse(text), len(text.splitlines()))
+    return found
+
+
+def sizes(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Lines, files, and files so short that they belong with a neighbour."""
+    files = [each for each in modules.values() if each.path.name != "__init__.py"]
+    yield f"product lines: {sum(each.lines for each in modules.values())} in {len(modules)} files"
+    yield f"files under {SHORT_LINES} lines: {sum(each.lines < SHORT_LINES for each in files)}"
+    names = Counter(
+        (each.name.partition(".")[0], node.name)
+        for each in files
+        for node in each.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    yield f"class names that a package has twice: {sum(count > 1 for count in names.values())}"
+
+
+def circles(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
+    """Circles of imports among the rooms of each package, and among files."""
+    imports = {name: imported(module, modules) for name, module in modules.items()}
+    for package in ROOMS:
+        rooms = room_graph(imports, package)
+        found = components(rooms)
+        yield f"rooms of {package} in circles: {sum(map(len, found))} of {len(rooms)}"
+        if shows:
+            yield from (f"    {' <-> '.join(sorted(each))}" for each in found)
+    found = components(imports)
+    yield f"circles of files: {len(found)}"
+    if shows:
+        yield from (f"    {' <-> '.join(sorted(each))}" for each in found)
+
+
+def imported(module: Module, modules: Mapping[str, Module]) -> set[str]:
+    """The product's modules that one imports; a package's `__init__` counts only where nothing below it is meant."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in modules}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            below = {f"{node.module}.{alias.name}" for alias in node.names}
+            inside = below & set(modules)
+            found |= inside or ({node.module} & set(modules))
+    return found - {module.name}
+
+
+def room_graph(imports: Graph, package: str) -> dict[str, set[str]]:
+    """The folders right below a package, and which of them import which. Files beside the folders are no rooms."""
+    graph: dict[str, set[str]] = {}
+    for name, others in imports.items():
+        parts = name.split(".")
+        if parts[0] != package or len(parts) < 3:
+            continue
+        rooms = {other.split(".")[1] for other in others if other.startswith(f"{package}.") and other.count(".") > 1}
+        graph.setdefault(parts[1], set()).update(rooms - {parts[1]})
+    return graph
+
+
+def components(graph: Graph) -> list[set[str]]:
+    """The strongly connected components of more than one node (Tarjan's algorithm, without recursion)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+    for start in graph:
+        if start in order:
+            continue
+        order[start] = low[start] = len(order)
+        stack.append(start)
+        work = [(start, iter(sorted(graph[start])))]
+        while work:
+            node, others = work[-1]
+            below = next((each for each in others if each in graph), None)
+            if below is None:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == order[node]:
+                    cut = stack.index(node)
+                    found.append(set(stack[cut:]))
+                    del stack[cut:]
+            elif below not in order:
+                order[below] = low[below] = len(order)
+                stack.append(below)
+                work.append((below, iter(sorted(graph[below]))))
+            elif below in stack:
+                low[node] = min(low[node], order[below])
+    return [each for each in found if len(each) > 1]
+
+
+def docstrings(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
+    """Docstrings that begin with a clause, or only point elsewhere."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    total, wrong = 0, []
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            total += text is not None
+            if text and CLAUSE.match(text):
+                wrong.append(f"    {module.path.name}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}")
+    yield f"docstrings that begin with a clause or point elsewhere: {len(wrong)} of {total}"
+    if shows:
+        yield from wrong
+
+
+def reading(root: Path) -> Iterator[str]:
+    """Files and lines of each reading list that the checkout has; a list is for the checkout that it stands in."""
+    path = root / "tools" / "reading_lists.yaml"
+    lists: Mapping[str, Iterable[str]] = yaml.safe_load(path.read_text()) if path.exists() else {}
+    for purpose, names in lists.items():
+        files = [root / name for name in names]
+        lines = sum(len(each.read_text().splitlines()) for each in files)
+        yield f"to read, to change {purpose}: {len(files)} files, {lines} lines"
+
+
+if __name__ == "__main__":
+    main()
