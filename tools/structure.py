@@ -1,7 +1,7 @@
 """Counts the structure of the product: `python -m tools.structure`, in the repository's root.
 
-Lines and files, rooms that import each other in circles, files that do, docstrings that do not begin with their subject, and
-what a reader opens to change the path of a token, a request or a handoff (tools/reading_lists.yaml).
+Lines and files, rooms that import each other in circles, files that do, docstrings without their subject first,
+and the files to read to change a token's, a request's or a handoff's path (tools/reading_lists.yaml).
 Reads the source with `ast` and runs nothing of it; imports under TYPE_CHECKING count.
 """
 

@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.two_gpus.report import table
 from services.engines.pytorch.kernels.triton_ops import TritonOps
+from services.engines.pytorch.parallel.joining import SameHost, join
 from services.engines.pytorch.parallel.peer_ranks import PeerRanks
-from services.engines.pytorch.parallel.ranks import ExchangeShape, Ranks, SameHost, join
+from services.engines.pytorch.parallel.ranks import ExchangeShape, Ranks
 from services.engines.pytorch.parallel.shards import Shard
 
 WIDTH, VOCABULARY, TIMES = 4096, 128256, 64

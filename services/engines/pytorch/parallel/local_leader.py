@@ -17,9 +17,10 @@ import torch
 from baton.errors import EngineFailed
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.parallel.followers import LOAD_SECONDS, check_split, shard_of
+from services.engines.pytorch.parallel.joining import SameHost, join
 from services.engines.pytorch.parallel.local_follower import follow
 from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Order, ZeroBlocks
-from services.engines.pytorch.parallel.ranks import Ranks, SameHost, join
+from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.fused_runner import Sizes
 
 _log = structlog.get_logger(__name__)
