@@ -4,6 +4,7 @@ import argparse
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from cli.connection import connect
+from cli.request import set_prompt, text_of
 from cli.terminal import output, table
 
 _NUMBERS = ["total ms", "wait", "prefill", "transfer", "decode", "stall", "cached", "uncached"]
@@ -11,7 +12,8 @@ _NUMBERS = ["total ms", "wait", "prefill", "transfer", "decode", "stall", "cache
 
 async def run(arguments: argparse.Namespace) -> int:
     """Prints the candidates, the best first, and what is said of each worker."""
-    request = generate_pb2.GenerateRequest(model=arguments.model, prompt=arguments.prompt)
+    request = generate_pb2.GenerateRequest(model=text_of("model", arguments.model))
+    set_prompt(request, arguments)
     async with connect(arguments) as client:
         response = await client.explain_route(request)
     print(f"policy {response.policy}, {response.prompt_tokens} prompt tokens")
