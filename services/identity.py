@@ -8,6 +8,7 @@ from typing import Literal
 import structlog
 
 from baton.errors import ModelNotFound, RoleMismatch, StaleEpoch
+from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
 from discovery.registry import Registration, Registry, WorkerRecord
 from runtime.aio import timeout
@@ -34,6 +35,7 @@ class Identity:
     certificate: str = ""  # the URI baton://worker/NAME in its certificate, if it has one
     offers: tuple[str, ...] | None = None  # transports by which others can read its KV; None if engines move it
     reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
+    location: Location = UNKNOWN
 
     def require_role(self, role: Role) -> None:
         """Raises RoleMismatch naming the worker's roles."""

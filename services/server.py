@@ -106,6 +106,7 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     certificate = config.tls.listen.identity if config.tls.listen else ""
     epoch = await registry.next_epoch(config.worker_id)
     identity = Identity(config.worker_id, config.roles, engines.facts.name, epoch, certificate=certificate)
+    identity.location = config.location.labels
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:
@@ -275,6 +276,7 @@ def _record(worker: Worker) -> WorkerRecord:
         layout=facts.layout.in_words,
         offers=worker.identity.offers,
         reads=worker.identity.reads,
+        location=worker.identity.location,
     )
 
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from baton.inference.v1 import generate_pb2
 from router.routing.latency import Clock
 from router.routing.policy import Candidates, Placement, Prediction, RoutingRequest, W
-from router.routing.prefix.cost import Costs, Priors
+from router.routing.prefix.cost import Costs, Nearness, Priors
 from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.places import DecodeFields, Places, PrefillFields
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
@@ -50,9 +50,10 @@ class PredictedSeconds:
         priors: Priors | None = None,
         clock: Clock = time.monotonic,
         seed: int | None = None,
+        nearness: Nearness | None = None,
     ) -> None:
         self.caches = caches or PrefixCaches(clock)
-        self.costs = Costs(priors, clock)
+        self.costs = Costs(priors, clock, nearness)
         self._places = Places(self.costs)
         self._temperature_seconds = temperature_seconds
         self._clock = clock
@@ -128,9 +129,10 @@ class PredictedSeconds:
         _, apart, (joins, _, _, here, stall, _) = option
         first_token, _, _, wait, prefill, cached, worker, cost, work = apart or here
         _, _, _, held_up, _, have, reader, reader_cost, reader_work = here
-        transfer = late = 0.0
+        transfer = late = distance = 0.0
         if apart is not None:
-            transfer = cost.way_to(reader_cost).seconds(_moved_bytes(have, request))
+            way = cost.way_to(reader_cost)
+            transfer, distance = way.seconds(_moved_bytes(have, request)), way.distance
             late = max(0.0, held_up - (first_token + transfer))
         return Prediction(
             prefill_worker=None if apart is None else worker,
@@ -145,6 +147,7 @@ class PredictedSeconds:
             has_kv_events=self.caches.reports(cost.process),
             rank=work.cache.rank,
             decode_rank=reader_work.cache.rank,
+            distance=distance,
         )
 
     def _explain(self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest) -> list[str]:
@@ -167,7 +170,7 @@ def _pairs(
                 usual = way.usual
                 # As `way.seconds(moved)` and `late(arrival)`.
                 arrival = first_token + way.slowness * (usual.base + moved * usual.rate)
-                options.append(((wait if wait > arrival else arrival) + joins, prefill, decode))
+                options.append(((wait if wait > arrival else arrival) + joins + way.distance, prefill, decode))
     return options
 
 
