@@ -11,6 +11,7 @@ from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from discovery.config import RegistryConfig
 from discovery.location import LABEL, Location
+from discovery.roles import ROLES, Role
 from media.config import MediaConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
@@ -20,7 +21,6 @@ from runtime.logs import LogConfig
 from services.engines.context import EngineConfig
 from services.engines.registry import read_engine_config
 from services.engines.simulated.config import SimulatedConfig
-from services.identity import ROLES, Role
 from services.transports.registry import read_options, transport_class
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
-from typing import Literal
 
 import structlog
 
@@ -11,12 +10,10 @@ from baton.errors import ModelNotFound, RoleMismatch, StaleEpoch
 from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
 from discovery.registry import Registration, Registry, WorkerRecord
+from discovery.roles import Role
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
-
-Role = Literal["encode", "prefill", "decode", "embed"]
-ROLES: tuple[Role, ...] = ("encode", "prefill", "decode", "embed")
 
 _PAIRING_SECONDS = 3.0
 

@@ -16,6 +16,7 @@ from baton.engine.v1 import (
 from discovery.config import open_registry
 from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
+from discovery.roles import ROLE_KINDS
 from rpc.auth.access import Access, Rules
 from rpc.auth.caller import Role as CallerRole
 from rpc.channels import dialer
@@ -51,7 +52,7 @@ from services.worker_engines import WorkerEngines, open_engines
 
 log = structlog.get_logger(__name__)
 
-ROLE_SERVICES = (encode.SERVICE_NAME, prefill.SERVICE_NAME, decode.SERVICE_NAME, embed.SERVICE_NAME)
+ROLE_SERVICES = tuple(f"baton.engine.v1.{kind.service}" for kind in ROLE_KINDS)
 
 # What routers call for each request, and what tells of load. Images are large, and not multiplexed.
 _MULTIPLEXED = (prefill.SERVICE_NAME, decode.SERVICE_NAME, handoff.SERVICE_NAME, control.SERVICE_NAME)

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 
 def pinned(workers: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Mapping[tuple[str, int], str]:
-    """A GPU for each (role, number), in turn; workers with a block pool first, to keep prefill and decode apart."""
-    ordered = sorted(workers, key=lambda worker: worker[0] in ("encode", "embed"))
-    return {worker: gpus[index % len(gpus)] for index, worker in enumerate(ordered)} if gpus else {}
+    """A GPU for each (role, number), in turn. With a block pool first, prefill and decode are kept apart."""
+    return {worker: gpus[index % len(gpus)] for index, worker in enumerate(workers)} if gpus else {}
 
 
 def shortage(workers: int, gpus: int) -> str:

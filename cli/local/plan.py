@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,8 @@ from baton.errors import ConfigError
 from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from cli.local.gpus import pinned, shortage
 from cli.local.ports import free_port, port_or_another, router_port
+from discovery.roles import ROLES, WITH_KV
+from discovery.roles import Role as WorkerRole
 from runtime.gpus import visible_gpus
 
 # The checkout, which has the configurations of workers and router.
@@ -34,8 +36,8 @@ TRACES_PORT = 16686
 ENVOY_PORT = 8080
 OPENAI_PORT = 8000
 
-Role = Literal["etcd", "encode", "prefill", "decode", "embed", "router", "envoy", "traces"]
-WORKERS: tuple[Role, ...] = ("encode", "prefill", "decode", "embed")
+Role: TypeAlias = WorkerRole | Literal["etcd", "router", "envoy", "traces"]
+WORKERS = ROLES
 
 
 class ClusterOptions(BaseModel):
@@ -56,7 +58,7 @@ class ClusterOptions(BaseModel):
     share_gpus: bool = False  # whether more workers than GPUs are meant
 
     @property
-    def workers(self) -> tuple[tuple[Role, int], ...]:
+    def workers(self) -> tuple[tuple[WorkerRole, int], ...]:
         """Role and number of each worker."""
         counts = {"encode": self.encode, "prefill": self.prefill, "decode": self.decode, "embed": self.embed}
         return tuple((role, number) for role in WORKERS for number in range(counts[role]))
@@ -118,7 +120,7 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     with_a_pool = len(workers) if options.engine == "vllm" else options.prefill + options.decode
     sharing = math.ceil(with_a_pool / len(gpus)) if gpus else with_a_pool
     engine = _engine(options, len(workers), sharing)
-    places = pinned(workers, gpus)
+    places = pinned(sorted(workers, key=lambda worker: worker[0] not in WITH_KV), gpus)
     python = _python_of_workers(options)
     servers = [
         _worker(role, number, python, [*shared, *engine], places.get((role, number), "")) for role, number in workers

@@ -14,6 +14,7 @@ from baton.errors import BatonError, InvalidRequest, ModelNotFound
 from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
+from discovery.roles import COMPLETING
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.kserve.embeddings import embed_request, embed_response
@@ -35,7 +36,6 @@ NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _MAX_STREAMED_BYTES = 4 * 2**20  # of one request in a stream; they are texts
 _MAX_FIELDS = 4096
 _SMALL_BYTES = 16 * 1024
-_ANSWERING = {"decode", "embed"}
 _AT_ONCE = 64  # requests of one stream; more wait
 _LARGE_TEXTS = 64  # vectors of more are packed in a thread
 
@@ -127,7 +127,7 @@ class KServeServicer:
 
     def _is_ready(self, name: str) -> bool:
         return any(
-            worker.record.model == name and _ANSWERING & set(worker.record.roles) and not worker.problem
+            worker.record.model == name and COMPLETING & set(worker.record.roles) and not worker.problem
             for worker in self._cluster.workers
         )
 

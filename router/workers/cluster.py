@@ -18,6 +18,7 @@ from discovery.latest import Latest
 from discovery.location import Domain
 from discovery.pairing import partly_unpaired, unpaired
 from discovery.registry import Registry, WorkerRecord
+from discovery.roles import COMPLETING, ROLES
 from router.config import ProbeConfig
 from router.telemetry import metrics
 from router.workers.handle import WorkerHandle, connect
@@ -30,7 +31,6 @@ from runtime.aio import TaskGroup
 log = structlog.get_logger(__name__)
 
 _CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
-_COMPLETING = {"decode", "embed"}  # the roles that complete requests
 _LONGEST_REASON = 300  # characters of what a card's reading raised
 
 
@@ -120,7 +120,7 @@ class Cluster:
             if worker.state == "ready":
                 models[worker.record.model].update(worker.record.roles)
         return {
-            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in metrics.ROLES},
+            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in ROLES},
             "models": {name: sorted(models[name]) for name in sorted(models)},
         }
 
@@ -207,7 +207,7 @@ class Cluster:
                 self._models[worker.record.model] = worker.model
         self._note_unpaired()
         metrics.observe_workers(_roles_and_states(self.workers))
-        self._ready.set(any(_COMPLETING & set(worker.record.roles) and not worker.problem for worker in self.workers))
+        self._ready.set(any(COMPLETING & set(worker.record.roles) and not worker.problem for worker in self.workers))
         # Wakes the present waiters; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
