@@ -18,13 +18,13 @@ def require_writable(files: Mapping[str, str | None]) -> None:
             continue
         path = Path(name)
         with _explained(option, name):
+            if path.exists() and not path.is_file() and not path.is_dir():
+                continue  # such as /dev/stdout, which several may share, and a pipe, which would block
             found = path.exists()
             with path.open("ab"):
                 pass
             if not found:
                 path.unlink()
-            elif not path.is_file():
-                continue  # such as /dev/stdout, which several may share
         other = seen.setdefault(path.resolve(), option)
         if other != option:
             raise ConfigError(f"{option}: {name} is the file of {other} too")

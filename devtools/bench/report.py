@@ -39,7 +39,9 @@ def check_plot(path: Path) -> None:
     canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     kind = path.suffix.removeprefix(".").lower()
     if kind and kind not in canvas.get_supported_filetypes():
-        raise ConfigError(f"--plot: {path} has the ending of no picture; png, pdf and svg do, for example")
+        raise ConfigError(
+            f"--plot: matplotlib cannot write {path}: name a file that ends in .png, .pdf or .svg, for example"
+        )
 
 
 def plot(path: Path, title: str, summaries: Sequence[Summary]) -> None:
