@@ -89,27 +89,49 @@ def unpaired(records: Iterable[WorkerRecord], within: Domain | None = None) -> d
 def partly_unpaired(records: Iterable[WorkerRecord], within: Domain | None = None) -> dict[str, list[str]]:
     """The pairs that cannot be, in words, of workers that `unpaired` leaves out: by `WorkerRecord.process`.
 
-    It compares all with all: call it for an operator, in a thread.
+    Also those that prefill where none decodes. It compares kinds of workers, of which a fleet has few unless handoffs
+    stay within hosts.
     """
     handing_over = [record for record in records if _hands_over(record)]
     whole = unpaired(handing_over, within)
+    kinds: defaultdict[tuple[str, str], dict[object, list[WorkerRecord]]] = defaultdict(dict)
+    for record in handing_over:
+        for role in record.roles:
+            kinds[record.model, role].setdefault(_kind(record, within), []).append(record)
+    said: dict[object, str] = {}
     found: defaultdict[str, list[str]] = defaultdict(list)
     for record in handing_over:
         for role in sorted(set(record.roles) & _OPPOSITE.keys()):
-            opposite = [
-                other
-                for other in handing_over
-                if other.model == record.model and _OPPOSITE[role] in other.roles and other.process != record.process
-            ]
-            if not opposite:
-                found[record.process].append(f"no other worker of {record.model} has the role {_OPPOSITE[role]}")
+            opposite = kinds.get((record.model, _OPPOSITE[role]), {})
+            if not opposite and role == "prefill":
+                found[record.process].append(f"no worker of {record.model} has the role {_OPPOSITE[role]}")
+            if record.process in whole:
                 continue
-            unfit = [other for other in opposite if not _fits_one(record, role, (other,), within)]
-            if unfit and record.process not in whole:
-                cannot = "cannot hand over to" if role == "prefill" else "cannot be handed over to by"
-                causes = _list(unfit, lambda other: f"({_cause(record, other, within)})")  # noqa: B023
-                found[record.process].append(f"{cannot} {causes}")
+            # Its own kind may include the worker itself, which it does not hand over to.
+            key = record.model, role, _kind(record, within), record.process if len(record.roles) > 1 else ""
+            if key not in said:
+                said[key] = _unfit(record, role, opposite.values(), within)
+            if said[key]:
+                found[record.process].append(said[key])
     return dict(found)
+
+
+def _kind(record: WorkerRecord, within: Domain | None) -> tuple[object, ...]:
+    """What decides with whom a worker can be paired."""
+    return record.layout_digest, record.offers, record.reads, _domain(record, within)
+
+
+def _unfit(record: WorkerRecord, role: str, opposite: Iterable[Sequence[WorkerRecord]], within: Domain | None) -> str:
+    """The workers of the other role that it cannot be paired with; empty if there is none. `opposite` is by kind."""
+    unfit: list[WorkerRecord] = []
+    for of_kind in opposite:
+        others = [other for other in of_kind[:2] if other.process != record.process]
+        if others and not _fits_one(record, role, others, within):
+            unfit += [other for other in of_kind if other.process != record.process]
+    if not unfit:
+        return ""
+    cannot = "cannot hand over to" if role == "prefill" else "cannot be handed over to by"
+    return f"{cannot} {_list(unfit, lambda other: f'({_cause(record, other, within)})')}"
 
 
 def _cause(record: WorkerRecord, other: WorkerRecord, within: Domain | None) -> str:

@@ -118,7 +118,7 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     if options.engine == "vllm" and not options.share_gpus and (lacking := shortage(len(workers), len(gpus))):
         raise ConfigError(f"{lacking}, and vLLM claims nearly all of it: start fewer, or share with --share-gpus")
     with_a_pool = len(workers) if options.engine == "vllm" else options.prefill + options.decode
-    sharing = math.ceil(with_a_pool / len(gpus)) if gpus else with_a_pool
+    sharing = math.ceil(with_a_pool / len(gpus)) if gpus else 1
     engine = _engine(options, len(workers), sharing)
     places = pinned(sorted(workers, key=lambda worker: worker[0] not in WITH_KV), gpus)
     python = _python_of_workers(options)

@@ -169,7 +169,8 @@ class Nearness:
     def way(self, usual: LinearCost, owner: WorkerRecord, reader: WorkerRecord) -> Way:
         """The way from one worker to another, before anything is measured."""
         exists = can_hand_over(owner, reader, self.within)
-        return Way(usual, exists, self.far_seconds * steps_apart(owner.place, reader.place))
+        distance = self.far_seconds * steps_apart(owner.place, reader.place) if self.far_seconds else 0.0
+        return Way(usual, exists, distance)
 
 
 @dataclass(slots=True, eq=False)

@@ -55,6 +55,7 @@ class PredictedSeconds:
         self.caches = caches or PrefixCaches(clock)
         self.costs = Costs(priors, clock, nearness)
         self._places = Places(self.costs)
+        self._looks_at_places = nearness is not None and nearness != Nearness()
         self._temperature_seconds = temperature_seconds
         self._clock = clock
         self._arrivals = ArrivalRate(clock)
@@ -114,8 +115,12 @@ class PredictedSeconds:
         options: list[Option[W]] = []
         if candidates.prefill:
             prefills = places.to_prefill(candidates.prefill, request, matched, now)
-            best = sorted(prefills)[:_PAIRED], sorted(decodes)[:_PAIRED]
-            options = _pairs(*best, request) or _pairs(prefills, decodes, request)
+            best = sorted(decodes)[:_PAIRED]
+            if self._looks_at_places:
+                options = [each for decode in best for each in _pairs(_nearest(prefills, decode), [decode], request)]
+            else:
+                options = _pairs(sorted(prefills)[:_PAIRED], best, request)
+            options = options or _pairs(prefills, decodes, request)
         if not candidates.requires_prefill:
             # Where streams wait for memory already, a prompt of its own would only make them wait longer.
             needs_no_room = not options
@@ -154,6 +159,14 @@ class PredictedSeconds:
         """The chosen place, then all others, the best first."""
         found = [self._predict(option, request) for option in sorted(options, key=_total)]
         return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
+
+
+def _nearest(prefills: Sequence[PrefillFields[W]], decode: DecodeFields[W]) -> Sequence[PrefillFields[W]]:
+    """The best ones for this decode worker, of those that are near enough, with what their distance costs."""
+    reader = decode[3][7]
+    ways = [(prefill[7].way_to(reader), prefill) for prefill in prefills]
+    near = [(prefill[0] + way.distance, prefill) for way, prefill in ways if way.exists]
+    return [prefill for _, prefill in sorted(near, key=itemgetter(0))[:_PAIRED]]
 
 
 def _pairs(

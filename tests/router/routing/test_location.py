@@ -1,5 +1,6 @@
 """Zone, rack and host of workers: bounds on handoffs, and the preference for near pairs."""
 
+import time
 from dataclasses import replace
 
 import grpc
@@ -117,16 +118,20 @@ def test_unpaired_agrees_with_can_hand_over_within_a_bound() -> None:
         alone |= {one.process for one in decodes if not any(can_hand_over(other, one, within) for other in prefills)}
         assert unpaired([*prefills, *decodes], within).keys() == alone
         parts = partly_unpaired([*prefills, *decodes], within)
-        assert not parts.keys() & alone
+        for one in [*prefills, *decodes]:
+            others = decodes if "prefill" in one.roles else prefills
+            pairs = [(one, other) if others is decodes else (other, one) for other in others]
+            fits_all = all(can_hand_over(*pair, within) for pair in pairs)
+            assert (one.process in parts) == (not fits_all and one.process not in alone)
 
 
 def test_a_worker_without_a_partner_says_so_and_part_of_a_fleet_that_differs_is_named() -> None:
     lone = replace(worker("p"), roles=("prefill",))
-    assert partly_unpaired([lone]) == {lone.process: ["no other worker of demo has the role decode"]}
-    fits, differs = (
-        replace(worker("d1"), roles=("decode",)),
-        replace(worker("d2"), roles=("decode",), layout_digest="x"),
-    )
+    assert partly_unpaired([lone]) == {lone.process: ["no worker of demo has the role decode"]}
+    # Who decodes, or does both, needs nobody else.
+    assert partly_unpaired([replace(lone, roles=("decode",))]) == partly_unpaired([worker("both")]) == {}
+    fits = replace(worker("d1"), roles=("decode",))
+    differs = replace(fits, worker_id="d2", layout_digest="x")
     [said] = partly_unpaired([lone, fits, differs])[lone.process]
     assert said.startswith("cannot hand over to d2 (KV layout x")
 
@@ -135,3 +140,17 @@ def test_a_worker_without_a_partner_says_so_and_part_of_a_fleet_that_differs_is_
 def test_a_label_that_is_none_is_refused(label: str) -> None:
     with pytest.raises(ValueError, match="zone"):
         LocationConfig(zone=label)
+
+
+def test_the_pairs_of_a_large_fleet_are_found_by_their_kinds() -> None:
+    prefills = [replace(worker(f"p{n}"), roles=("prefill",), location=Location(f"z{n % 3}")) for n in range(1000)]
+    decodes = [replace(one, worker_id=f"d{n}", roles=("decode",)) for n, one in enumerate(prefills)]
+    few = [*prefills[:100], *decodes[:100]]
+    started = time.process_time()
+    partly_unpaired(few, "zone")
+    small = time.process_time() - started
+    started = time.process_time()
+    found = partly_unpaired([*prefills, *decodes], "zone")
+    assert time.process_time() - started < 30 * max(small, 1e-3)
+    assert len(found) == 2000
+    assert found["p0@1"][0].endswith("and 663 more")
