@@ -17,8 +17,10 @@ ENVOY ?=
 # OPENAI is the port of OpenAI's API over HTTP, 8000 if empty; 0 serves none.
 OPENAI ?=
 ENGINE ?=
+# SHARE_GPUS=1 starts more workers than there are GPUs.
+SHARE_GPUS ?=
 MODEL ?= models/demo
-UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PREFILL),--prefill $(PREFILL)) $(if $(DECODE),--decode $(DECODE)) $(if $(EMBED),--embed $(EMBED)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(ENVOY),--envoy) $(if $(OPENAI),--openai $(OPENAI)) $(if $(ENGINE),--engine $(ENGINE)) --model $(MODEL)
+UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PREFILL),--prefill $(PREFILL)) $(if $(DECODE),--decode $(DECODE)) $(if $(EMBED),--embed $(EMBED)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(ENVOY),--envoy) $(if $(OPENAI),--openai $(OPENAI)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(SHARE_GPUS),--share-gpus) --model $(MODEL)
 
 # What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
@@ -83,7 +85,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  make up takes MODE=agg|disagg|epd, ENCODE=, PREFILL=, DECODE=, EMBED=, ROUTERS=, ENVOY=1, OPENAI=PORT, ENGINE=pytorch|simulated|vllm, MODEL=FOLDER"
+	@echo "  make up takes MODE=agg|disagg|epd, ENCODE=, PREFILL=, DECODE=, EMBED=, ROUTERS=, ENVOY=1, OPENAI=PORT, ENGINE=pytorch|simulated|vllm, SHARE_GPUS=1, MODEL=FOLDER"
 
 install: $(INSTALLED) ## Create or update .venv, at the versions of constraints.txt
 

@@ -33,17 +33,29 @@ def set_sampling(request: generate_pb2.GenerateRequest, arguments: argparse.Name
     request.stopping.stop.extend(text_of("stopping.stop", each) for each in arguments.stop)
 
 
-def _set_input(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
-    prompt = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if arguments.prompt == "-" else arguments.prompt
-    images = [image_of(each) for each in arguments.image]
+def set_prompt(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
+    """Sets the text, or the token ids, that PROMPT says. Raises InvalidRequest."""
+    prompt = _prompt(arguments)
     if arguments.token_ids:
         request.token_ids.ids.extend(_ids(prompt))
-    elif arguments.chat or arguments.system is not None or (images and not arguments.raw):
-        _set_chat(request.chat, arguments.system, prompt, images)
-        return
     else:
         request.prompt = text_of("prompt", prompt)
+
+
+def _set_input(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
+    images = [image_of(each) for each in arguments.image]
+    is_chat = arguments.chat or arguments.system is not None or (images and not arguments.raw)
+    if is_chat and not arguments.token_ids:
+        _set_chat(request.chat, arguments.system, _prompt(arguments), images)
+        return
+    set_prompt(request, arguments)
     request.media.extend(media_item(image) for image in images)
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt != "-":
+        return str(arguments.prompt)
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
 
 
 def _set_guided(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:

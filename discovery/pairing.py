@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import LayoutMismatch
+from discovery.location import Domain, is_within
 from discovery.record import WorkerRecord
 
 WHOLE_REQUESTS = "whole_requests"  # the capability of a worker that is not meant to hand over
 
-NO_COMMON_TRANSPORT = "NO_COMMON_TRANSPORT"  # beside LayoutMismatch.reason, why workers are unpaired
+# Beside LayoutMismatch.reason, why workers are unpaired.
+NO_COMMON_TRANSPORT = "NO_COMMON_TRANSPORT"
+TOO_FAR_APART = "TOO_FAR_APART"
 
 _OPPOSITE = {"prefill": "decode", "decode": "prefill"}
 _NAMED = 3  # workers that a message names
@@ -23,15 +26,27 @@ class Unpaired:
     problem: str
 
 
-def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, within: Domain | None = None) -> bool:
     """Whether a prefill worker can hand over to a decode worker of its model.
 
-    They are other processes, have the same KV layout, and the one offers a transport that the other reads.
+    They are other processes, have the same KV layout, and the one offers a transport that the other reads. If handoffs
+    stay `within` a zone, rack or host, both are known to be in the same one.
     """
     return (
         prefill.layout_digest == decode.layout_digest
         and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
         and share_transport(prefill.offers, decode.reads)
+        and (within is None or is_within(within, prefill.place, decode.place))
+    )
+
+
+def outside(record: WorkerRecord, within: Domain, other: WorkerRecord) -> str:
+    """Why a worker is left out that is not within the zone, rack or host of another one; empty if it is."""
+    if is_within(within, record.place, other.place):
+        return ""
+    return (
+        f"is at {record.place.in_words}, not in the {within} of {other.worker_id} ({other.place.in_words}), which"
+        " handoffs must not leave"
     )
 
 
@@ -45,25 +60,87 @@ def transport_names(names: Sequence[str] | None) -> str:
     return ", ".join(names or ()) or "none"
 
 
-def unpaired(records: Iterable[WorkerRecord]) -> dict[str, Unpaired]:
+def unpaired(records: Iterable[WorkerRecord], within: Domain | None = None) -> dict[str, Unpaired]:
     """Why a worker can hand over to none, or from none, of those that it should: by `WorkerRecord.process`.
 
     A worker is there only if others have the opposite role for its model, and it can hand over to none of these, or
     from none. Draining workers are left out, and those that are for whole requests.
     """
     by_role: defaultdict[tuple[str, str], list[WorkerRecord]] = defaultdict(list)
+    near: defaultdict[tuple[str, str, object], list[WorkerRecord]] = defaultdict(list)
     handing_over = [record for record in records if _hands_over(record)]
     for record in handing_over:
         for role in record.roles:
             by_role[record.model, role].append(record)
-    examples = {key: _examples(of_role) for key, of_role in by_role.items()}
+            near[record.model, role, _domain(record, within)].append(record)
+    examples = {key: _examples(of_role) for key, of_role in near.items()}
     found: dict[str, Unpaired] = {}
     for record in handing_over:
         for role in sorted(set(record.roles) & _OPPOSITE.keys()):
             key = record.model, _OPPOSITE[role]
-            if not _fits_one(record, role, examples.get(key, ())) and (problem := _problem(record, role, by_role[key])):
+            fitting = examples.get((*key, _domain(record, within)), ())
+            if _fits_one(record, role, fitting, within):
+                continue
+            if problem := _problem(record, role, by_role[key], within):
                 found.setdefault(record.process, problem)
     return found
+
+
+def partly_unpaired(records: Iterable[WorkerRecord], within: Domain | None = None) -> dict[str, list[str]]:
+    """The pairs that cannot be, in words, of workers that `unpaired` leaves out: by `WorkerRecord.process`.
+
+    Also those that prefill where none decodes. It compares kinds of workers, of which a fleet has few unless handoffs
+    stay within hosts.
+    """
+    handing_over = [record for record in records if _hands_over(record)]
+    whole = unpaired(handing_over, within)
+    kinds: defaultdict[tuple[str, str], dict[object, list[WorkerRecord]]] = defaultdict(dict)
+    for record in handing_over:
+        for role in record.roles:
+            kinds[record.model, role].setdefault(_kind(record, within), []).append(record)
+    said: dict[object, str] = {}
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for record in handing_over:
+        for role in sorted(set(record.roles) & _OPPOSITE.keys()):
+            opposite = kinds.get((record.model, _OPPOSITE[role]), {})
+            if not opposite and role == "prefill":
+                found[record.process].append(f"no worker of {record.model} has the role {_OPPOSITE[role]}")
+            if record.process in whole:
+                continue
+            # Its own kind may include the worker itself, which it does not hand over to.
+            key = record.model, role, _kind(record, within), record.process if len(record.roles) > 1 else ""
+            if key not in said:
+                said[key] = _unfit(record, role, opposite.values(), within)
+            if said[key]:
+                found[record.process].append(said[key])
+    return dict(found)
+
+
+def _kind(record: WorkerRecord, within: Domain | None) -> tuple[object, ...]:
+    """What decides with whom a worker can be paired."""
+    return record.layout_digest, record.offers, record.reads, _domain(record, within)
+
+
+def _unfit(record: WorkerRecord, role: str, opposite: Iterable[Sequence[WorkerRecord]], within: Domain | None) -> str:
+    """The workers of the other role that it cannot be paired with; empty if there is none. `opposite` is by kind."""
+    unfit: list[WorkerRecord] = []
+    for of_kind in opposite:
+        others = [other for other in of_kind[:2] if other.process != record.process]
+        if others and not _fits_one(record, role, others, within):
+            unfit += [other for other in of_kind if other.process != record.process]
+    if not unfit:
+        return ""
+    cannot = "cannot hand over to" if role == "prefill" else "cannot be handed over to by"
+    return f"{cannot} {_list(unfit, lambda other: f'({_cause(record, other, within)})')}"
+
+
+def _cause(record: WorkerRecord, other: WorkerRecord, within: Domain | None) -> str:
+    """Why two workers are no pair."""
+    if record.layout_digest != other.layout_digest:
+        return f"KV layout {_layout(other)}; its own is {_layout(record)}"
+    if within is not None and not is_within(within, record.place, other.place):
+        return f"at {other.place.in_words}; handoffs stay within the {within}"
+    return f"offers {transport_names(other.offers)} and reads {transport_names(other.reads)}"
 
 
 def _hands_over(record: WorkerRecord) -> bool:
@@ -79,13 +156,19 @@ def _examples(records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
     return [record for of_kind in alike.values() for record in of_kind[:2]]
 
 
-def _fits_one(record: WorkerRecord, role: str, opposite: Iterable[WorkerRecord]) -> bool:
+def _domain(record: WorkerRecord, within: Domain | None) -> tuple[str, ...]:
+    return record.place.key(within) if within else ()
+
+
+def _fits_one(record: WorkerRecord, role: str, opposite: Iterable[WorkerRecord], within: Domain | None) -> bool:
     if role == "prefill":
-        return any(can_hand_over(record, other) for other in opposite)
-    return any(can_hand_over(other, record) for other in opposite)
+        return any(can_hand_over(record, other, within) for other in opposite)
+    return any(can_hand_over(other, record, within) for other in opposite)
 
 
-def _problem(record: WorkerRecord, role: str, opposite: Sequence[WorkerRecord]) -> Unpaired | None:
+def _problem(
+    record: WorkerRecord, role: str, opposite: Sequence[WorkerRecord], within: Domain | None
+) -> Unpaired | None:
     """Why a worker fits none of those of the opposite role; None if there is no other."""
     own = record.worker_id, record.epoch
     others = [other for other in opposite if (other.worker_id, other.epoch) != own]
@@ -96,6 +179,12 @@ def _problem(record: WorkerRecord, role: str, opposite: Sequence[WorkerRecord]) 
         layouts = _list(others, lambda other: f"has {_layout(other)}")
         fits_none = f"its KV layout, {_layout(record)}, fits no {_OPPOSITE[role]} worker: {layouts}"
         return Unpaired(LayoutMismatch.reason, fits_none)
+    near = [other for other in alike if within is None or is_within(within, record.place, other.place)]
+    if not near:
+        places = _list(alike, lambda other: f"is at {other.place.in_words}")
+        apart = f"no {_OPPOSITE[role]} worker is in its {within}, which handoffs must not leave"
+        return Unpaired(TOO_FAR_APART, f"{apart}: it is at {record.place.in_words}; {places}")
+    alike = near
     if role == "prefill":
         transports = f"it offers {transport_names(record.offers)}; "
         transports += _list(alike, lambda other: f"reads {transport_names(other.reads)}")

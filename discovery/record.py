@@ -1,10 +1,13 @@
 """The worker record that a worker registers, and its JSON."""
 
 import json
+import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
+
+from discovery.location import LABEL, UNKNOWN, Location
 
 _Json: TypeAlias = object
 
@@ -49,6 +52,7 @@ class WorkerRecord:
     layout: str = ""  # describes the layout of `layout_digest`
     offers: tuple[str, ...] | None = None  # transports by which its KV can be read; None if it does not say
     reads: tuple[str, ...] | None = None  # transports by which it reads others'; None if it does not say
+    location: Location = UNKNOWN
 
     @property
     def process(self) -> str:
@@ -59,6 +63,11 @@ class WorkerRecord:
     def host(self) -> str:
         """The host of `address`; an IPv6 address without its brackets."""
         return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def place(self) -> Location:
+        """Its location, with the host of its address unless another is told."""
+        return self.location if self.location.host else replace(self.location, host=self.host)
 
     def to_json(self) -> bytes:
         """The record as stored."""
@@ -88,6 +97,7 @@ class WorkerRecord:
             layout=_text({"layout": "", **fields}, "layout"),
             offers=None if fields.get("offers") is None else _texts(fields, "offers"),
             reads=None if fields.get("reads") is None else _texts(fields, "reads"),
+            location=_location(fields.get("location", {})),
         )
 
 
@@ -141,6 +151,16 @@ def _ranks(fields: Mapping[str, _Json], key: str) -> int:
     if not 1 <= value <= _MAX_RANKS:
         raise ValueError(f"{key} is not 1 to {_MAX_RANKS}: {value}")
     return value
+
+
+def _location(labels: _Json) -> Location:
+    if not isinstance(labels, dict):
+        raise ValueError(f"location is not an object: {labels!r:.100}")
+    found = {name: _text({name: labels.get(name, "")}, name) for name in ("zone", "rack", "host")}
+    for name, label in found.items():
+        if not re.fullmatch(LABEL, label):
+            raise ValueError(f"location.{name} is not a label: {label!r:.100}")
+    return Location(**found)
 
 
 def _flag(fields: Mapping[str, _Json], key: str) -> bool:

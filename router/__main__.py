@@ -1,16 +1,13 @@
 """`python -m router CONFIG.yaml key=value...`: runs a router until SIGTERM."""
 
-import argparse
 import asyncio
-import sys
 from functools import partial
 
 import structlog
 
-from baton.errors import ConfigError
 from router.config import RouterConfig
 from router.processes.supervisor import supervise
-from runtime.config import Loaded, load
+from runtime.command_line import Process
 from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
 from runtime.monitor import serve_monitor
@@ -19,32 +16,24 @@ from runtime.process import run
 log = structlog.get_logger(__name__)
 
 
+PROCESS = Process(
+    command="python -m router",
+    about="Routes requests to prefill and decode.",
+    model=RouterConfig,
+    prefix="BATON_ROUTER__",
+    example="deploy/config/router.yaml",
+)
+
+
 def main() -> None:
     """Exits with 0 after draining, 1 after a failure, 2 for a wrong configuration."""
-    arguments = _parse_arguments()
-    loaded = _load(arguments.config, arguments.overrides)
-    if arguments.print_config:
+    loaded, is_printed = PROCESS.read()
+    if is_printed:
         print("\n".join(loaded.describe()))
         return
     config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
     run(partial(_serve if config.processes == 1 else supervise, config))
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m router", description="Routes requests to prefill and decode.")
-    parser.add_argument("config", help="a YAML file, such as deploy/config/router.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as listen=127.0.0.1:7071")
-    parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
-    return parser.parse_args()
-
-
-def _load(path: str, overrides: list[str]) -> Loaded[RouterConfig]:
-    try:
-        return load(RouterConfig, path, overrides)
-    except ConfigError as error:
-        print(error.message, file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from discovery.config import RegistryConfig
+from discovery.location import Domain
 from media.config import MediaConfig
 from rpc.auth.access import AuthConfig
 from rpc.auth.tls import TlsConfig, TlsSection
@@ -97,6 +98,14 @@ class RoutingConfig(Section):
     )
     session_slack: float = Field(default=8.0, ge=0)  # how many requests busier a session's own worker may be
     inline_encode: bool = True  # without a dedicated encode worker, use one with other roles
+    handoff_within: Domain | None = Field(
+        default=None, description="A zone, rack or host, which handoffs do not leave; unset, they go everywhere."
+    )
+    far_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="Prefer near pairs: what a handoff costs more for each step away, to another host, rack and zone.",
+    )
     beside: str = Field(
         default="",
         description="A host, as workers advertise it: those there decode, as long as one can run the request. For a"

@@ -107,7 +107,13 @@ async def host_router(
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         cluster = await stack.enter_async_context(
-            watch_cluster(registry, config.probe, dialer(config.tls.call), _stream_dialer(config))
+            watch_cluster(
+                registry,
+                config.probe,
+                dialer(config.tls.call),
+                _stream_dialer(config),
+                config.routing.handoff_within,
+            )
         )
         health = Health()
         group = await stack.enter_async_context(TaskGroup())

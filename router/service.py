@@ -1,5 +1,6 @@
 """The router's gRPC services: InferenceService for clients, ClusterService for operators."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -125,8 +126,9 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         self, _request: cluster_service_pb2.ListWorkersRequest, _context: Context
     ) -> cluster_service_pb2.ListWorkersResponse:
         workers = sorted(self._cluster.workers, key=lambda worker: worker.record.worker_id)
+        pairing = await self._cluster.pairing_problems()
         return cluster_service_pb2.ListWorkersResponse(
-            workers=[_worker_message(worker, self._explainer) for worker in workers]
+            workers=[_worker_message(worker, self._explainer, pairing) for worker in workers]
         )
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
@@ -147,7 +149,9 @@ def _reply(context: Any) -> Reply:
     return Reply(context.write, context.set_trailing_metadata, send_now, output, wire)
 
 
-def _worker_message(worker: WorkerHandle, explainer: RouteExplainer) -> cluster_service_pb2.Worker:
+def _worker_message(
+    worker: WorkerHandle, explainer: RouteExplainer, pairing: Mapping[str, Sequence[str]]
+) -> cluster_service_pb2.Worker:
     """A worker as this router sees it now."""
     record = worker.record
     age = Duration()
@@ -166,7 +170,17 @@ def _worker_message(worker: WorkerHandle, explainer: RouteExplainer) -> cluster_
         problem=worker.problem or worker.unpaired,
         cache_view=explainer.cache_view(worker),
         transports=_transports(record),
+        pairing_problems=_pairing_problems(worker, pairing),
+        location=cluster_service_pb2.WorkerLocation(
+            zone=record.location.zone, rack=record.location.rack, host=record.location.host
+        ),
     )
+
+
+def _pairing_problems(worker: WorkerHandle, pairing: Mapping[str, Sequence[str]]) -> list[str]:
+    """All that is not said by `problem` already."""
+    hidden = [worker.unpaired] if worker.unpaired and worker.problem else []
+    return [*hidden, *pairing.get(worker.record.process, ())]
 
 
 def _transports(record: WorkerRecord) -> cluster_service_pb2.WorkerTransports | None:

@@ -1,4 +1,7 @@
-"""Configuration: one YAML file and `key=value` overrides, read into a typed, frozen model that refuses unknown keys."""
+"""Configuration: one YAML file, environment variables and `key=value` overrides, in a typed, frozen model.
+
+Unknown keys are refused. command_line.py reads a process's, and shows all settings in its --help.
+"""
 
 import difflib
 import json
@@ -13,7 +16,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from baton.errors import ConfigError
 
-Source = Literal["default", "file", "override"]
+Source = Literal["default", "file", "environment", "override"]
 
 
 class Section(BaseModel):
@@ -37,15 +40,43 @@ class Loaded(Generic[Config]):
         return [f"{key} = {_shown(value)}  # {self.sources[key]}" for key, value in _leaves(self.value)]
 
 
-def load(model: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Config]:
-    """Reads the YAML file at `path`, then `overrides` such as `retry.budget=3`, whose values are YAML too.
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """The environment variables that begin with `prefix`: a key in capitals, with two underscores for a dot."""
 
-    An override replaces the whole value of its key, also where that is a section or a list. Raises ConfigError that
-    names the file, or the override, and the path of every key that is wrong.
+    prefix: str
+    values: Mapping[str, str]
+
+    def overrides(self) -> Iterator[tuple[str, str, str]]:
+        """Name, key and value of each variable; sections before their keys."""
+        for name in sorted(self.values):
+            if name.startswith(self.prefix):
+                yield name, name.removeprefix(self.prefix).lower().replace("__", "."), self.values[name]
+
+    def name_of(self, key: str) -> str:
+        """The variable that sets a key."""
+        return self.prefix + key.upper().replace(".", "__")
+
+
+NO_VARIABLES = Variables("", {})
+
+
+def load(
+    model: type[Config], path: str | Path, overrides: Sequence[str] = (), variables: Variables = NO_VARIABLES
+) -> Loaded[Config]:
+    """Reads the YAML file at `path`, then `variables`, then `overrides` such as `retry.budget=3`; values are YAML too.
+
+    An override or a variable replaces the whole value of its key, also where that is a section or a list. Raises
+    ConfigError that names the file, the variable or the override, and the path of every key that is wrong.
     """
     document = _Document(str(path), _read(Path(path)))
+    for name, key, text in variables.overrides():
+        document.override(_Override(key, "environment", name, name), text)
     for override in overrides:
-        document.override(override)
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"override {override!r}: expected key=value")
+        document.override(_Override(key, "override", "override", f"override {override!r}"), text)
     try:
         value = model.model_validate(document.tree)
     except ValidationError as error:
@@ -53,45 +84,60 @@ def load(model: type[Config], path: str | Path, overrides: Sequence[str] = ()) -
     return Loaded(value, {key: document.source(key) for key, _ in _leaves(value)})
 
 
+@dataclass(frozen=True, slots=True)
+class _Override:
+    key: str
+    source: Source
+    origin: str  # in messages
+    words: str  # the whole of it, in messages; of a variable without its value
+
+
 class _Document:
-    """What the file and the overrides say, before it is validated."""
+    """The file, with the variables and overrides applied to it, before it is validated."""
 
     def __init__(self, file: str, tree: dict[str, Any]) -> None:
         self.tree = tree
         self._file = file
-        self._overridden: list[str] = []
+        self._overrides: list[_Override] = []
+        self._added: dict[str, _Override] = {}  # the sections that are not in the file, by the first to name one
 
-    def override(self, text: str) -> None:
-        key, equals, value = text.partition("=")
-        if not equals or not all(key.split(".")):
-            raise ConfigError(f"override {text!r}: expected key=value")
+    def override(self, override: _Override, text: str) -> None:
+        """Replaces the value of a key by a YAML text, which messages leave out: it may be a secret."""
         section = self.tree
-        *parents, name = key.split(".")
-        for parent in parents:
+        *parents, name = override.key.split(".")
+        for depth, parent in enumerate(parents, 1):
             if section.get(parent) is None:
                 section[parent] = {}
+                self._added.setdefault(".".join(parents[:depth]), override)
             section = section[parent]
             if not isinstance(section, dict):
-                raise ConfigError(f"override {text!r}: {parent} has no keys of its own")
-        section[name] = _parse(f"override {text!r}", value)
-        self._overridden.append(key)
+                raise ConfigError(f"{override.words}: {parent} has no keys of its own")
+        try:
+            section[name] = yaml.load(text, _UniqueKeys)
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or "it has characters that YAML does not allow"
+            raise ConfigError(f"{override.origin}: {override.key}: is not YAML: {problem}") from None
+        self._overrides.append(override)
 
     def source(self, key: str) -> Source:
-        if self._is_overridden(key):
-            return "override"
+        """The last that has set it."""
+        if override := self._override_of(key):
+            return override.source
         return "file" if self._has(key) else "default"
 
     def explain(self, model: type[BaseModel], error: ValidationError) -> Iterator[str]:
         for fault in error.errors(include_url=False, include_input=False, include_context=False):
             key = self._path(fault)
-            origin = "override" if self._is_overridden(key) else self._file
+            override = self._override_of(key) or self._added.get(key)
+            origin = override.origin if override else self._file
             message = fault["msg"].removeprefix("Value error, ")
             if fault["type"] == "extra_forbidden":
                 message = "unknown key" + _suggestion(model, fault["loc"])
             yield f"{origin}: {key}: {message}" if key else f"{origin}: {message}"
 
-    def _is_overridden(self, key: str) -> bool:
-        return any(f"{key}.".startswith(f"{override}.") for override in self._overridden)
+    def _override_of(self, key: str) -> _Override | None:
+        found = [override for override in self._overrides if f"{key}.".startswith(f"{override.key}.")]
+        return found[-1] if found else None
 
     def _has(self, key: str) -> bool:
         section: Any = self.tree

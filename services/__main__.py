@@ -1,6 +1,5 @@
 """`python -m services CONFIG.yaml key=value...`: runs a worker, or one rank of it; `--print-config` shows settings."""
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
-from runtime.config import Loaded, load
+from runtime.command_line import Process
 from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
 from runtime.monitor import MonitorServer, serve_monitor
@@ -21,29 +20,24 @@ from services.telemetry.gpu import watched_gpus
 from services.telemetry.rank_health import RankHealth
 from services.worker import exit_soon, supervise
 
+PROCESS = Process(
+    command="python -m services",
+    about="Runs a Baton worker.",
+    model=WorkerConfig,
+    prefix="BATON_WORKER__",
+    example="deploy/config/worker.yaml",
+)
+
 
 def main() -> None:
     """Exit codes: 0 after a drain, 1 if the engine fails, also on another rank, 2 if the configuration is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m services", description="Runs a Baton worker.")
-    parser.add_argument("config", help="a YAML file, such as deploy/config/worker.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
-    parser.add_argument("--print-config", action="store_true", help="show every setting and its source, and exit")
-    arguments = parser.parse_args()
-    loaded = _load(arguments.config, arguments.overrides)
-    if arguments.print_config:
+    loaded, is_printed = PROCESS.read()
+    if is_printed:
         print("\n".join([*loaded.describe(), *_described(loaded.value)]))
         return
     config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
     run(partial(_work, config))
-
-
-def _load(path: str, overrides: list[str]) -> Loaded[WorkerConfig]:
-    try:
-        return load(WorkerConfig, path, overrides)
-    except ConfigError as error:
-        print(error.message, file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def _described(config: WorkerConfig) -> list[str]:

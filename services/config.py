@@ -10,6 +10,8 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from discovery.config import RegistryConfig
+from discovery.location import LABEL, Location
+from discovery.roles import ROLES, Role
 from media.config import MediaConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
@@ -19,7 +21,6 @@ from runtime.logs import LogConfig
 from services.engines.context import EngineConfig
 from services.engines.registry import read_engine_config
 from services.engines.simulated.config import SimulatedConfig
-from services.identity import ROLES, Role
 from services.transports.registry import read_options, transport_class
 
 
@@ -55,6 +56,19 @@ class EmbedConfig(Section):
     max_inputs: int = Field(default=256, ge=1, description="Texts of one call.")
 
 
+class LocationConfig(Section):
+    """Where the worker runs, for routers that prefer near pairs or bound handoffs: labels, as of Kubernetes' nodes."""
+
+    zone: str = Field(default="", pattern=f"^{LABEL}$")
+    rack: str = Field(default="", pattern=f"^{LABEL}$", description="Within its zone.")
+    host: str = Field(default="", pattern=f"^{LABEL}$", description="That of its address if empty.")
+
+    @property
+    def labels(self) -> Location:
+        """As its record has them."""
+        return Location(self.zone, self.rack, self.host)
+
+
 class WorkerConfig(Section):
     """A worker process."""
 
@@ -63,6 +77,7 @@ class WorkerConfig(Section):
     roles: tuple[Role, ...] = Field(default=("prefill", "decode"), min_length=1)
     listen: str = "127.0.0.1:0"
     advertise: str = Field(default="", description="Where others reach it; what it really listens on if empty.")
+    location: LocationConfig = LocationConfig()
     registry: RegistryConfig = RegistryConfig()
     engine: Annotated[EngineConfig, PlainValidator(read_engine_config)] = SimulatedConfig()
     chat_template: Path | None = Field(default=None, description="A Jinja file, in the place of the model's own.")

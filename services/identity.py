@@ -3,19 +3,17 @@
 import dataclasses
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
-from typing import Literal
 
 import structlog
 
 from baton.errors import ModelNotFound, RoleMismatch, StaleEpoch
+from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
 from discovery.registry import Registration, Registry, WorkerRecord
+from discovery.roles import Role
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
-
-Role = Literal["encode", "prefill", "decode", "embed"]
-ROLES: tuple[Role, ...] = ("encode", "prefill", "decode", "embed")
 
 _PAIRING_SECONDS = 3.0
 
@@ -34,6 +32,7 @@ class Identity:
     certificate: str = ""  # the URI baton://worker/NAME in its certificate, if it has one
     offers: tuple[str, ...] | None = None  # transports by which others can read its KV; None if engines move it
     reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
+    location: Location = UNKNOWN
 
     def require_role(self, role: Role) -> None:
         """Raises RoleMismatch naming the worker's roles."""

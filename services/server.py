@@ -16,6 +16,7 @@ from baton.engine.v1 import (
 from discovery.config import open_registry
 from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
+from discovery.roles import ROLE_KINDS
 from rpc.auth.access import Access, Rules
 from rpc.auth.caller import Role as CallerRole
 from rpc.channels import dialer
@@ -51,7 +52,7 @@ from services.worker_engines import WorkerEngines, open_engines
 
 log = structlog.get_logger(__name__)
 
-ROLE_SERVICES = (encode.SERVICE_NAME, prefill.SERVICE_NAME, decode.SERVICE_NAME, embed.SERVICE_NAME)
+ROLE_SERVICES = tuple(f"baton.engine.v1.{kind.service}" for kind in ROLE_KINDS)
 
 # What routers call for each request, and what tells of load. Images are large, and not multiplexed.
 _MULTIPLEXED = (prefill.SERVICE_NAME, decode.SERVICE_NAME, handoff.SERVICE_NAME, control.SERVICE_NAME)
@@ -106,6 +107,7 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     certificate = config.tls.listen.identity if config.tls.listen else ""
     epoch = await registry.next_epoch(config.worker_id)
     identity = Identity(config.worker_id, config.roles, engines.facts.name, epoch, certificate=certificate)
+    identity.location = config.location.labels
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:
@@ -275,6 +277,7 @@ def _record(worker: Worker) -> WorkerRecord:
         layout=facts.layout.in_words,
         offers=worker.identity.offers,
         reads=worker.identity.reads,
+        location=worker.identity.location,
     )
 
 

@@ -13,6 +13,7 @@ from baton.errors import ConfigError
 from discovery.pairing import WHOLE_REQUESTS
 from discovery.record import ALLOCATES_FIRST, BAD_WORDS, EARLY_HANDOFF, LORA
 from discovery.registry import Registry
+from discovery.roles import WITH_KV
 from services.config import WorkerConfig
 from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineContext
@@ -115,7 +116,7 @@ async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterato
         embedder = None
         if "embed" in config.roles:
             embedder = await stack.enter_async_context(open_embedder(config.engine, context))
-        if not {"prefill", "decode"} & set(config.roles):
+        if not WITH_KV & set(config.roles):
             yield WorkerEngines(None, encoding, template, embedder)
             return
         if most := config.engine.max_node_ids(config.roles):
@@ -148,7 +149,7 @@ def read_chat_template(path: Path | None) -> str:
 
 def _room(config: WorkerConfig) -> RoomRules:
     """A worker that does not decode may hold KV in its whole pool."""
-    shares = {"prefill", "decode"} <= set(config.roles)
+    shares = set(config.roles) >= WITH_KV
     return RoomRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
 
 

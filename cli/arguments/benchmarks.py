@@ -3,7 +3,7 @@
 import argparse
 
 from cli.arguments.connecting import address
-from cli.arguments.values import UINT32, UINT64, count, integer, positive, span
+from cli.arguments.values import UINT32, UINT64, count, integer, not_negative, positive, span
 
 # The values of `baton bench replay --generate`.
 TRACES = ("mixed", "conversations", "agents", "system-prompts", "zipf")
@@ -51,8 +51,12 @@ def bench(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--markdown", metavar="FILE", help="write the report here too")
         address(action)
     for action in (sweep, replay):
-        action.add_argument("--ttft-target", type=float, default=0.0, metavar="MS", help="for goodput: the first token")
-        action.add_argument("--itl-target", type=float, default=0.0, metavar="MS", help="for goodput: each other token")
+        action.add_argument(
+            "--ttft-target", type=not_negative, default=0.0, metavar="MS", help="for goodput: the first token"
+        )
+        action.add_argument(
+            "--itl-target", type=not_negative, default=0.0, metavar="MS", help="for goodput: each other token"
+        )
         action.add_argument("--json", metavar="FILE", help="write all numbers here")
         action.add_argument("--plot", metavar="FILE", help="draw them; needs matplotlib: baton[bench]")
 

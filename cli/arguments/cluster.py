@@ -38,9 +38,26 @@ def up(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of OpenAI's API over HTTP, or another if it is taken; 0 serves none (default: 8000)",
     )
-    engines = ["pytorch", "simulated", "vllm"]
-    parser.add_argument("--engine", choices=engines, default="pytorch", help="default: pytorch; vllm after `make vllm`")
+    parser.add_argument(
+        "--engine",
+        type=_engine,
+        choices=["pytorch", "simulated", "vllm"],
+        default="pytorch",
+        help="default: pytorch; vllm after `make vllm-install`",
+    )
+    parser.add_argument(
+        "--share-gpus", action="store_true", help="start more workers than there are GPUs, which then share them"
+    )
     parser.add_argument("--model", default="", metavar="FOLDER", help="a checkpoint in Hugging Face format")
+
+
+def _engine(name: str) -> str:
+    if name == "trtllm":
+        raise argparse.ArgumentTypeError(
+            "workers on TensorRT-LLM load MPI, and are not started by `baton up`: start `python -m services` with each"
+            " worker's configuration, one after the other (docs/tensorrt-llm.md)"
+        )
+    return name
 
 
 def info(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 from cli.arguments.connecting import address
-from cli.arguments.values import UINT32, UINT64, count, integer, positive
+from cli.arguments.values import UINT32, UINT64, count, integer, number, positive
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--priority",
         type=int,
+        choices=range(-10, 11),
         default=0,
         metavar="N",
         help="-10 to 10; higher priorities leave the router's queue first",
@@ -78,8 +79,9 @@ def embed(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the text that would be continued")
-    parser.add_argument("--model", default="", help="needed only where several models are served")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text that would be continued; - reads standard input")
+    parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
+    parser.add_argument("--model", default="", help="required only if several models are served")
     address(parser)
 
 
@@ -104,10 +106,10 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="after the first token, receive at least N at once, or what has come in 200 ms",
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--temperature", type=number, metavar="T", help="sampling temperature; 0 is greedy")
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=number,
         metavar="P",
         help="nucleus sampling: sample from the most likely tokens of this total probability",
     )

@@ -1,10 +1,15 @@
 """What options take: whole numbers, times, ranges. Each refuses with what is wrong."""
 
 import argparse
+import math
 from collections.abc import Callable
 
 UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
+
+# Of rates and times. Beyond them a schedule or a deadline overflows.
+SMALLEST = 1e-6
+LARGEST = 1e8
 
 
 def integer(largest: int) -> Callable[[str], int]:
@@ -35,16 +40,36 @@ def count(largest: int) -> Callable[[str], int]:
 def span(text: str) -> tuple[int, int]:
     """`100`, or `100:900` for lengths from 100 to 900."""
     least, _, most = text.partition(":")
-    if not (least.isdecimal() and (most or least).isdecimal() and 0 < int(least) <= int(most or least)):
+    try:
+        shortest, longest = count(UINT32)(least), count(UINT32)(most or least)
+    except argparse.ArgumentTypeError:
+        shortest, longest = 1, 0
+    if shortest > longest:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a length nor a range such as 100:900")
-    return int(least), int(most or least)
+    return shortest, longest
 
 
-def positive(text: str) -> float:
+def number(text: str) -> float:
+    """Finite: `inf` and `nan` are no settings."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not value > 0:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def positive(text: str) -> float:
+    """A rate, a factor or a time."""
+    if not (value := number(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    if not SMALLEST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between {SMALLEST:g} and {LARGEST:g}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    if (value := number(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative")
     return value

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from cli.connection import connect
+from cli.outputs import require_writable, write_text
 from cli.terminal import errors
 from devtools.bench import report
 from devtools.bench.load import Load, Measured
@@ -23,9 +24,9 @@ _CONNECTIONS = 8
 async def run(arguments: argparse.Namespace) -> int:
     """Prints the report, and writes it where the options say. Exit code 1 if every request has failed."""
     if arguments.action == "profile":
+        require_writable({"FILE": arguments.file, "--markdown": arguments.markdown})
         return await _profile(arguments)
-    if arguments.plot:
-        report.check_plot()
+    _check(arguments)
     targets = Targets(arguments.ttft_target / 1e3, arguments.itl_target / 1e3)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connect(arguments)) for _ in range(_CONNECTIONS)]
@@ -37,6 +38,14 @@ async def run(arguments: argparse.Namespace) -> int:
             summaries.append(summarize(step, answers, targets))
     _write(arguments, summaries, targets)
     return 0 if any(each.requests > each.failed for each in summaries) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for an output that could not be written once everything is measured."""
+    if arguments.plot is not None:
+        report.check_plot(Path(arguments.plot))
+    files = {"--markdown": arguments.markdown, "--json": arguments.json, "--plot": arguments.plot}
+    require_writable(files)
 
 
 async def _sweep(
@@ -98,9 +107,9 @@ async def _profile(arguments: argparse.Namespace) -> int:
 def _write_profile(arguments: argparse.Namespace, profile: TimingProfile) -> None:
     text = profile_table(profile)
     print(text, end="")
-    Path(arguments.file).write_text(profile.to_json())
-    if arguments.markdown:
-        Path(arguments.markdown).write_text(text)
+    write_text("FILE", arguments.file, profile.to_json())
+    if arguments.markdown is not None:
+        write_text("--markdown", arguments.markdown, text)
 
 
 class _Progress:
@@ -127,9 +136,9 @@ def _write(arguments: argparse.Namespace, summaries: list[Summary], targets: Tar
     title = f"baton bench {arguments.action}"
     text = report.markdown(title, summaries, targets)
     print(text, end="")
-    if arguments.markdown:
-        Path(arguments.markdown).write_text(text)
-    if arguments.json:
-        Path(arguments.json).write_text(report.as_json(title, summaries, targets))
-    if arguments.plot:
+    if arguments.markdown is not None:
+        write_text("--markdown", arguments.markdown, text)
+    if arguments.json is not None:
+        write_text("--json", arguments.json, report.as_json(title, summaries, targets))
+    if arguments.plot is not None:
         report.plot(Path(arguments.plot), title, summaries)

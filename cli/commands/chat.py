@@ -12,7 +12,7 @@ from typing import Any
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from baton.images import Image, user_message
+from baton.images import Image, media_item, user_message
 from baton.inference.v1 import generate_pb2
 from cli.connection import connect
 from cli.failures import describe
@@ -22,6 +22,7 @@ from cli.timings import timings_table
 
 _HELP = """\
 /image FILE   adds an image file or URI to the next message
+/retry        sends the message that failed again; /retry text sends it without its images
 /timing       shows the timings of each answer, or no longer
 /clear        begins a new conversation
 /exit         ends it, as the end of input does; Ctrl-C stops an answer"""
@@ -40,6 +41,14 @@ async def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a user typed: a text, and images that were added to it."""
+
+    text: str
+    images: tuple[Image, ...] = ()
+
+
 @dataclass
 class Conversation:
     """The turns so far, and what the next message has besides its text."""
@@ -49,6 +58,7 @@ class Conversation:
     shows_timing: bool = False
     turns: list[generate_pb2.ChatMessage] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
+    failed: Message | None = None
 
     async def take(self, line: str) -> None:
         """Obeys a command, or sends a message and shows the answer."""
@@ -59,25 +69,53 @@ class Conversation:
             case "/help":
                 errors().print(_HELP)
             case "/clear":
-                self.turns, self.images = [], []
+                self.turns, self.images, self.failed = [], [], None
             case "/timing":
                 self.shows_timing = not self.shows_timing
-            case "/image" if rest:
-                self.images.append(image_of(rest.strip()))
+            case "/image":
+                self._add_image(rest.strip())
+            case "/retry":
+                await self._retry(rest.strip())
             case _ if word.startswith("/"):
                 errors().print(f"unknown command {word}; /help lists them")
             case _:
-                await self._send(line)
+                images, self.images = self.images, []
+                await self._send(Message(line, tuple(images)))
 
-    async def _send(self, line: str) -> None:
-        """A message that fails is not part of the conversation, and one whose answer was stopped is."""
-        answer = generate_pb2.ChatMessage(role="assistant")
-        images, self.images = self.images, []
+    def _add_image(self, name: str) -> None:
+        """An image that cannot be read is refused here, and not together with the message that would have had it."""
+        if not name:
+            errors().print("/image needs a FILE or a URI")
+            return
+        image = image_of(name)
         try:
-            message = user_message(text_of("chat.messages", line), images)
+            media_item(image)
+        except BatonError as error:
+            errors().print(f"{describe(error)}; no image was added to the next message")
+            return
+        self.images.append(image)
+
+    async def _retry(self, what: str) -> None:
+        match what, self.failed:
+            case _, None:
+                errors().print("no message has failed")
+            case "", Message() as failed:
+                await self._send(failed)
+            case "text", Message(text):
+                await self._send(Message(text))
+            case _:
+                errors().print("expected /retry or /retry text")
+
+    async def _send(self, typed: Message) -> None:
+        """A message that fails is not part of the conversation, but kept for /retry; one that was stopped is."""
+        answer = generate_pb2.ChatMessage(role="assistant")
+        self.failed = None
+        try:
+            message = user_message(text_of("chat.messages", typed.text), typed.images)
             finished = await _stoppable(self._stream(self._request(message), answer))
         except BatonError as error:
-            errors().print(describe(error))
+            self.failed = typed
+            errors().print(f"{describe(error)}; the message is kept: /retry sends it again")
             return
         if finished is None:
             errors().print("(stopped)")

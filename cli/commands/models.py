@@ -5,6 +5,7 @@ import argparse
 from baton.inference.v1 import media_pb2, model_pb2
 from cli.connection import connect
 from cli.terminal import output, table
+from discovery.roles import ROLES
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -14,7 +15,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if not models:
         print("no model is served: no worker is ready (`baton workers` lists those that are registered)")
         return 0
-    columns = ["model", "context", "vocabulary", "capabilities", "encode", "prefill", "decode", "embed"]
+    columns = ["model", "context", "vocabulary", "capabilities", *ROLES]
     numbers = columns[1:3] + columns[4:]
     output().print(table(columns, [_row(each) for each in models], numbers=numbers))
     return 0
@@ -27,10 +28,7 @@ def _row(model: model_pb2.Model) -> list[str]:
         str(limits.max_context_tokens),
         str(limits.vocab_size),
         ", ".join(_abilities(model)) or "-",
-        str(model.encode_workers),
-        str(model.prefill_workers),
-        str(model.decode_workers),
-        str(model.embed_workers),
+        *(str(getattr(model, f"{role}_workers")) for role in ROLES),
     ]
 
 

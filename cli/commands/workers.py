@@ -17,10 +17,14 @@ async def run(arguments: argparse.Namespace) -> int:
     if not workers:
         print("no worker is registered")
         return 0
-    output().print(table(_COLUMNS, [_row(each) for each in workers], numbers=_NUMBERS))
+    columns, rows = list(_COLUMNS), [_row(each) for each in workers]
+    if any(map(_location, workers)):
+        columns.append("location")
+        rows = [[*row, _location(each) or "-"] for row, each in zip(rows, workers, strict=True)]
+    output().print(table(columns, rows, numbers=_NUMBERS))
     for worker in workers:
-        if worker.problem:
-            print(f"{worker.worker_id}: {worker.problem}")
+        for problem in filter(None, [worker.problem, *worker.pairing_problems]):
+            print(f"{worker.worker_id}: {problem}")
     return 0
 
 
@@ -37,6 +41,12 @@ def _row(worker: cluster_service_pb2.Worker) -> list[str]:
         generate_pb2.CacheView.Name(worker.cache_view).removeprefix("CACHE_VIEW_").lower(),
         _transports(worker),
     ]
+
+
+def _location(worker: cluster_service_pb2.Worker) -> str:
+    """The labels that it tells, the largest place first."""
+    labels = (worker.location.zone, worker.location.rack, worker.location.host)
+    return "/".join(label or "?" for label in labels) if any(labels) else ""
 
 
 def _transports(worker: cluster_service_pb2.Worker) -> str:

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import ConfigError
 from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
-from cli.local.gpus import pinned
+from cli.local.gpus import pinned, shortage
 from cli.local.ports import free_port, port_or_another, router_port
+from discovery.roles import ROLES, WITH_KV
+from discovery.roles import Role as WorkerRole
 from runtime.gpus import visible_gpus
 
 # The checkout, which has the configurations of workers and router.
@@ -34,8 +36,8 @@ TRACES_PORT = 16686
 ENVOY_PORT = 8080
 OPENAI_PORT = 8000
 
-Role = Literal["etcd", "encode", "prefill", "decode", "embed", "router", "envoy", "traces"]
-WORKERS: tuple[Role, ...] = ("encode", "prefill", "decode", "embed")
+Role: TypeAlias = WorkerRole | Literal["etcd", "router", "envoy", "traces"]
+WORKERS = ROLES
 
 
 class ClusterOptions(BaseModel):
@@ -53,6 +55,13 @@ class ClusterOptions(BaseModel):
     router_processes: int = Field(default=1, ge=1)  # of each router
     envoy: bool = False
     openai_port: int = Field(default=OPENAI_PORT, ge=0, lt=2**16)  # or another if it is taken; 0 serves no OpenAI API
+    share_gpus: bool = False  # whether more workers than GPUs are meant
+
+    @property
+    def workers(self) -> tuple[tuple[WorkerRole, int], ...]:
+        """Role and number of each worker."""
+        counts = {"encode": self.encode, "prefill": self.prefill, "decode": self.decode, "embed": self.embed}
+        return tuple((role, number) for role in WORKERS for number in range(counts[role]))
 
 
 class ProcessPlan(BaseModel):
@@ -105,12 +114,13 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
         f"drain_seconds={DRAIN_SECONDS}",
         f"tracing.endpoint={otlp}",
     ]
-    counts = {"encode": options.encode, "prefill": options.prefill, "decode": options.decode, "embed": options.embed}
-    workers = [(role, number) for role in WORKERS for number in range(counts[role])]
-    gpus = visible_gpus() if options.engine == "pytorch" else ()
-    sharing = math.ceil((options.prefill + options.decode) / max(1, len(gpus)))
+    workers, gpus = options.workers, gpus_of(options)
+    if options.engine == "vllm" and not options.share_gpus and (lacking := shortage(len(workers), len(gpus))):
+        raise ConfigError(f"{lacking}, and vLLM claims nearly all of it: start fewer, or share with --share-gpus")
+    with_a_pool = len(workers) if options.engine == "vllm" else options.prefill + options.decode
+    sharing = math.ceil(with_a_pool / len(gpus)) if gpus else 1
     engine = _engine(options, len(workers), sharing)
-    places = pinned(workers, gpus)
+    places = pinned(sorted(workers, key=lambda worker: worker[0] not in WITH_KV), gpus)
     python = _python_of_workers(options)
     servers = [
         _worker(role, number, python, [*shared, *engine], places.get((role, number), "")) for role, number in workers
@@ -121,6 +131,22 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     routers = [_router(number, of_routers, port) for number in range(options.routers)]
     envoys = [_envoy([each.address for each in routers], otlp)] if options.envoy else []
     return ClusterPlan(registry=registry, traces=_traces(otlp), servers=(*servers, *routers, *envoys))
+
+
+def gpus_of(options: ClusterOptions) -> tuple[str, ...]:
+    """The GPUs that the workers compute on: none for a simulated engine, and for vLLM's build for CPUs."""
+    match options.engine:
+        case "pytorch":
+            return visible_gpus()
+        case "vllm" if not _python_of_vllm().exists():
+            return visible_gpus()
+        case _:
+            return ()
+
+
+def gpu_warning(options: ClusterOptions) -> str:
+    """What to say before a cluster is started that shares GPUs without being asked to; empty if it does not."""
+    return "" if options.share_gpus else shortage(len(options.workers), len(gpus_of(options)))
 
 
 def _worker(role: Role, number: int, python: str, overrides: Sequence[str], gpu: str) -> ProcessPlan:
@@ -162,9 +188,14 @@ def _python(package: str, config: str, overrides: Sequence[str], python: str = s
     return (python, "-m", package, str(path), *overrides)
 
 
+def _python_of_vllm() -> Path:
+    """Where `make vllm-install` puts an interpreter, with vLLM's build for CPUs."""
+    return ROOT / ".venv-vllm" / "bin" / "python"
+
+
 def _python_of_workers(options: ClusterOptions) -> str:
     """The interpreter of the workers: vLLM needs other versions of torch than Baton, so it has its own environment."""
-    own = ROOT / ".venv-vllm" / "bin" / "python"
+    own = _python_of_vllm()
     if options.engine != "vllm" or (find_spec("vllm") and not own.exists()):
         return sys.executable
     if not own.exists():
@@ -199,6 +230,8 @@ def _engine(options: ClusterOptions, workers: int, sharing: int) -> list[str]:
         if _python_of_workers(options) != sys.executable:
             # vLLM's build for CPUs: with bfloat16 its process has ended by an illegal instruction.
             settings += ", args: {dtype: float32}"
+        elif sharing > 1:
+            settings += f", args: {{gpu_memory_utilization: {0.9 / sharing:.3f}}}"
         return [f"engine={{kind: vllm, model: {folder}, {settings}}}"]
     # If each worker used every core, they would wait for each other in every step.
     threads = max(1, _cores() // workers)

@@ -30,17 +30,23 @@ def as_json(title: str, summaries: Sequence[Summary], targets: Targets) -> str:
     return json.dumps(whole, indent=2) + "\n"
 
 
-def check_plot() -> None:
-    """Raises ConfigError if there is no matplotlib to plot with."""
+def check_plot(path: Path) -> None:
+    """Raises ConfigError if there is no matplotlib to plot with, or if it cannot draw files named like `path`."""
     try:
         importlib.import_module("matplotlib").use("Agg")
     except ImportError as error:
         raise ConfigError("--plot: needs matplotlib; install it with `pip install 'baton[bench]'`") from error
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
+    kind = path.suffix.removeprefix(".").lower()
+    if kind and kind not in canvas.get_supported_filetypes():
+        raise ConfigError(
+            f"--plot: matplotlib cannot write {path}: name a file that ends in .png, .pdf or .svg, for example"
+        )
 
 
 def plot(path: Path, title: str, summaries: Sequence[Summary]) -> None:
-    """Draws time to first token and throughput by step. Raises ConfigError without matplotlib."""
-    check_plot()
+    """Draws time to first token and throughput by step. Raises ConfigError if it cannot."""
+    check_plot(path)
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots(2, 1, sharex=True, figsize=(8, 7))
     steps = [each.step for each in summaries]
     for name in ("p50", "p90", "p99"):
@@ -51,7 +57,10 @@ def plot(path: Path, title: str, summaries: Sequence[Summary]) -> None:
     axes[1].set(xlabel="step", ylabel="requests a second")
     for each in axes:
         each.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror or error}") from error
 
 
 def _targets(targets: Targets) -> str:

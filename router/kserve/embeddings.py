@@ -5,13 +5,23 @@ from array import array
 from baton.errors import InvalidRequest
 from baton.inference.v1 import embed_pb2
 from baton.kserve import inference_pb2 as pb
-from router.kserve.tensors import EMBEDDING, FINAL, VERSION, parameters_of, read_inputs, text_of
+from router.kserve.tensors import (
+    EMBEDDING,
+    FINAL,
+    VERSION,
+    check_tensor_parameters,
+    check_version,
+    parameters_of,
+    read_inputs,
+    text_of,
+)
 
 _PARAMETERS = ("dimensions", "normalize")
 
 
 def embed_request(request: pb.ModelInferRequest) -> embed_pb2.EmbedRequest:
     """The request to the pipeline. Raises InvalidRequest naming the wrong input, output or parameter."""
+    check_version(request.model_version)
     inputs = read_inputs(request)
     texts = inputs.pop("text_input", None)
     if texts is None:
@@ -21,6 +31,7 @@ def embed_request(request: pb.ModelInferRequest) -> embed_pb2.EmbedRequest:
     for output in request.outputs:
         if output.name != EMBEDDING:
             raise InvalidRequest.of(f"outputs.{output.name}", f"no output beside {EMBEDDING}")
+        check_tensor_parameters(f"outputs.{output.name}", output.parameters)
     made = embed_pb2.EmbedRequest(request_id=request.id, model=request.model_name)
     for text in texts:
         made.inputs.add(text=text_of("inputs.text_input", text))

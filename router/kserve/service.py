@@ -14,11 +14,12 @@ from baton.errors import BatonError, InvalidRequest, ModelNotFound
 from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
+from discovery.roles import COMPLETING
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.kserve.embeddings import embed_request, embed_response
 from router.kserve.metadata import PLATFORM, config, metadata
-from router.kserve.tensors import EMBEDDING, add_usage, generate_request, reason_of, response
+from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_request, is_version, reason_of, response
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
 from router.stream.reply import Reply
@@ -35,7 +36,6 @@ NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _MAX_STREAMED_BYTES = 4 * 2**20  # of one request in a stream; they are texts
 _MAX_FIELDS = 4096
 _SMALL_BYTES = 16 * 1024
-_ANSWERING = {"decode", "embed"}
 _AT_ONCE = 64  # requests of one stream; more wait
 _LARGE_TEXTS = 64  # vectors of more are packed in a thread
 
@@ -59,17 +59,18 @@ class KServeServicer:
 
     async def ModelReady(self, request: pb.ModelReadyRequest, _context: Context) -> pb.ModelReadyResponse:
         with suppress(ModelNotFound):
-            return pb.ModelReadyResponse(ready=self._is_ready(self._cluster.model(request.name).name))
+            model = self._cluster.model(request.name).name
+            return pb.ModelReadyResponse(ready=is_version(request.version) and self._is_ready(model))
         return pb.ModelReadyResponse(ready=False)
 
     async def ServerMetadata(self, _request: pb.ServerMetadataRequest, _context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name=PLATFORM, version=__version__, extensions=["model_configuration"])
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, _context: Context) -> pb.ModelMetadataResponse:
-        return metadata(self._described(request.name))
+        return metadata(self._described(request.name, request.version))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, _context: Context) -> pb.ModelConfigResponse:
-        return pb.ModelConfigResponse(config=config(self._described(request.name)))
+        return pb.ModelConfigResponse(config=config(self._described(request.name, request.version)))
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         if self._wants_vectors(request):
@@ -120,12 +121,13 @@ class KServeServicer:
             return self._cluster.model(request.model_name).capabilities.embeddings_only
         return False
 
-    def _described(self, name: str) -> model_pb2.Model:
+    def _described(self, name: str, version: str) -> model_pb2.Model:
+        check_version(version)
         return model_message(self._cluster.model(name), self._cluster)
 
     def _is_ready(self, name: str) -> bool:
         return any(
-            worker.record.model == name and _ANSWERING & set(worker.record.roles) and not worker.problem
+            worker.record.model == name and COMPLETING & set(worker.record.roles) and not worker.problem
             for worker in self._cluster.workers
         )
 

@@ -11,6 +11,7 @@ PARAMETERS. Embeddings are in embeddings.py.
 """
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,16 +53,18 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "guided_structural_tags": ("guided", "structural_tags"),
 }  # fmt: skip
 # Fields that hold several values. As parameters, which cannot, they are the text of JSON.
-_LISTS = ("stop", "stop_token_ids", "bad_words")
+_TEXT_LISTS = ("stop", "bad_words")
 _FLAGS = ("ignore_eos", "include_stop")
 # What Triton's clients may add by themselves.
-_OF_CLIENTS = ("triton_enable_empty_final_response", "binary_data_output")
+_OF_CLIENTS = ("triton_enable_empty_final_response", "binary_data_output", "binary_data")
+_TYPES = {"text_input": "BYTES", "sampling_parameters": "BYTES", "stream": "BOOL"}
 _MAX_ELEMENTS = 4096
 _REASONS = {sampling_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 def generate_request(request: pb.ModelInferRequest, *, may_stream: bool) -> generate_pb2.GenerateRequest:
     """The request to the pipeline. Raises InvalidRequest naming the wrong input or parameter."""
+    check_version(request.model_version)
     inputs = {name: _one(name, elements) for name, elements in read_inputs(request).items()}
     made = generate_pb2.GenerateRequest(request_id=request.id, model=request.model_name)
     if "text_input" not in inputs:
@@ -69,8 +72,9 @@ def generate_request(request: pb.ModelInferRequest, *, may_stream: bool) -> gene
     made.prompt = text_of("inputs.text_input", inputs.pop("text_input"))
     if any(inputs.pop("stream", b"")) and not may_stream:
         raise InvalidRequest.of("inputs.stream", "ModelInfer answers as a whole: call ModelStreamInfer")
+    given: set[tuple[str, str]] = set()
     if "sampling_parameters" in inputs:
-        _set_all(made, "inputs.sampling_parameters", _json(inputs.pop("sampling_parameters")))
+        _set_all(made, "inputs.sampling_parameters", _json(inputs.pop("sampling_parameters")), given)
     if inputs:
         expected = "expected text_input, stream, sampling_parameters"
         raise InvalidRequest.of(f"inputs.{min(inputs)}", f"unknown input; {expected}")
@@ -79,8 +83,27 @@ def generate_request(request: pb.ModelInferRequest, *, may_stream: bool) -> gene
             raise InvalidRequest.of(
                 f"outputs.{output.name}", f"unknown output; expected {', '.join(OUTPUTS)} or {EMBEDDING}"
             )
-    _set_all(made, "parameters", parameters_of(request))
+        check_tensor_parameters(f"outputs.{output.name}", output.parameters)
+    _set_all(made, "parameters", parameters_of(request), given)
     return made
+
+
+def check_version(version: str) -> None:
+    """Raises InvalidRequest for a version of a model that is not there: each model has one."""
+    if not is_version(version):
+        raise InvalidRequest.of("model_version", f"is {version!r}; a model has the version {VERSION} only")
+
+
+def is_version(version: str) -> bool:
+    """Whether a model has this version; an empty one stands for any."""
+    return version in ("", VERSION)
+
+
+def check_tensor_parameters(path: str, parameters: Mapping[str, pb.InferParameter]) -> None:
+    """Raises InvalidRequest for the parameters of a tensor, such as classification or a shared memory region."""
+    for name in parameters:
+        if name not in _OF_CLIENTS:
+            raise InvalidRequest.of(f"{path}.parameters.{name}", "is not supported: tensors have no parameters")
 
 
 def parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
@@ -123,13 +146,19 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
         path = f"inputs.{tensor.name}"
         if tensor.name in found:
             raise InvalidRequest.of(path, "is there twice")
+        check_tensor_parameters(path, tensor.parameters)
+        if (expected := _TYPES.get(tensor.name, tensor.datatype)) != tensor.datatype:
+            raise InvalidRequest.of(path, f"has the type {tensor.datatype!r}; expected {expected}")
         if tensor.datatype == "BYTES":
             found[tensor.name] = _unpacked(path, raw[index]) if raw else list(tensor.contents.bytes_contents)
         elif tensor.datatype == "BOOL":
             contents = raw[index] if raw else bytes(tensor.contents.bool_contents)
-            found[tensor.name] = [contents[at : at + 1] for at in range(min(len(contents), 2))]
+            found[tensor.name] = [contents[at : at + 1] for at in range(min(len(contents), _MAX_ELEMENTS))]
         else:
             raise InvalidRequest.of(path, f"has the type {tensor.datatype!r}; expected BYTES or BOOL")
+        count = len(found[tensor.name])
+        if tensor.shape and math.prod(tensor.shape) != count:
+            raise InvalidRequest.of(path, f"has the shape {list(tensor.shape)} and {count} elements")
     return found
 
 
@@ -181,11 +210,17 @@ def _value(parameter: pb.InferParameter) -> Any:
     return getattr(parameter, kind) if kind else None
 
 
-def _set_all(made: generate_pb2.GenerateRequest, path: str, values: Mapping[str, Any]) -> None:
+def _set_all(
+    made: generate_pb2.GenerateRequest, path: str, values: Mapping[str, Any], given: set[tuple[str, str]]
+) -> None:
+    """Sets the fields of parameters, and adds them to `given`: none may be there before, perhaps by another name."""
     for name, value in values.items():
         if name not in PARAMETERS:
             raise InvalidRequest.of(f"{path}.{name}", f"unknown parameter; expected one of {', '.join(PARAMETERS)}")
         section, field = PARAMETERS[name]
+        if (section, field) in given:
+            raise InvalidRequest.of(f"{path}.{name}", f"{section}.{field} is given twice")
+        given.add((section, field))
         try:
             if section == "guided":
                 _guide(made, field, value)
@@ -197,11 +232,15 @@ def _set_all(made: generate_pb2.GenerateRequest, path: str, values: Mapping[str,
 
 def _set(message: Any, field: str, value: Any) -> None:
     """Sets a field. Raises TypeError and ValueError for a value that it cannot hold."""
-    if field in _LISTS:
-        several = _parsed(value) if field == "stop_token_ids" else value
-        getattr(message, field).extend([several] if isinstance(several, str) else several)
+    if field in _TEXT_LISTS:
+        getattr(message, field).extend(_texts(value))
+    elif field == "stop_token_ids":
+        message.stop_token_ids.extend(_list(value, int, "whole numbers"))
     elif field == "logit_bias":
-        for token_id, bias in dict(_parsed(value)).items():
+        biases = _parsed(value)
+        if not isinstance(biases, dict):
+            raise TypeError("must be a JSON object of biases by token id")
+        for token_id, bias in biases.items():
             message.logit_bias[int(token_id)] = bias
     elif isinstance(value, bool) == (field in _FLAGS):
         setattr(message, field, value)
@@ -214,9 +253,7 @@ def _guide(made: generate_pb2.GenerateRequest, field: str, value: Any) -> None:
     if made.guided.WhichOneof("guide"):
         raise ValueError("an answer follows one grammar")
     if field == "choice":
-        texts = _parsed(value)
-        if not isinstance(texts, list):
-            raise TypeError("must be a list of texts")
+        texts = _list(value, str, "texts")
         made.guided.choice.SetInParent()
         made.guided.choice.texts.extend(texts)
     elif field == "structural_tags":
@@ -234,4 +271,31 @@ def _parsed(value: Any) -> Any:
         return value
     if len(value) > MAX_TEXT_BYTES:
         raise ValueError(f"has {len(value)} characters of at most {MAX_TEXT_BYTES}")
-    return json.loads(value)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError("must be the text of JSON") from None
+
+
+def _list(value: Any, kind: type, words: str) -> list[Any]:
+    """A list, as it is or as JSON. Raises TypeError, also if an element is of another kind."""
+    several = _parsed(value)
+    if not isinstance(several, list) or not all(type(one) is kind for one in several):
+        raise TypeError(f"must be a JSON list of {words}")
+    return several
+
+
+def _texts(value: Any) -> list[str]:
+    """A text, or a list of them as it is or as JSON: a text that begins with a bracket and is JSON is a list."""
+    if isinstance(value, str) and not _is_json_list(value):
+        return [value]
+    return _list(value, str, "texts")
+
+
+def _is_json_list(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        return isinstance(_parsed(text), list)
+    except ValueError:
+        return False

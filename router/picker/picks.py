@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import structlog
 
 from baton.errors import BatonError, NoWorker
+from discovery.roles import COMPLETING
 from router.config import PickerConfig
 from router.picker.body import read_request
 from router.picker.endpoints import Endpoint, Endpoints
@@ -19,8 +20,6 @@ from router.workers.handle import WorkerHandle
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
-
-_COMPLETING = {"decode", "embed"}
 
 
 @dataclass(slots=True)
@@ -105,4 +104,4 @@ class EndpointPicker:
 
 
 def _completes(worker: WorkerHandle) -> bool:
-    return worker.state == "ready" and bool(_COMPLETING & set(worker.record.roles))
+    return worker.state == "ready" and bool(COMPLETING & set(worker.record.roles))

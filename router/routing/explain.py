@@ -4,6 +4,7 @@ import asyncio
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from discovery.location import nearness
 from router import validation
 from router.config import LimitsConfig
 from router.routing.placement import Placer
@@ -84,4 +85,6 @@ def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.Rout
         cached_tokens=prediction.cached_tokens,
         uncached_tokens=prediction.uncached_tokens,
         has_kv_events=prediction.has_kv_events,
+        distance_seconds=prediction.distance,
+        nearness=nearness(prefill.record.place, prediction.decode_worker.record.place) if prefill else "",
     )

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
-from discovery.pairing import share_transport, transport_names
+from discovery.location import Domain
+from discovery.pairing import outside, share_transport, transport_names
+from discovery.record import WorkerRecord
 from router.routing.policy import W, WorkerView
 
 W_co = TypeVar("W_co", bound=WorkerView, covariant=True)
@@ -26,6 +28,8 @@ class Constraints:
     lora: lora_pb2.LoraAdapter | None = None  # that it has, or can load
     tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
     needs: tuple[str, ...] = ()  # capabilities, named as the options of requests that need them
+    near: WorkerRecord | None = None  # that it would hand over to, and must be `within` one zone, rack or host with
+    within: Domain | None = None
 
 
 class VersionedWorkers(Protocol[W_co]):
@@ -119,6 +123,8 @@ def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
     if constraints.reads is not None and not share_transport(record.offers, constraints.reads):
         offered, read = transport_names(record.offers), transport_names(constraints.reads)
         return f"has no transport in common with the decode worker: it offers {offered}, and read are {read}"
+    if constraints.within and constraints.near and (far := outside(record, constraints.within, constraints.near)):
+        return far
     if record.max_context_tokens < constraints.context_tokens:
         return f"its context ends at {record.max_context_tokens} tokens"
     if constraints.lora is not None and not worker.loras.can_use(constraints.lora):

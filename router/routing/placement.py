@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from baton.errors import BatonError, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
+from discovery.location import Domain
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.loras import prefer_loaded
@@ -24,6 +25,7 @@ class Placer:
     def __init__(self, cluster: Cluster, config: RoutingConfig, policy: Policy) -> None:
         self._cluster = cluster
         self._config = config
+        self._within = config.handoff_within
         self._policy = policy
         self._hasher = PromptHasher()
         self._eligible: EligibleWorkers[WorkerHandle] = EligibleWorkers()
@@ -74,7 +76,7 @@ class Placer:
         decode = self._filter(_constraints("decode", request))
         lines = [*_left_out("prefill", prefill), *_left_out("decode", decode)]
         for worker in decode.eligible:
-            constraints = _prefill_constraints(worker, request, frozenset())
+            constraints = _prefill_constraints(worker, request, frozenset(), self._within)
             for other, reason in filter_workers(prefill.eligible, constraints).others:
                 if other.record.worker_id != worker.record.worker_id:
                     lines.append(f"prefill {other.record.worker_id} for decode {worker.record.worker_id}: {reason}")
@@ -82,7 +84,7 @@ class Placer:
 
     def can_prefill(self, placement: Placement[WorkerHandle], request: RoutingRequest, tried: frozenset[str]) -> bool:
         """Whether another prefill worker can hand over to the decode worker now."""
-        return bool(self._filter(_prefill_constraints(placement.decode, request, tried)).eligible)
+        return bool(self._filter(_prefill_constraints(placement.decode, request, tried, self._within)).eligible)
 
     def replace_prefill(
         self, placement: Placement[WorkerHandle], request: RoutingRequest, tried: frozenset[str]
@@ -91,9 +93,9 @@ class Placer:
 
         Raises NoWorker if there is none and the request must run disaggregated.
         """
-        filtered = self._filter(_prefill_constraints(placement.decode, request, tried))
+        filtered = self._filter(_prefill_constraints(placement.decode, request, tried, self._within))
         if filtered.eligible:
-            able = Candidates([placement.decode], filtered.eligible, requires_prefill=True)
+            able = Candidates([placement.decode], filtered.eligible, requires_prefill=True, within=self._within)
             return self._choose(request, prefer_loaded(able, request.lora))
         if _is_disaggregated(request):
             raise NoWorker(f"no other prefill worker: {filtered.reasons()}")
@@ -134,16 +136,16 @@ class Placer:
             return Candidates(decode)
         prefill = self._find("prefill", request, lora)
         if not _is_disaggregated(request):
-            return Candidates(decode, prefill)
-        return self._paired(request, Candidates(decode, prefill, requires_prefill=True))
+            return Candidates(decode, prefill, within=self._within)
+        return self._paired(request, Candidates(decode, prefill, requires_prefill=True, within=self._within))
 
     def _paired(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Candidates[WorkerHandle]:
         """Leaves out the decode workers that no prefill worker can hand over to."""
         paired = [worker for worker in candidates.decode if candidates.prefill_for(worker)]
         if not paired:
-            constraints = _prefill_constraints(candidates.decode[0], request, frozenset())
+            constraints = _prefill_constraints(candidates.decode[0], request, frozenset(), self._within)
             _raise_none(constraints, self._filter(constraints))
-        return Candidates(paired, candidates.prefill, candidates.requires_prefill)
+        return replace(candidates, decode=paired)
 
     def _raise_lacking(self, request: RoutingRequest) -> None:
         """Raises Unsupported if only what the request needs beside a worker of its model keeps it from all of them."""
@@ -212,11 +214,15 @@ def _continue_constraints(request: RoutingRequest, context_tokens: int, tried: f
     return replace(_constraints("decode", request), context_tokens=context_tokens, tried=tried)
 
 
-def _prefill_constraints(decode: WorkerHandle, request: RoutingRequest, tried: frozenset[str]) -> Constraints:
-    """A prefill worker that can hand over to this one: another process with the same KV layout."""
+def _prefill_constraints(
+    decode: WorkerHandle, request: RoutingRequest, tried: frozenset[str], within: Domain | None
+) -> Constraints:
+    """A prefill worker that can hand over to this one: another process with the same KV layout, near enough."""
     return replace(
         _constraints("prefill", request),
         layout_digest=decode.record.layout_digest,
         reads=decode.record.reads,
         tried=tried | {decode.record.process},
+        near=decode.record,
+        within=within,
     )

@@ -11,9 +11,10 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.inference.v1 import generate_pb2
+from discovery.location import steps_apart
 from router.config import RoutingConfig
 from router.routing.policy import Candidates, Placement, Policy, Prediction, RoutingRequest, W
-from router.routing.prefix.cost import Priors, priors_of
+from router.routing.prefix.cost import Nearness, Priors, priors_of
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.scoring import Preferences, pick, score_workers
 from runtime.timing_profile import read_timing_profile
@@ -24,19 +25,31 @@ _GROUP = "baton.policies"
 class LeastLoaded:
     """The least loaded workers, by turns among equals. Sessions stay on their own workers.
 
-    `session_slack` is how many requests busier than the least loaded a session's own worker may be.
+    `session_slack` is how many requests busier than the least loaded a session's own worker may be, and with
+    `prefers_near` the prefill worker that is nearest to the decode worker.
     """
 
-    def __init__(self, session_slack: float = 8.0) -> None:
+    def __init__(self, session_slack: float = 8.0, *, prefers_near: bool = False) -> None:
         self._session_slack = session_slack
+        self._prefers_near = prefers_near
         self._turns = {"prefill": itertools.count(), "decode": itertools.count()}
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
         """Chooses the decode worker first, then a prefill worker that can hand over to it."""
         decode = self._pick("decode", request, candidates.decode)
         able = candidates.prefill_for(decode)
+        if self._prefers_near and len(able) > 1:
+            able = self._nearest(decode, able, request)
         prefill = self._pick("prefill", request, able) if able else None
         return Placement(decode, prefill, partial(_explain, request, candidates))
+
+    def _nearest(self, decode: W, able: Sequence[W], request: RoutingRequest) -> list[W]:
+        """Of the workers that are not much busier than the least busy one, those that are nearest."""
+        scored = score_workers(able, Preferences(request.prompt_tokens))
+        most = min(option.score for option in scored) + self._session_slack
+        free = [option.choice for option in scored if option.score <= most]
+        steps = [steps_apart(worker.record.place, decode.record.place) for worker in free]
+        return [worker for worker, apart in zip(free, steps, strict=True) if apart == min(steps)]
 
     def _pick(self, role: str, request: RoutingRequest, workers: Sequence[W]) -> W:
         turn = next(self._turns[role])
@@ -50,10 +63,14 @@ class Automatic:
     """`predicted_seconds` where a worker reports what its prefix cache holds, `least_loaded` where none does."""
 
     def __init__(
-        self, temperature_seconds: float = 0.0, session_slack: float = 8.0, priors: Priors | None = None
+        self,
+        temperature_seconds: float = 0.0,
+        session_slack: float = 8.0,
+        priors: Priors | None = None,
+        nearness: Nearness | None = None,
     ) -> None:
-        self.predicted = PredictedSeconds(temperature_seconds, priors=priors)
-        self._least_loaded = LeastLoaded(session_slack)
+        self.predicted = PredictedSeconds(temperature_seconds, priors=priors, nearness=nearness)
+        self._least_loaded = LeastLoaded(session_slack, prefers_near=bool(nearness and nearness.far_seconds))
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
         """The placement of the one policy or of the other."""
@@ -132,10 +149,11 @@ def load_policy(config: RoutingConfig) -> Policy:
 def _factory(config: RoutingConfig) -> Callable[..., Any]:
     name = config.policy
     temperature, priors = config.temperature_seconds, _priors(config)
+    nearness = Nearness(config.handoff_within, config.far_seconds)
     built_in: dict[str, Callable[..., Any]] = {
-        "automatic": partial(Automatic, temperature, config.session_slack, priors),
-        "least_loaded": partial(LeastLoaded, session_slack=config.session_slack),
-        "predicted_seconds": partial(PredictedSeconds, temperature, priors=priors),
+        "automatic": partial(Automatic, temperature, config.session_slack, priors, nearness),
+        "least_loaded": partial(LeastLoaded, session_slack=config.session_slack, prefers_near=config.far_seconds > 0),
+        "predicted_seconds": partial(PredictedSeconds, temperature, priors=priors, nearness=nearness),
         "round_robin": RoundRobin,
         "random": RandomChoice,
     }

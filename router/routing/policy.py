@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
+from discovery.location import Domain
 from discovery.pairing import can_hand_over
 from discovery.record import BAD_WORDS
 from discovery.registry import WorkerRecord
@@ -134,10 +135,11 @@ class Candidates(Generic[W]):
     decode: Sequence[W]
     prefill: Sequence[W] = ()  # empty if the decode worker is to run the prompt
     requires_prefill: bool = False  # then each decode worker has at least one prefill worker
+    within: Domain | None = None  # which handoffs must not leave
 
     def prefill_for(self, decode: W) -> list[W]:
         """The prefill workers that can hand over to this decode worker, as `can_hand_over` says."""
-        return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record)]
+        return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record, self.within)]
 
     def allow(self, decode: W, prefill: W | None) -> bool:
         """Whether the request can run on these two, or on the decode worker alone if `prefill` is None."""
@@ -145,7 +147,7 @@ class Candidates(Generic[W]):
             return False
         if prefill is None:
             return not self.requires_prefill
-        return prefill in self.prefill and can_hand_over(prefill.record, decode.record)
+        return prefill in self.prefill and can_hand_over(prefill.record, decode.record, self.within)
 
 
 @dataclass(slots=True)
@@ -169,11 +171,12 @@ class Prediction(Generic[W]):
     has_kv_events: bool  # whether the worker that runs the prompt reports what it has cached
     rank: int = 0  # the data-parallel rank that runs the prompt
     decode_rank: int = 0
+    distance: float = 0.0  # `routing.far_seconds` for each step that the two are apart
 
     @property
     def total(self) -> float:
         """The cost that policies compare."""
-        return self.wait + self.prefill + self.transfer + self.decode + self.stall
+        return self.wait + self.prefill + self.transfer + self.decode + self.stall + self.distance
 
     @property
     def first_token(self) -> float:
@@ -188,7 +191,7 @@ class Prediction(Generic[W]):
     def describe(self) -> str:
         """One line, in milliseconds."""
         where = self.prefill_worker.record.worker_id + " > " if self.prefill_worker else ""
-        terms = ("wait", "prefill", "transfer", "decode", "stall")
+        terms = ("wait", "prefill", "transfer", "decode", "stall", "distance")
         parts = " + ".join(f"{name} {getattr(self, name) * 1e3:.3g}" for name in terms if getattr(self, name))
         tokens = f"{self.cached_tokens} cached, {self.uncached_tokens} not"
         return f"{where}{self.decode_worker.record.worker_id}: {self.total * 1e3:.3g} ms = {parts or 0} ({tokens})"

@@ -3,14 +3,14 @@
 import asyncio
 import random
 import time
-from typing import Literal
 
 from baton.errors import BatonError, Draining, Overloaded
 from discovery.backoff import Backoff
+from discovery.roles import Role
 from router.config import RetryConfig
 from router.telemetry import metrics
 
-Stage = Literal["encode", "prefill", "decode", "embed"]
+Stage = Role
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0

@@ -7,13 +7,13 @@ from prometheus_client import Counter, Gauge
 
 from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2
+from discovery.roles import ROLES
 from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
 from runtime.metrics import REGISTRY
 
 _CLASS = ("model", "request_class")
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
 WORKER_STATES = ("ready", "unhealthy", "draining")
-ROLES = ("encode", "prefill", "decode", "embed")
 
 REQUESTS = FrequentCounter(
     "baton_router_requests_total", "Requests that have ended.", [*_CLASS, "outcome", "reason"], REGISTRY

@@ -15,8 +15,10 @@ from baton.errors import EngineFailed, InvalidRequest, ModelNotFound, NoWorker
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.backoff import Backoff
 from discovery.latest import Latest
-from discovery.pairing import unpaired
+from discovery.location import Domain
+from discovery.pairing import partly_unpaired, unpaired
 from discovery.registry import Registry, WorkerRecord
+from discovery.roles import COMPLETING, ROLES
 from router.config import ProbeConfig
 from router.telemetry import metrics
 from router.workers.handle import WorkerHandle, connect
@@ -29,7 +31,6 @@ from runtime.aio import TaskGroup
 log = structlog.get_logger(__name__)
 
 _CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
-_COMPLETING = {"decode", "embed"}  # the roles that complete requests
 _LONGEST_REASON = 300  # characters of what a card's reading raised
 
 
@@ -49,8 +50,14 @@ class Cluster:
     """
 
     def __init__(
-        self, group: TaskGroup, probe: ProbeConfig, dial: Dial, stream_dialer: StreamDialer | None = None
+        self,
+        group: TaskGroup,
+        probe: ProbeConfig,
+        dial: Dial,
+        stream_dialer: StreamDialer | None = None,
+        handoff_within: Domain | None = None,
     ) -> None:
+        self._within = handoff_within
         self._group = group
         self._stream_dialer = stream_dialer
         self._dial = dial
@@ -113,7 +120,7 @@ class Cluster:
             if worker.state == "ready":
                 models[worker.record.model].update(worker.record.roles)
         return {
-            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in metrics.ROLES},
+            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in ROLES},
             "models": {name: sorted(models[name]) for name in sorted(models)},
         }
 
@@ -200,14 +207,14 @@ class Cluster:
                 self._models[worker.record.model] = worker.model
         self._note_unpaired()
         metrics.observe_workers(_roles_and_states(self.workers))
-        self._ready.set(any(_COMPLETING & set(worker.record.roles) and not worker.problem for worker in self.workers))
+        self._ready.set(any(COMPLETING & set(worker.record.roles) and not worker.problem for worker in self.workers))
         # Wakes the present waiters; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _note_unpaired(self) -> None:
         """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
-        problems = unpaired(member.record for member in self._members.values() if not member.leave.is_set())
+        problems = unpaired(self._records(), self._within)
         for worker in self.workers:
             found = problems.get(worker.record.process)
             problem = found.problem if found else ""
@@ -216,6 +223,13 @@ class Cluster:
                 log.warning("worker cannot hand over", reason=found.reason, worker_id=worker_id, problem=problem)
             worker.unpaired = problem
         metrics.observe_unpaired(role for worker in self.workers if worker.unpaired for role in worker.record.roles)
+
+    def _records(self) -> list[WorkerRecord]:
+        return [member.record for member in self._members.values() if not member.leave.is_set()]
+
+    async def pairing_problems(self) -> dict[str, list[str]]:
+        """The pairs that cannot hand over, in words, by `WorkerRecord.process`."""
+        return await asyncio.to_thread(partly_unpaired, self._records(), self._within)
 
     def _load_card(self, card: worker_pb2.ModelCard) -> "asyncio.Future[ServedModel]":
         """Loads the model of a card. Workers with equal cards share it."""
@@ -233,14 +247,18 @@ class Cluster:
 
 @asynccontextmanager
 async def watch_cluster(
-    registry: Registry, probe: ProbeConfig, dial: Dial, stream_dialer: StreamDialer | None = None
+    registry: Registry,
+    probe: ProbeConfig,
+    dial: Dial,
+    stream_dialer: StreamDialer | None = None,
+    handoff_within: Domain | None = None,
 ) -> AsyncGenerator[Cluster, None]:
     """Watches the cluster of a registry while the context is open.
 
-    With `stream_dialer` the calls to a worker that offers it share a stream.
+    With `stream_dialer` the calls to a worker that offers it share a stream. Handoffs stay `handoff_within`.
     """
     async with TaskGroup() as group:
-        cluster = Cluster(group, probe, dial, stream_dialer)
+        cluster = Cluster(group, probe, dial, stream_dialer, handoff_within)
         following = group.create_task(cluster.follow(registry))
         try:
             yield cluster

@@ -7,6 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.inference.v1 import lora_pb2, model_pb2, server_info_pb2
 from baton.version import __version__
+from discovery.roles import ROLES
 from router.config import RouterConfig
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
@@ -96,18 +97,17 @@ def model_message(
     ready = [worker for worker in workers if not worker.problem]
     if adapter is not None:
         ready = [worker for worker in ready if worker.loras.can_use(adapter)]
-    return model_pb2.Model(
+    made = model_pb2.Model(
         name=named(served.name, adapter),
         parent=served.name if adapter else "",
         lora=adapter,
         limits=served.limits,
         capabilities=served.capabilities,
-        prefill_workers=_count(ready, "prefill"),
-        decode_workers=_count(ready, "decode"),
-        encode_workers=_count(ready, "encode"),
-        embed_workers=_count(ready, "embed"),
         embedding=embedding,
     )
+    for role in ROLES:
+        setattr(made, f"{role}_workers", _count(ready, role))
+    return made
 
 
 def _count(workers: list[WorkerHandle], role: str) -> int:

@@ -7,9 +7,10 @@ from typing import Literal
 
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
 from baton.inference.v1 import timing_pb2
+from discovery.roles import ROLE_KINDS, Role
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
-from services.identity import Identity, Role
+from services.identity import Identity
 from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
 from services.telemetry import metrics
 from services.telemetry.request_context import set_traceparent, track_freed_kv
@@ -107,11 +108,8 @@ class Calls:
 
 
 _FIRST_STAGES: dict[CallKind, "timing_pb2.Stage.ValueType"] = {
-    "encode": timing_pb2.STAGE_ENCODE,
-    "prefill": timing_pb2.STAGE_PREFILL_COMPUTE,
+    **{kind.name: kind.stage for kind in ROLE_KINDS},
     "prefetch": timing_pb2.STAGE_HANDOFF_WAIT,
-    "decode": timing_pb2.STAGE_DECODE,
-    "embed": timing_pb2.STAGE_EMBED,
 }
 
 

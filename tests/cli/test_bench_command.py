@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 
@@ -108,6 +109,60 @@ async def test_options_that_say_too_little_are_refused(baton: Baton, words: list
     outcome = await baton("bench", *words, "--address", "127.0.0.1:1")
     assert outcome.code == 2
     assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("sweep", ("--json", "{missing}/x.json")),
+        ("sweep", ("--markdown", "{folder}")),
+        ("sweep", ("--json", "")),
+        ("sweep", ("--json", "{folder}/same", "--markdown", "{folder}/../{name}/same")),
+        ("replay --generate agents", ("--json", "{missing}/x.json")),
+        ("profile {missing}/profile.json", ()),
+        ("profile {folder}/profile.json", ("--markdown", "{missing}/x.md")),
+    ],
+)
+async def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    baton: Baton, tmp_path: Path, action: str, words: tuple[str, ...]
+) -> None:
+    places = {"folder": tmp_path, "missing": tmp_path / "missing", "name": tmp_path.name}
+    line = [word.format(**places) for word in (*action.split(), *words)]
+    rate = ("--rate", "1") if action == "sweep" else ()
+    # No router is there: it would be the error of a command that had begun.
+    outcome = await baton("bench", *line, *rate, "--address", "127.0.0.1:1")
+    assert outcome.code == 2
+    assert "cannot be written" in outcome.err or "is the file of --markdown too" in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+async def test_an_output_keeps_its_content_if_there_is_nothing_to_measure(baton: Baton, tmp_path: Path) -> None:
+    (tmp_path / "json").write_text("before")
+    words = ("replay", "missing.jsonl", "--json", str(tmp_path / "json"))
+    outcome = await baton("bench", *words, "--address", "127.0.0.1:1")
+    assert outcome.code == 2
+    assert (tmp_path / "json").read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--rate", text) for text in ("inf", "nan", "-1", "0", "1e999", "1e300", "1e-300", "x")),
+        *(("--rate", "1", option, text) for option in ("--ttft-target", "--itl-target") for text in ("inf", "nan")),
+        ("--rate", "1", "--timeout", "inf"),
+        ("--rate", "1", "--timeout", "1e300"),
+        ("--concurrency", "0"),
+        ("--rate", "1", "--input", "1:99999999999"),
+        ("--rate", "1", "--input", "9" * 5000),
+    ],
+)
+async def test_numbers_that_are_no_settings_are_refused_where_they_are_parsed(
+    baton: Baton, words: tuple[str, ...]
+) -> None:
+    outcome = await baton("bench", "sweep", *words, "--address", "127.0.0.1:1")
+    assert outcome.code == 2
+    assert f"error: argument {[word for word in words if word.startswith('--')][-1]}" in outcome.err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")

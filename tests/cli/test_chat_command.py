@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 from support.clients.baton_command import Baton, SmallCluster
 from support.clients.generation import generate
@@ -46,13 +47,31 @@ async def test_timings_are_shown_on_request(baton: Baton, cluster: SmallCluster)
     assert outcome.err.count("to first token") == 1
 
 
-async def test_a_failed_message_is_told_and_left_out(baton: Baton, cluster: SmallCluster) -> None:
-    lines = b"/image /no/such/file\nhello\n/unheard\nhello\n"
+async def test_a_mistyped_image_or_command_loses_no_message(baton: Baton, cluster: SmallCluster) -> None:
+    lines = b"/image /no/such/file\nhello\n/unheard\n/image\nagain\n"
     outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=lines)
     assert "image /no/such/file: cannot be read" in outcome.err
+    assert "no image was added" in outcome.err
     assert "unknown command /unheard" in outcome.err
+    assert "/image needs a FILE or a URI" in outcome.err
     first = await expected(cluster, turn("user", "hello"))
-    assert (outcome.code, outcome.out) == (0, f"{first}\n")
+    second = await expected(cluster, turn("user", "hello"), turn("assistant", first), turn("user", "again"))
+    assert (outcome.code, outcome.out) == (0, f"{first}\n{second}\n")
+
+
+async def test_a_message_that_failed_is_kept_and_sent_again(
+    baton: Baton, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"no picture")
+    # The model of this cluster has no vision: the message is refused each time it has its image.
+    lines = f"/retry\n/image {picture}\nhello\n/retry\n/retry all\n/retry text\n/retry\n".encode()
+    outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=lines)
+    assert outcome.err.count("the message is kept: /retry sends it again") == 2
+    assert outcome.err.count("no message has failed") == 2
+    assert "expected /retry or /retry text" in outcome.err
+    first = await expected(cluster, turn("user", "hello"))
+    assert (outcome.code, outcome.out.strip()) == (0, first)
 
 
 async def test_ctrl_c_stops_the_answer_and_not_the_conversation(cluster: SmallCluster) -> None:

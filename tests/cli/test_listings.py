@@ -61,3 +61,13 @@ async def test_explain_shows_what_each_place_would_cost(baton: Baton) -> None:
     assert outcome.lines[0] == "policy predicted_seconds, 10 prompt tokens"
     rows = [line.split() for line in outcome.lines[3:5]]
     assert {(row[0], row[1], row[-1]) for row in rows} == {("p1", "d1", "reported"), ("none", "d1", "reported")}
+
+
+async def test_explain_reads_token_ids(baton: Baton) -> None:
+    async with bench(PREFILL, DECODE) as running:
+        outcome = await baton("explain", "104, 101 108", "--token-ids", "--address", running.address)
+        piped = await baton("explain", "-", "--token-ids", "--address", running.address, stdin=b"104 101")
+        wrong = await baton("explain", "104 x", "--token-ids", "--address", running.address)
+    assert (outcome.code, outcome.lines[0].split(", ")[-1]) == (0, "3 prompt tokens")
+    assert (piped.code, piped.lines[0].split(", ")[-1]) == (0, "2 prompt tokens")
+    assert (wrong.code, "token_ids.ids[1]: 'x' is not a token id" in wrong.err) == (2, True)

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -47,6 +49,19 @@ def processes_of(folder: Path) -> list[int]:
 
 def none_alive(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+async def test_eight_simulated_workers_start_in_seconds(baton: Baton, folder: StateFolder) -> None:
+    calibrated = await asyncio.create_subprocess_exec(sys.executable, "-c", "import services.server, router.server")
+    started = time.monotonic()
+    await calibrated.wait()
+    one_process = time.monotonic() - started
+    up = await baton(*UP, "--prefill", "4", "--decode", "4", "--openai", "0")
+    assert up.code == 0
+    [seconds] = re.findall(r"([0-9.]+) s  a first request was completed", up.out)
+    # 10 s, or on a busy machine what the imports of its 11 processes take on two cores, and as much again.
+    assert float(seconds) <= max(10.0, 12 * one_process)
+    assert len([each for each in state_of(folder).processes if each.role in ("prefill", "decode")]) == 8
 
 
 async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> None:

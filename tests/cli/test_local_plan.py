@@ -1,13 +1,15 @@
 """The plan of a local cluster: from options to processes."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.errors import ConfigError
 from cli.arguments import parse
 from cli.commands.local.up import cluster_options
-from cli.local.plan import ROOT, ClusterOptions, has_vision, plan
+from cli.local.plan import ROOT, ClusterOptions, gpu_warning, has_vision, plan
 from router.config import RouterConfig
 from runtime.config import load
 
@@ -154,3 +156,62 @@ def test_a_decode_worker_on_vllm_without_prefill_workers_runs_whole_requests(
     monkeypatch.setattr("cli.local.plan._python_of_workers", lambda options: "python")
     cluster = plan(ClusterOptions(engine="vllm", prefill=0, model=str(tmp_path)), tmp_path)
     assert any("whole_requests: true" in word for word in cluster.servers[0].command)
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A checkpoint, where the workers on vLLM run in the environment of this test, as its build for GPUs does."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("cli.local.plan._python_of_workers", lambda options: sys.executable)
+    return str(tmp_path)
+
+
+def test_each_worker_on_vllm_has_its_own_gpu(vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-a,5")
+    cluster = plan(ClusterOptions(engine="vllm", prefill=1, decode=2, model=vllm), tmp_path)
+    assert {server.name: server.gpu for server in cluster.servers} == {
+        "prefill-0": "3",
+        "decode-0": "GPU-a",
+        "decode-1": "5",
+        "router": "",
+    }
+    assert not any("gpu_memory_utilization" in word for server in cluster.servers for word in server.command)
+
+
+def test_more_workers_on_vllm_than_gpus_are_refused_unless_they_are_meant_to_share(
+    vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    options = ClusterOptions(engine="vllm", prefill=1, decode=2, model=vllm)
+    with pytest.raises(ConfigError, match=r"3 workers and 2 visible GPUs: .*--share-gpus"):
+        plan(options, tmp_path)
+    cluster = plan(options.model_copy(update={"share_gpus": True}), tmp_path)
+    workers = [server for server in cluster.servers if server.role != "router"]
+    assert [worker.gpu for worker in workers] == ["0", "1", "0"]
+    assert all(any("gpu_memory_utilization: 0.450" in word for word in worker.command) for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        ("0", {"prefill": 1, "decode": 1}, "2 workers and 1 visible GPU: workers share GPUs and their memory"),
+        ("0,1", {"encode": 1, "prefill": 1, "decode": 1}, "3 workers and 2 visible GPUs"),
+        ("0,1", {"prefill": 1, "decode": 1}, ""),
+        ("", {"prefill": 4, "decode": 4}, ""),
+        ("0", {"prefill": 4, "decode": 4, "share_gpus": True}, ""),
+        ("0", {"prefill": 4, "decode": 4, "engine": "simulated"}, ""),
+    ],
+)
+def test_sharing_gpus_without_being_asked_to_is_said(
+    gpus: str, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    warning = gpu_warning(ClusterOptions(**options))
+    assert warning.startswith(said)
+    assert bool(warning) == bool(said)
+
+
+def test_an_engine_that_it_cannot_start_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["up", "--engine", "trtllm"])
+    assert "load MPI, and are not started by `baton up`: start `python -m services`" in capsys.readouterr().err

@@ -54,6 +54,7 @@ def test_the_json_is_an_object_with_the_names_of_the_fields() -> None:
         "layout": "",
         "offers": None,
         "reads": None,
+        "location": {"zone": "", "rack": "", "host": ""},
     }
 
 

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from baton.errors import ConfigError
 from rpc.auth.tls import TlsConfig
-from runtime.config import Loaded, Section, load
+from runtime.config import Loaded, Section, Variables, load
 
 
 class Retry(Section):
@@ -204,3 +204,43 @@ def test_a_section_that_is_overridden_as_a_whole_is_an_override_in_all_its_parts
 
 def test_half_a_pair_of_certificate_and_key_is_refused(file: Path) -> None:
     assert mistake(file, "listen: a:1\ntls: {cert: a.pem}") == f"{file}: tls: cert and key must be given together"
+
+
+def with_variables(file: Path, text: str, *overrides: str, **variables: str) -> Loaded[Process]:
+    file.write_text(text, encoding="utf-8")
+    return load(Process, file, overrides, Variables("BATON_X__", {"BATON_X": "0", "HOME": "/", **variables}))
+
+
+def test_a_variable_goes_before_the_file_and_an_override_before_both(file: Path) -> None:
+    text = "listen: a:1\nshare: 0.1\nretry: {budget: 3}"
+    found = with_variables(file, text, "share=0.3", BATON_X__SHARE="0.2", BATON_X__RETRY__BUDGET="5")
+    assert (found.value.share, found.value.retry.budget, found.value.listen) == (0.3, 5, "a:1")
+    assert [found.sources[key] for key in ("share", "retry.budget", "listen", "password")] == [
+        *("override", "environment", "file", "default")
+    ]
+    assert "retry.budget = 5  # environment" in found.describe()
+
+
+def test_a_variable_of_a_section_is_yaml_and_one_of_its_keys_goes_before_it(file: Path) -> None:
+    section = {"BATON_X__RETRY": "{budget: 3, codes: [A]}", "BATON_X__RETRY__BUDGET": "4"}
+    found = with_variables(file, "listen: a:1", **section)
+    assert found.value.retry == Retry(budget=4, codes=("A",))
+    assert with_variables(file, "listen: a:1", "retry={budget: 9}", **section).value.retry == Retry(budget=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("BATON_X__RETRI__BUDGET", "1", "BATON_X__RETRI__BUDGET: retri: unknown key (did you mean 'retry'?)"),
+        ("BATON_X__RETRY__BUGDET", "1", "retry.bugdet: unknown key (did you mean 'budget'?)"),
+        ("BATON_X__", "1", "BATON_X__"),
+        ("BATON_X__SHARE", "7", "BATON_X__SHARE: share: is not between 0 and 1"),
+        ("BATON_X__PEERS__BUDGET", "1", "BATON_X__PEERS__BUDGET: peers has no keys of its own"),
+        ("BATON_X__PASSWORD", "'secret", "BATON_X__PASSWORD: password: is not YAML"),
+    ],
+)
+def test_a_wrong_variable_is_named_and_its_value_is_not_shown(file: Path, name: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        with_variables(file, "listen: a:1\npeers: []", **{name: value})
+    assert said in error.value.message
+    assert "secret" not in error.value.message

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from support.event_loops import LOOPS, choose_loop
 
 PROGRAM = """
 import asyncio, gc, sys
@@ -56,6 +58,13 @@ print("returned")
 """
 
 
+@pytest.fixture(autouse=True, params=LOOPS)
+def loop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The loop of the processes, each of two in turn."""
+    choose_loop(request.param, tmp_path, monkeypatch)
+    return str(request.param)
+
+
 @contextmanager
 def program(main: str) -> "Iterator[subprocess.Popen[str]]":
     command = [sys.executable, "-c", PROGRAM, main]
@@ -77,8 +86,8 @@ def outcome(main: str) -> tuple[int, str, str]:
         return process.returncode, out, err
 
 
-def test_a_main_that_ends_well_returns() -> None:
-    assert outcome("ends") == (0, "loop: uvloop\nreturned\n", "")
+def test_a_main_that_ends_well_returns(loop: str) -> None:
+    assert outcome("ends") == (0, f"loop: {loop}\nreturned\n", "")
 
 
 def test_full_garbage_collections_look_at_nothing_that_was_imported() -> None:

@@ -11,7 +11,7 @@ from baton import AsyncClient
 from baton.errors import InvalidRequest
 from cli.local.lifecycle import start, stop
 from cli.local.logs import last_lines
-from cli.local.plan import ClusterOptions, has_vision, model_folder
+from cli.local.plan import ClusterOptions, gpu_warning, has_vision, model_folder
 from cli.local.readiness import Readiness, StartFailed, answers
 from cli.local.state import ClusterState, StateFolder
 from cli.terminal import output
@@ -53,6 +53,7 @@ def cluster_options(arguments: argparse.Namespace) -> ClusterOptions:
         router_processes=max(1, arguments.router_processes),
         envoy=arguments.envoy,
         openai_port=arguments.openai,
+        share_gpus=arguments.share_gpus,
     )
 
 
@@ -75,6 +76,8 @@ async def _check(folder: StateFolder, state: ClusterState) -> int:
 async def _start(folder: StateFolder, options: ClusterOptions) -> int:
     """Starts the cluster; if that fails or is interrupted, stops it again."""
     print(f"starting etcd and {_words(options)}", flush=True)
+    if options.engine != "vllm" and (warning := gpu_warning(options)):  # vLLM's plan refuses it
+        _say(f"warning: {warning}; --share-gpus if that is meant")
     readiness = Readiness(folder, time.monotonic())
     complete = False
     try:

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from discovery.location import Domain, steps_apart
 from discovery.pairing import can_hand_over
 from discovery.record import WorkerRecord
 from router.routing.latency import Clock
@@ -145,13 +146,31 @@ class RelativeCost:
 
 
 class Way(RelativeCost):
-    """The cost of moving bytes from one worker to another. `exists` is false where the other cannot read them."""
+    """The cost of moving bytes from one worker to another. `exists` is false where the other cannot read them.
 
-    __slots__ = ("exists",)
+    `distance` are the seconds that a configured preference for near pairs adds.
+    """
 
-    def __init__(self, usual: LinearCost, exists: bool) -> None:
+    __slots__ = ("distance", "exists")
+
+    def __init__(self, usual: LinearCost, exists: bool, distance: float) -> None:
         super().__init__(usual)
         self.exists = exists
+        self.distance = distance
+
+
+@dataclass(frozen=True, slots=True)
+class Nearness:
+    """The bound on handoffs, and what each step away costs."""
+
+    within: Domain | None = None
+    far_seconds: float = 0.0
+
+    def way(self, usual: LinearCost, owner: WorkerRecord, reader: WorkerRecord) -> Way:
+        """The way from one worker to another, before anything is measured."""
+        exists = can_hand_over(owner, reader, self.within)
+        distance = self.far_seconds * steps_apart(owner.place, reader.place) if self.far_seconds else 0.0
+        return Way(usual, exists, distance)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +183,7 @@ class WorkerCost:
     entry: RelativeCost  # into the decoding batch
     transfer: LinearCost  # usual in its group
     ranks: tuple[RankWork, ...]
+    nearness: Nearness = Nearness()
     ways: dict[str, Way] = field(default_factory=dict)
     coming: int = 0  # requests that will decode there once their prompts are computed elsewhere
 
@@ -171,7 +191,7 @@ class WorkerCost:
         """The cost of moving bytes to another worker."""
         found = self.ways.get(reader.process)
         if found is None:
-            found = self.ways[reader.process] = Way(self.transfer, can_hand_over(self.record, reader.record))
+            found = self.ways[reader.process] = self.nearness.way(self.transfer, self.record, reader.record)
         return found
 
 
@@ -190,8 +210,11 @@ class Costs:
     Workers of one `group` count as equal until measurements show a difference, so a new one is predicted well at once.
     """
 
-    def __init__(self, priors: Priors | None = None, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, priors: Priors | None = None, clock: Clock = time.monotonic, nearness: Nearness | None = None
+    ) -> None:
         self.priors = priors or Priors()
+        self._nearness = nearness or Nearness()
         self.shares = WorkShares(clock)
         self._clock = clock
         self._fades_at = clock() + _UNUSED_SECONDS
@@ -218,7 +241,13 @@ class Costs:
             usual = self._usual(f"{record.layout_digest} {record.roles}")
             ranks = [self.shares.rank(Cache(process, rank)) for rank in range(max(1, record.data_parallel_ranks))]
             found = self._workers[process] = WorkerCost(
-                record, process, RelativeCost(usual.prefill), RelativeCost(usual.entry), usual.transfer, tuple(ranks)
+                record,
+                process,
+                RelativeCost(usual.prefill),
+                RelativeCost(usual.entry),
+                usual.transfer,
+                tuple(ranks),
+                self._nearness,
             )
         return found
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from baton.inference.v1 import generate_pb2
 from router.routing.latency import Clock
 from router.routing.policy import Candidates, Placement, Prediction, RoutingRequest, W
-from router.routing.prefix.cost import Costs, Priors
+from router.routing.prefix.cost import Costs, Nearness, Priors
 from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.places import DecodeFields, Places, PrefillFields
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
@@ -50,10 +50,12 @@ class PredictedSeconds:
         priors: Priors | None = None,
         clock: Clock = time.monotonic,
         seed: int | None = None,
+        nearness: Nearness | None = None,
     ) -> None:
         self.caches = caches or PrefixCaches(clock)
-        self.costs = Costs(priors, clock)
+        self.costs = Costs(priors, clock, nearness)
         self._places = Places(self.costs)
+        self._looks_at_places = nearness is not None and nearness != Nearness()
         self._temperature_seconds = temperature_seconds
         self._clock = clock
         self._arrivals = ArrivalRate(clock)
@@ -113,8 +115,12 @@ class PredictedSeconds:
         options: list[Option[W]] = []
         if candidates.prefill:
             prefills = places.to_prefill(candidates.prefill, request, matched, now)
-            best = sorted(prefills)[:_PAIRED], sorted(decodes)[:_PAIRED]
-            options = _pairs(*best, request) or _pairs(prefills, decodes, request)
+            best = sorted(decodes)[:_PAIRED]
+            if self._looks_at_places:
+                options = [each for decode in best for each in _pairs(_nearest(prefills, decode), [decode], request)]
+            else:
+                options = _pairs(sorted(prefills)[:_PAIRED], best, request)
+            options = options or _pairs(prefills, decodes, request)
         if not candidates.requires_prefill:
             # Where streams wait for memory already, a prompt of its own would only make them wait longer.
             needs_no_room = not options
@@ -128,9 +134,10 @@ class PredictedSeconds:
         _, apart, (joins, _, _, here, stall, _) = option
         first_token, _, _, wait, prefill, cached, worker, cost, work = apart or here
         _, _, _, held_up, _, have, reader, reader_cost, reader_work = here
-        transfer = late = 0.0
+        transfer = late = distance = 0.0
         if apart is not None:
-            transfer = cost.way_to(reader_cost).seconds(_moved_bytes(have, request))
+            way = cost.way_to(reader_cost)
+            transfer, distance = way.seconds(_moved_bytes(have, request)), way.distance
             late = max(0.0, held_up - (first_token + transfer))
         return Prediction(
             prefill_worker=None if apart is None else worker,
@@ -145,12 +152,21 @@ class PredictedSeconds:
             has_kv_events=self.caches.reports(cost.process),
             rank=work.cache.rank,
             decode_rank=reader_work.cache.rank,
+            distance=distance,
         )
 
     def _explain(self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest) -> list[str]:
         """The chosen place, then all others, the best first."""
         found = [self._predict(option, request) for option in sorted(options, key=_total)]
         return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
+
+
+def _nearest(prefills: Sequence[PrefillFields[W]], decode: DecodeFields[W]) -> Sequence[PrefillFields[W]]:
+    """The best ones for this decode worker, of those that are near enough, with what their distance costs."""
+    reader = decode[3][7]
+    ways = [(prefill[7].way_to(reader), prefill) for prefill in prefills]
+    near = [(prefill[0] + way.distance, prefill) for way, prefill in ways if way.exists]
+    return [prefill for _, prefill in sorted(near, key=itemgetter(0))[:_PAIRED]]
 
 
 def _pairs(
@@ -167,7 +183,7 @@ def _pairs(
                 usual = way.usual
                 # As `way.seconds(moved)` and `late(arrival)`.
                 arrival = first_token + way.slowness * (usual.base + moved * usual.rate)
-                options.append(((wait if wait > arrival else arrival) + joins, prefill, decode))
+                options.append(((wait if wait > arrival else arrival) + joins + way.distance, prefill, decode))
     return options
 
 

@@ -114,6 +114,75 @@ async def test_a_stop_string_ends_an_answer_and_a_client_that_leaves_its_request
     assert leaving.cancelled()
 
 
+ACCEPTED: list[dict[str, Any]] = [
+    *({"parameters": {name: value}} for name, value in {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+        "frequency_penalty": 0.5, "logit_bias": '{"65": 1.5}', "bad_words": '["xq", "yq"]', "seed": 3,
+        "random_seed": 3, "n": 2, "min_tokens": 1, "stop": "xq", "stop_words": '["xq"]', "stop_token_ids": "[200]",
+        "ignore_eos": True, "include_stop": True, "include_stop_str_in_output": True, "session_key": "s",
+        "cache_salt": "s",
+    }.items()),
+    {"model_version": "1"},
+    {"sampling": {"stop": ["xq"], "bad_words": "yq", "logit_bias": {"65": 1}, "stop_token_ids": [200]}},
+]  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_version": "7"}, "model_version"),
+    ({"model_version": "latest"}, "model_version"),
+    ({"class_count": 3}, "outputs.text_output.parameters.classification"),
+    ({"shared_memory": "region"}, "outputs.text_output.parameters.shared_memory"),
+    ({"priority": 2}, "parameters.priority"),
+    ({"timeout": 5}, "parameters.timeout"),
+    ({"sequence_id": 5, "sequence_start": True}, "parameters.sequence_"),
+    ({"parameters": {"stop": '["a", 1]'}}, "parameters.stop"),
+    ({"parameters": {"stop": 5}}, "parameters.stop"),
+    ({"parameters": {"bad_words": "[1]"}}, "parameters.bad_words"),
+    ({"parameters": {"stop_token_ids": 5}}, "parameters.stop_token_ids"),
+    ({"parameters": {"stop_token_ids": "[true]"}}, "parameters.stop_token_ids"),
+    ({"parameters": {"stop_token_ids": "x"}}, "parameters.stop_token_ids"),
+    ({"parameters": {"logit_bias": "[[1, 2]]"}}, "parameters.logit_bias"),
+    ({"parameters": {"seed": 1, "random_seed": 2}}, "sampling.seed is given twice"),
+    ({"parameters": {"stop": "a"}, "sampling": {"stop": "b"}}, "stopping.stop is given twice"),
+]
+
+
+@pytest.mark.timeout(120)
+async def test_each_parameter_of_the_page_is_followed_or_refused_by_its_name() -> None:
+    async with bench(PREFILL, DECODE, router=PATIENT) as running:
+        short = [{**call, "parameters": {"max_tokens": 3, **call.get("parameters", {})}} for call in ACCEPTED]
+        calls = json.dumps([*short, *(call for call, _ in REFUSED)])
+        answers = await answers_of(running.address, "each", calls)
+    accepted, refused = answers["calls"][: len(ACCEPTED)], answers["calls"][len(ACCEPTED) :]
+    assert [(call, answer) for call, answer in zip(ACCEPTED, accepted, strict=True) if answer[0] != "OK"] == []
+    for (call, named), (status, message) in zip(REFUSED, refused, strict=True):
+        assert (call, status) == (call, "INVALID_ARGUMENT")
+        assert named in message, call
+    assert answers["ready"] == [True, True, False]
+    assert "model_version" in answers["metadata"][1]
+
+
+@pytest.mark.timeout(120)
+async def test_stop_and_bad_words_as_json_are_the_lists_that_grpc_has() -> None:
+    seeded: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
+    async with bench(PREFILL, DECODE, router=PATIENT) as running:
+        whole = await text_of(running, 7)
+        words = [whole[6:9], "never"]
+        stopped = await running.text_of(
+            prompt="hello", sampling={"temperature": 1.0, "seed": 7}, stopping={"max_tokens": 12, "stop": words}
+        )
+        spoken = {"temperature": 1.0, "seed": 7, "bad_words": words}
+        held = await running.text_of(prompt="hello", sampling=spoken, stopping={"max_tokens": 12})
+        calls = [
+            {"parameters": {**seeded, "stop": json.dumps(words)}},
+            {"sampling": {**seeded, "stop": json.dumps(words)}},
+            {"sampling": {**seeded, "stop": words}},
+            {"parameters": {**seeded, "stop": words[0]}},
+            {"parameters": {**seeded, "bad_words": json.dumps(words)}},
+        ]
+        answers = await answers_of(running.address, "each", json.dumps(calls))
+    assert stopped != whole
+    assert answers["calls"] == [*[["OK", stopped]] * 4, ["OK", held]]
+
+
 async def vectors_of(running: Bench, **fields: Any) -> list[list[float]]:
     request = embed_pb2.EmbedRequest(inputs=[{"text": "one"}, {"text": "another"}], **fields)
     response = await unary(running.stub.Embed(request, timeout=20))

@@ -1,4 +1,4 @@
-"""A program that speaks to a router by NVIDIA's own client: `python triton_program.py ADDRESS [embed]`. It prints JSON.
+"""A program that speaks to a router by NVIDIA's own client: `ADDRESS [embed | each CALLS]`. It prints JSON.
 
 It is a process of its own because both bring protos of one package, which one process cannot load.
 """
@@ -129,4 +129,32 @@ async def embed(address: str) -> None:
     print(json.dumps(answers))
 
 
-asyncio.run((embed if sys.argv[2:] == ["embed"] else main)(sys.argv[1]))
+async def each(address: str, calls: str) -> None:
+    """Makes calls of `infer`, each from its parameters and options; prints the text or the status of each."""
+    found = []
+    async with InferenceServerClient(address) as client:
+        for call in json.loads(calls):
+            inputs = [text("text_input", "hello")]
+            if "sampling" in call:
+                inputs.append(text("sampling_parameters", json.dumps(call.pop("sampling"))))
+            outputs = [InferRequestedOutput("text_output", class_count=call.pop("class_count", 0))]
+            if "shared_memory" in call:
+                outputs[0].set_shared_memory(call.pop("shared_memory"), 8)
+            try:
+                answer = await client.infer("demo", inputs, outputs=outputs, **call)
+            except InferenceServerException as error:
+                found.append([error.status().removeprefix("StatusCode."), error.message()])
+            else:
+                found.append(["OK", texts(answer, "text_output")[0]])
+        versions = [await client.is_model_ready("demo", version) for version in ("", "1", "7")]
+        metadata = await status_of(client.get_model_metadata("demo", "7"))
+    print(json.dumps({"calls": found, "ready": versions, "metadata": metadata}))
+
+
+match sys.argv[1:]:
+    case [address, "each", calls]:
+        asyncio.run(each(address, calls))
+    case [address, "embed"]:
+        asyncio.run(embed(address))
+    case [address]:
+        asyncio.run(main(address))

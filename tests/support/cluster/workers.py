@@ -10,10 +10,10 @@ from support.clock import ManualClock, RunningClock
 from support.cluster.processes import Process, process
 
 from discovery.memory import MemoryRegistry
+from discovery.roles import Role
 from media.config import MediaConfig
 from services.config import EncodeConfig, HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
-from services.identity import Role
 from services.server import Worker, host_worker
 
 # Long enough that no pause of a busy machine ends a lease that a test means to hold.

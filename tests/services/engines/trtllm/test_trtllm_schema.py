@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import yaml
 from fake_tensorrt_llm.arguments import LoraConfig
 from fake_tensorrt_llm.installation import installed
 from fake_tensorrt_llm.tables import SAMPLING, TABLES, VersionTable
@@ -15,6 +16,7 @@ from services.engines.trtllm.dump_schema import dump
 from services.engines.trtllm.package import open_package
 
 SECTIONS = ("kv_cache_config", "scheduler_config", "cache_transceiver_config", "cuda_graph_config", "lora_config")
+ROOT = Path(__file__).parents[4]
 DUMPS = sorted((Path(__file__).parents[3] / "fake_tensorrt_llm" / "dumps").glob("*.json"))
 
 
@@ -59,10 +61,43 @@ def accepts(real: object, table: VersionTable) -> None:
         assert names(ours, called) <= names(real, called)
 
 
-@pytest.mark.parametrize("path", DUMPS, ids=lambda path: path.stem)
-def test_the_stand_in_accepts_nothing_that_the_real_one_refuses(path: Path) -> None:
-    real = json.loads(path.read_text())
-    accepts(real, TABLES[real["version"]])
+def test_the_stand_in_accepts_nothing_that_the_real_one_refuses() -> None:
+    if not DUMPS:
+        pytest.skip("no installation of TensorRT-LLM has been dumped: `python -m services.engines.trtllm.dump_schema`")
+    for path in DUMPS:
+        real = json.loads(path.read_text())
+        accepts(real, TABLES[real["version"]])
+
+
+def shipped() -> list[Path]:
+    """The files for this engine in deploy/engine_configs: at least one a role and family."""
+    found = sorted((ROOT / "deploy" / "engine_configs").glob("*/*.yaml"))
+    assert {path.stem for path in found} == {"agg", "prefill", "decode", "encode"}
+    return found
+
+
+def load_all(arguments: Any, checkpoint: Path) -> None:
+    """Fails unless each shipped file is valid for these arguments, `TorchLlmArgs` or the stand-in's, key by key."""
+    for path in shipped():
+        settings = yaml.safe_load(path.read_text())
+        loaded = arguments(model=str(checkpoint), **settings)
+        for key, value in settings.items():
+            section = getattr(loaded, key)
+            for name in value if isinstance(value, dict) else ():
+                assert hasattr(section, name), f"{path}: {key}.{name}"
+
+
+def test_the_shipped_files_are_valid_for_the_arguments_of_each_version(version: str, checkpoint: Path) -> None:
+    load_all(open_package().llmapi.TorchLlmArgs, checkpoint)
+    with pytest.raises(ValueError, match="max_batch_sise"):
+        open_package().llmapi.TorchLlmArgs(model=str(checkpoint), max_batch_sise=3)
+    assert TABLES[version].version == version
+
+
+@pytest.mark.requires_trtllm
+def test_the_shipped_files_are_valid_for_the_real_arguments(real_trtllm: None, checkpoint: Path) -> None:
+    """Not run yet: it needs a machine with TensorRT-LLM."""
+    load_all(open_package().llmapi.TorchLlmArgs, checkpoint)
 
 
 @pytest.mark.parametrize("number", TABLES)
