@@ -2,6 +2,7 @@
 
 calls.py    WorkerCalls: the Prefill, Decode and Release calls of one request
 handle.py   WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
+corrected_load.py  CorrectedLoad: a worker's load between its reports
 cluster.py  Cluster: all registered workers, and the models that they serve
 loras.py    KnownLoras: the adapters of a worker; which one a name stands for
 lora_operations.py   LoraOperations: what operators do with adapters, on all workers

@@ -100,10 +100,10 @@ class PredictedSeconds:
         if session_key:
             return max(equals, key=partial(_affinity, session_key))
         # Of the prefill workers, if one is among them, that which was given the least work: so they compute and cache
-        # about the same, and decode workers have a prompt only where that gains something.
+        # about the same, and decode workers have a prompt only where that gains something. Then the decode worker that
+        # was given the fewest streams.
         pairs = [option for option in equals if option[1] is not None]
-        given = [prefill[1] for _, prefill, _ in pairs if prefill] or [decode[1] for _, _, decode in equals]
-        return (pairs or equals)[given.index(min(given))]
+        return min(pairs or equals, key=_given)
 
     def _options(
         self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
@@ -151,6 +151,12 @@ class PredictedSeconds:
         """The chosen place, then all others, the best first."""
         found = [self._predict(option, request) for option in sorted(options, key=_total)]
         return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
+
+
+def _given(option: Option[W]) -> tuple[float, float]:
+    """The tokens that the rank which would run the prompt was given, and the streams of that which would decode."""
+    _, apart, (_, streams, _, here, _, _) = option
+    return (apart or here)[1], streams
 
 
 def _pairs(
