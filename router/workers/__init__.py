@@ -8,6 +8,8 @@ loras.py    KnownLoras: the adapters of a worker; which one a name stands for
 lora_operations.py   LoraOperations: what operators do with adapters, on all workers
 model.py    ServedModel: a model's tokenizer, limits and capabilities
 offer.py    Offer: what all of this offers, for GetServerInfo
+destinations.py    Destination: what a decode worker allocates before the prompt is computed
+prefetches.py      Prefetch: a decode worker reads KV while its prompt is computed
 report_stream.py   ReportStream: whether the reports of a worker are lost
 aborts.py   stops calls on workers
 """

@@ -2,8 +2,10 @@
 
 service.py         the owner's side: HandoffService and the pools it offers
 leases.py          the owner's table of leases
+early.py           the owner's side of early handoffs: blocks of a prompt that is still being computed
 remote_handoff.py  handoffs as readers see them, read and checked
 pull.py            the reader's side: reserve, pull, confirm
+prefetch.py        the reader's side of early handoffs
 fetcher.py         the reader's side where engines transfer KV themselves
 engine_transfer.py the Protocols of such engines
 destinations.py    the blocks of such engines that are allocated before the prompt is computed

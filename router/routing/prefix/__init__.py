@@ -7,6 +7,7 @@ work.py           the queue of prompts at each rank, and its share of the work
 forecast.py       compares a placed request with its prediction, and corrects costs and caches
 prompt_blocks.py  the names of a prompt's blocks
 prefix_caches.py  what each worker's prefix cache holds, reported or estimated
+expected_blocks.py  what a cache will report soon, since it was sent there
 kv_events.py      subscribes to the workers' KV events
 kv_index.py       which worker holds which blocks
 """
