@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
+from benchmarks.loop_lag import LagProbe
 from benchmarks.peers.workers import run_viewer
 from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process
 from benchmarks.router_overhead import CONNECTIONS, FLAT, SEPARATE, prompts, run_workers
@@ -59,6 +60,7 @@ class Router:
     microseconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     calls: dict[tuple[str, str], float] = field(default_factory=dict)
     functions: dict[tuple[str, str], str] = field(default_factory=dict)
+    lags: dict[tuple[str, str], str] = field(default_factory=dict)  # of its event loop
 
     async def ask(self, command: str) -> str:
         """Sends a command to the process, and reads its answer."""
@@ -119,12 +121,15 @@ def patient_router(server: ServerKind, spans: str = "") -> RouterConfig:
 
 
 def serve_router(server: ServerKind, folder: str, spans: str) -> None:
-    """Routes to the workers whose records come first from stdin, until it ends; "profile" and "stop" count calls."""
+    """Routes to the workers whose records come first from stdin, until it ends.
+
+    "profile" and "stop" count calls, "lag" and "lagged" measure how late its event loop is.
+    """
     records = pickle.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w")
 
     async def serve() -> None:
-        profile, number = cProfile.Profile(), count()
+        profile, number, lag = cProfile.Profile(), count(), LagProbe()
         async with routing(patient_router(server, spans), records) as address:
             print(address, file=answers, flush=True)
             while command := await asyncio.to_thread(sys.stdin.buffer.readline):
@@ -133,6 +138,11 @@ def serve_router(server: ServerKind, folder: str, spans: str) -> None:
                     profile = cProfile.Profile(time.thread_time)
                     profile.enable()
                     print(file=answers, flush=True)
+                elif command == b"lag\n":
+                    lag.start()
+                    print(file=answers, flush=True)
+                elif command == b"lagged\n":
+                    print(*lag.stop(), file=answers, flush=True)
                 else:
                     profile.disable()
                     stats = pstats.Stats(profile)

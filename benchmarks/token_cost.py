@@ -77,6 +77,10 @@ async def measure(router: Router, number: int, seconds: float, *, is_profiled: b
             calls, _, path = (await router.ask("stop")).partition(" ")
             router.calls[load] = int(calls) / (streams.tokens - tokens)
             router.functions[load] = path
+            await router.ask("lag")
+            await asyncio.sleep(seconds)
+            median, late = map(float, (await router.ask("lagged")).split())
+            router.lags[load] = f"{median * 1000:.1f} / {late * 1000:.1f}"
 
 
 def _require_steady(streams: Streams, number: int, tokens: int, seconds: float) -> None:
@@ -96,14 +100,15 @@ async def main(arguments: argparse.Namespace) -> str:
 
 
 def _rows(routers: Sequence[Router]) -> Iterator[str]:
-    yield "| load | router | function calls a token | us of CPU a token | least | ratio of each round, median |"
-    yield "|---|---|---|---|---|---|"
+    costs = "function calls a token | us of CPU a token | least | ratio of each round, median"
+    yield f"| load | router | {costs} | loop lag p50 / p99, ms |"
+    yield "|---|---|---|---|---|---|---|"
     for load, base in routers[0].microseconds.items():
         for router in routers:
             took = router.microseconds[load]
             ratio = statistics.median(one / other for one, other in zip(took, base, strict=True))
             cells = [" ".join(load), router.name, f"{router.calls[load]:.1f}", f"{statistics.median(took):.1f}"]
-            yield "| " + " | ".join([*cells, f"{min(took):.1f}", f"{ratio:.2f}"]) + " |"
+            yield "| " + " | ".join([*cells, f"{min(took):.1f}", f"{ratio:.2f}", router.lags[load]]) + " |"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ credentials.py  finds certificates and token
 connection.py   the client that a command uses
 tracing.py      the spans of `baton generate`
 timings.py      draws the timings of a request
+outputs.py      files that a measurement writes, checked before it begins
 failures.py     errors for a terminal
 terminal.py     tables and consoles
 local/          the cluster that `baton up` starts

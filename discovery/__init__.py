@@ -4,6 +4,8 @@
 |---|---|
 | registry | the Protocols: `Registry`, `Registration`, `AllocatedId` |
 | record | `WorkerRecord`, and its JSON |
+| roles | the roles of workers, and what each has |
+| location | zone, rack and host of a worker |
 | config | the key `registry` |
 | etcd/ | the registry in etcd |
 | file/ | the registry in a shared folder |

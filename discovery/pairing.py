@@ -60,6 +60,28 @@ def transport_names(names: Sequence[str] | None) -> str:
     return ", ".join(names or ()) or "none"
 
 
+def layout_name(record: WorkerRecord) -> str:
+    """A worker's KV layout as messages name it: the start of its digest, and the layout in words."""
+    return f"{record.layout_digest[:12]} {record.layout}".strip()
+
+
+def layout_mismatch(records: Iterable[WorkerRecord], model: str) -> str:
+    """Why no prefill worker of a model can ever hand over to a decode worker: the layouts of both, in words.
+
+    Empty if two processes have equal layouts, ready or not, and if there are no two processes of these roles.
+    """
+    serving = [record for record in records if record.model == model and not record.draining]
+    prefills, decodes = ([record for record in serving if role in record.roles] for role in ("prefill", "decode"))
+    owners: defaultdict[str, set[str]] = defaultdict(set)
+    for record in prefills:
+        owners[record.layout_digest].add(record.process)
+    has_pair = any(owners[record.layout_digest] - {record.process} for record in decodes)
+    if has_pair or not prefills or not decodes or len({record.process for record in (*prefills, *decodes)}) < 2:
+        return ""
+    named = _list(prefills, _has_layout), _list(decodes, _has_layout)
+    return f"no prefill and decode worker of {model} have equal KV layouts: prefill {named[0]}; decode {named[1]}"
+
+
 def unpaired(records: Iterable[WorkerRecord], within: Domain | None = None) -> dict[str, Unpaired]:
     """Why a worker can hand over to none, or from none, of those that it should: by `WorkerRecord.process`.
 
@@ -137,7 +159,7 @@ def _unfit(record: WorkerRecord, role: str, opposite: Iterable[Sequence[WorkerRe
 def _cause(record: WorkerRecord, other: WorkerRecord, within: Domain | None) -> str:
     """Why two workers are no pair."""
     if record.layout_digest != other.layout_digest:
-        return f"KV layout {_layout(other)}; its own is {_layout(record)}"
+        return f"KV layout {layout_name(other)}; its own is {layout_name(record)}"
     if within is not None and not is_within(within, record.place, other.place):
         return f"at {other.place.in_words}; handoffs stay within the {within}"
     return f"offers {transport_names(other.offers)} and reads {transport_names(other.reads)}"
@@ -176,8 +198,8 @@ def _problem(
         return None
     alike = [other for other in others if other.layout_digest == record.layout_digest]
     if not alike:
-        layouts = _list(others, lambda other: f"has {_layout(other)}")
-        fits_none = f"its KV layout, {_layout(record)}, fits no {_OPPOSITE[role]} worker: {layouts}"
+        layouts = _list(others, _has_layout)
+        fits_none = f"its KV layout, {layout_name(record)}, fits no {_OPPOSITE[role]} worker: {layouts}"
         return Unpaired(LayoutMismatch.reason, fits_none)
     near = [other for other in alike if within is None or is_within(within, record.place, other.place)]
     if not near:
@@ -199,5 +221,5 @@ def _list(others: Sequence[WorkerRecord], say: Callable[[WorkerRecord], str]) ->
     return f"{named} and {len(others) - _NAMED} more" if len(others) > _NAMED else named
 
 
-def _layout(record: WorkerRecord) -> str:
-    return f"{record.layout_digest[:12]} {record.layout}".strip()
+def _has_layout(record: WorkerRecord) -> str:
+    return f"has {layout_name(record)}"

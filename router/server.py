@@ -34,10 +34,12 @@ from router.processes.siblings import NoSiblings, Siblings
 from router.routing.encoders import Encoders
 from router.routing.explain import RouteExplainer, RoutingRequests
 from router.routing.placement import Placer
-from router.routing.policies import load_policy, predicting
+from router.routing.policies import load_policy
 from router.routing.prefix.kv_events import KvSubscriber
+from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
 from router.service import ClusterServicer, InferenceServicer
+from router.telemetry import metrics
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
 from router.text.tokenization import Tokenization
@@ -78,12 +80,15 @@ class Router:
     cluster: Cluster
     health: Health
     requests: RequestTable
+    explainer: RouteExplainer
     openai_address: str = ""
     picker_address: str = ""
 
     def report(self) -> Report:
         """The report at /health."""
-        return {"status": status(self.health.serving), **self.cluster.summary()}
+        workers = self.cluster.workers
+        views = {worker.record.worker_id: metrics.CACHE_VIEWS[self.explainer.cache_view(worker)] for worker in workers}
+        return {"status": status(self.health.serving), **self.cluster.summary(), "cache_views": views}
 
 
 @asynccontextmanager
@@ -131,9 +136,8 @@ async def host_router(
         processor = MultimodalProcessor(
             loader, Embedder(Encoders(cluster, config.routing), retries, embeddings), config.limits.max_loading_images
         )
-        predicted = predicting(policy)
-        if predicted is not None:
-            subscribing = group.create_task(KvSubscriber(cluster, predicted.caches, predicted.forget).follow())
+        if isinstance(policy, PredictedSeconds):
+            subscribing = group.create_task(KvSubscriber(cluster, policy.caches, policy.forget).follow())
             stack.callback(subscribing.cancel)
         placer = Placer(cluster, config.routing, policy)
         # Metrics that are not served are not measured.
@@ -189,7 +193,7 @@ async def host_router(
         if picker is not None:
             stack.callback(picker.stop)
         others = (openai.address if openai else "", picker.address if picker else "")
-        yield Router(server.address, cluster, health, pipeline.requests, *others)
+        yield Router(server.address, cluster, health, pipeline.requests, explainer, *others)
 
 
 def _stream_dialer(config: RouterConfig) -> StreamDialer | None:

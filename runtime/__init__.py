@@ -4,6 +4,7 @@
 |---|---|
 | process | the event loop, signals, exit codes |
 | config | one YAML file and `key=value` overrides, read into a typed model |
+| settings, command_line | environment variables and `--help` for every setting |
 | logs | structured logs on stderr; the key `log` |
 | metrics | the metrics registry, event loop lag |
 | frequent_metrics | cheaper histograms and counters, for every token and request |

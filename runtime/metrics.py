@@ -1,10 +1,14 @@
 """The metrics registry of the process, and the metrics that every process has."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, Info, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from baton.version import __version__
 
@@ -16,6 +20,42 @@ REGISTRY = CollectorRegistry(auto_describe=True)
 
 ProcessCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
+
+# Of a line of /proc/net/dev: the device, the bytes that it has received, and, after seven other numbers, those sent.
+_DEVICE = re.compile(r"^ *([^ :]+): *(\d+)(?: +\d+){7} +(\d+)", re.MULTILINE)
+_PEAK = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+
+
+class NetworkCollector(Collector):
+    """The bytes of each network device that the process sees: its container's, or the host's. Read with each scrape."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Returns the current values; none where the system does not tell them."""
+        received = CounterMetricFamily("baton_network_receive_bytes", "Bytes received by a device.", labels=["device"])
+        sent = CounterMetricFamily("baton_network_transmit_bytes", "Bytes sent by a device.", labels=["device"])
+        with suppress(OSError):
+            for device, bytes_received, bytes_sent in _DEVICE.findall(Path("/proc/self/net/dev").read_text()):
+                received.add_metric([device], float(bytes_received))
+                sent.add_metric([device], float(bytes_sent))
+        yield received
+        yield sent
+
+
+class PeakMemoryCollector(Collector):
+    """The most memory that the process has had. Read with each scrape."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Returns the current value; none where the system does not tell it."""
+        peak = GaugeMetricFamily("baton_process_peak_memory_bytes", "The most resident memory since the start.")
+        with suppress(OSError):
+            for kilobytes in _PEAK.findall(Path("/proc/self/status").read_text()):
+                peak.add_metric([], float(kilobytes) * 1024)
+        yield peak
+
+
+NETWORK = NetworkCollector()
+REGISTRY.register(NETWORK)
+REGISTRY.register(PeakMemoryCollector())
 
 BUILD = Info("baton_build", "The release that is running.", registry=REGISTRY)
 BUILD.info({"version": __version__})

@@ -23,7 +23,7 @@ from router.server import Router, host_router
 from runtime.aio import leaf_errors
 from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
-from runtime.metrics import REGISTRY
+from runtime.metrics import NETWORK, REGISTRY
 from runtime.monitor import status
 from runtime.process import run
 
@@ -42,6 +42,8 @@ def main() -> None:
 
 
 async def _serve(config: RouterConfig, connected: socket.socket, stopping: asyncio.Event) -> None:
+    # All processes have the same devices, and the supervisor counts them.
+    REGISTRY.unregister(NETWORK)
     answers = _Answers(stopping)
     link = await ProcessLink.over(connected, answers.respond)
     serving = asyncio.create_task(link.serve())

@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
 from discovery.location import Domain
-from discovery.pairing import outside, share_transport, transport_names
+from discovery.pairing import layout_name, outside, share_transport, transport_names
 from discovery.record import WorkerRecord
 from router.routing.policy import W, WorkerView
 
@@ -21,6 +21,7 @@ class Constraints:
     model: str
     context_tokens: int
     layout_digest: str = ""
+    layout: str = ""  # the layout of `layout_digest` as messages name it
     embedding_layout: str = ""
     encoder: str = ""
     is_dedicated: bool = False  # to this role alone
@@ -119,7 +120,7 @@ def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
     if constraints.tried and record.process in constraints.tried:
         return "has failed this request"
     if constraints.layout_digest and record.layout_digest != constraints.layout_digest:
-        return f"its KV layout {record.layout_digest[:12]} differs from {constraints.layout_digest[:12]}"
+        return f"its KV layout, {layout_name(record)}, differs from {constraints.layout}"
     if constraints.reads is not None and not share_transport(record.offers, constraints.reads):
         offered, read = transport_names(record.offers), transport_names(constraints.reads)
         return f"has no transport in common with the decode worker: it offers {offered}, and read are {read}"

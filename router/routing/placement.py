@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from baton.errors import BatonError, NoWorker, Unsupported
+from baton.errors import BatonError, LayoutMismatch, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.location import Domain
+from discovery.pairing import layout_mismatch, layout_name
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.loras import prefer_loaded
@@ -42,7 +43,8 @@ class Placer:
         return request.with_blocks(await asyncio.to_thread(self._hasher.named_blocks, request, model))
 
     def place(self, request: RoutingRequest, among: Collection[str] | None = None) -> Placement[WorkerHandle]:
-        """The workers for a new request. Raises NoWorker with the reason for each worker.
+        """The workers for a new request. Raises NoWorker with the reason for each worker, and LayoutMismatch if the
+        request must run disaggregated and no prefill and decode worker have equal layouts.
 
         It decodes on one of the processes `among`, if they are given.
 
@@ -140,9 +142,13 @@ class Placer:
         return self._paired(request, Candidates(decode, prefill, requires_prefill=True, within=self._within))
 
     def _paired(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Candidates[WorkerHandle]:
-        """Leaves out the decode workers that no prefill worker can hand over to."""
+        """Leaves out the decode workers that no prefill worker can hand over to. Raises LayoutMismatch, and NoWorker
+        if workers of equal layouts exist that are not ready.
+        """
         paired = [worker for worker in candidates.decode if candidates.prefill_for(worker)]
         if not paired:
+            if mismatch := layout_mismatch((worker.record for worker in self._cluster.workers), request.model):
+                raise LayoutMismatch(mismatch)
             constraints = _prefill_constraints(candidates.decode[0], request, frozenset(), self._within)
             _raise_none(constraints, self._filter(constraints))
         return replace(candidates, decode=paired)
@@ -221,6 +227,7 @@ def _prefill_constraints(
     return replace(
         _constraints("prefill", request),
         layout_digest=decode.record.layout_digest,
+        layout=layout_name(decode.record),
         reads=decode.record.reads,
         tried=tried | {decode.record.process},
         near=decode.record,

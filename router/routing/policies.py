@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.inference.v1 import generate_pb2
 from discovery.location import steps_apart
 from router.config import RoutingConfig
-from router.routing.policy import Candidates, Placement, Policy, Prediction, RoutingRequest, W
+from router.routing.policy import Candidates, Placement, Policy, RoutingRequest, W
 from router.routing.prefix.cost import Nearness, Priors, priors_of
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.scoring import Preferences, pick, score_workers
@@ -59,40 +58,6 @@ class LeastLoaded:
         return pick(score_workers(workers, preferences), preferences)
 
 
-class Automatic:
-    """`predicted_seconds` where a worker reports what its prefix cache holds, `least_loaded` where none does."""
-
-    def __init__(
-        self,
-        temperature_seconds: float = 0.0,
-        session_slack: float = 8.0,
-        priors: Priors | None = None,
-        nearness: Nearness | None = None,
-    ) -> None:
-        self.predicted = PredictedSeconds(temperature_seconds, priors=priors, nearness=nearness)
-        self._least_loaded = LeastLoaded(session_slack, prefers_near=bool(nearness and nearness.far_seconds))
-
-    def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
-        """The placement of the one policy or of the other."""
-        if self._has_reports(candidates):
-            return self.predicted.choose(request, candidates)
-        return self._least_loaded.choose(request, candidates)
-
-    def predictions(self, request: RoutingRequest, candidates: Candidates[W]) -> list[Prediction[W]]:
-        """See PredictingPolicy. Empty if no candidate reports."""
-        return self.predicted.predictions(request, candidates) if self._has_reports(candidates) else []
-
-    def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
-        """See PredictingPolicy."""
-        if self.predicted.caches.has_reports:
-            return self.predicted.cache_view(process)
-        return generate_pb2.CACHE_VIEW_NONE
-
-    def _has_reports(self, candidates: Candidates[W]) -> bool:
-        caches = self.predicted.caches
-        return any(caches.reports(worker.record.process) for worker in (*candidates.decode, *candidates.prefill))
-
-
 class RoundRobin:
     """One worker after the other, whatever their load."""
 
@@ -119,17 +84,6 @@ class RandomChoice:
         return Placement(decode, random.choice(able) if able else None)
 
 
-def predicting(policy: Policy) -> PredictedSeconds | None:
-    """The part of a policy that follows the workers' prefix caches; None if it has none."""
-    match policy:
-        case PredictedSeconds():
-            return policy
-        case Automatic():
-            return policy.predicted
-        case _:
-            return None
-
-
 def load_policy(config: RoutingConfig) -> Policy:
     """The policy that the configuration names: a built-in one, an entry point of `baton.policies`, or module:Class.
 
@@ -148,12 +102,12 @@ def load_policy(config: RoutingConfig) -> Policy:
 
 def _factory(config: RoutingConfig) -> Callable[..., Any]:
     name = config.policy
-    temperature, priors = config.temperature_seconds, _priors(config)
     nearness = Nearness(config.handoff_within, config.far_seconds)
+    predicted = partial(PredictedSeconds, config.temperature_seconds, priors=_priors(config), nearness=nearness)
     built_in: dict[str, Callable[..., Any]] = {
-        "automatic": partial(Automatic, temperature, config.session_slack, priors, nearness),
+        "automatic": predicted,
         "least_loaded": partial(LeastLoaded, session_slack=config.session_slack, prefers_near=config.far_seconds > 0),
-        "predicted_seconds": partial(PredictedSeconds, temperature, priors=priors, nearness=nearness),
+        "predicted_seconds": predicted,
         "round_robin": RoundRobin,
         "random": RandomChoice,
     }

@@ -29,6 +29,7 @@ from discovery.registry import WorkerRecord
 from router.config import ProbeConfig
 from router.routing.latency import WorkerLatency
 from router.routing.scoring import Ranks
+from router.workers.corrected_load import CorrectedLoad
 from router.workers.loras import KnownLoras, watch_loras
 from router.workers.model import ServedModel
 from router.workers.report_stream import ReportStream
@@ -80,11 +81,7 @@ class WorkerHandle:
         self._card_problem = _NO_CARD
         self._load_at = self._heard_at = time.monotonic()
         self._calls: set[_Interruptible] = set()
-        self._sent_requests = 0
-        self._requests_elsewhere = (
-            0  # those that it reported and this router had not sent; negative if it had sent more
-        )
-        self._sent_tokens = self._sent_tokens_at_load = 0
+        self._requests, self._waiting_tokens = CorrectedLoad(), CorrectedLoad()
         # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
         self.others_tokens = self._others_tokens_at_load = 0
         self._users = 0
@@ -118,13 +115,12 @@ class WorkerHandle:
     @property
     def requests(self) -> int:
         """The requests that it reported, corrected by those that this router has sent or seen end since."""
-        requests = self._requests_elsewhere + self._sent_requests
-        return requests if requests > 0 else 0  # without a call: each decision asks all workers
+        return self._requests.value
 
     @property
     def waiting_tokens(self) -> int:
         """The queued prompt tokens that it reported, corrected like `requests`."""
-        return max(0, self.load.waiting_prefill_tokens + self._sent_tokens - self._sent_tokens_at_load)
+        return self._waiting_tokens.value
 
     @property
     def token_seconds(self) -> float | None:
@@ -148,13 +144,13 @@ class WorkerHandle:
 
     def add_load(self, prompt_tokens: int) -> None:
         """Counts a request until `remove_load`, for callers that keep the channel open themselves."""
-        self._sent_requests += 1
-        self._sent_tokens += prompt_tokens
+        self._requests.add(1)
+        self._waiting_tokens.add(prompt_tokens)
 
     def remove_load(self, prompt_tokens: int) -> None:
         """Undoes `add_load`."""
-        self._sent_requests -= 1
-        self._sent_tokens -= prompt_tokens
+        self._requests.remove(1)
+        self._waiting_tokens.remove(prompt_tokens)
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
@@ -317,12 +313,9 @@ class WorkerHandle:
     def _note_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
         self.load = load
         self._load_at = time.monotonic()
-        self._requests_elsewhere = load.running + load.waiting - self._sent_requests
-        self._sent_tokens_at_load = self._sent_tokens
-        before, self._others_tokens_at_load = (
-            self._others_tokens_at_load,
-            max(0, load.waiting_prefill_tokens - self._sent_tokens),
-        )
+        self._requests.reported(load.running + load.waiting)
+        self._waiting_tokens.reported(load.waiting_prefill_tokens)
+        before, self._others_tokens_at_load = self._others_tokens_at_load, max(0, self._waiting_tokens.elsewhere)
         self.others_tokens = min(before, self._others_tokens_at_load)
 
 

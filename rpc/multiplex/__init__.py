@@ -4,6 +4,7 @@ The messages are those of protos/baton/engine/v1/multiplex.proto.
 
 channel.py        the caller's side: a channel whose calls share a stream
 peer_stream.py    how that stream reaches the peer: grpc.aio, or a connection of our own
+running_calls.py  the calls that share a stream, and what the peer says to each
 replies.py        the caller's side of one call: what has come, and its end
 service.py        the server's side: starts the calls of a stream, and stops them
 running_calls.py  the calls that share a stream, and what the peer sends to each

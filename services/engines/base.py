@@ -6,7 +6,7 @@ tests/services/engines/contract/ define what an engine must do.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -36,7 +36,11 @@ class StepStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of an engine. `blocks_used` includes `blocks_held`; blocks that are only cached count as free."""
+    """The load of an engine. `blocks_used` includes `blocks_held`; blocks that are only cached count as free.
+
+    `empty_blocks` is how much of the used blocks has no token yet, in blocks: 0 if the engine does not say. A change of
+    it alone, which each token is, is no other load.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -44,6 +48,7 @@ class EngineLoad:
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_held: int = 0
+    empty_blocks: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,11 @@ KV_BLOCKS = Gauge(
     registry=REGISTRY,
 )
 KV_BLOCK_BYTES = Gauge("baton_kv_block_bytes", "The size of one block of the KV pool.", registry=REGISTRY)
+KV_FRAGMENTATION = Gauge(
+    "baton_kv_fragmentation_ratio",
+    "The part of the used blocks that has no token: of the last block of each sequence, and of what it reserved.",
+    registry=REGISTRY,
+)
 HANDOFFS_HELD = Gauge("baton_handoffs_held", "Handoffs whose blocks are held now.", registry=REGISTRY)
 HANDOFF_WAIT_SECONDS = Histogram(
     "baton_handoff_wait_seconds",
@@ -166,6 +171,7 @@ def observe_blocks(load: EngineLoad) -> None:
     # An engine that does not report its pool's size has no gauges.
     KV_BLOCKS.labels("free").set(max(0, load.blocks_total - load.blocks_used))
     KV_BLOCKS.labels("held").set(load.blocks_held)
+    KV_FRAGMENTATION.set(min(1.0, load.empty_blocks / load.blocks_used) if load.blocks_used else 0.0)
 
 
 def observe_embeddings(total: int, used: int) -> None:

@@ -17,11 +17,20 @@ from support.clients.baton_command import Baton
 from support.clients.scraping import scrape
 from support.eventually import eventually
 
+from baton import AsyncClient
+from baton.images import user_message
+from baton.inference.v1 import generate_pb2
 from cli.local import lifecycle
 from cli.local.state import ClusterState, StateFolder
+from cli.tracing import client_spans
+from devtools.trace_viewer.contract import Verdict, verify
+from devtools.trace_viewer.reading import ReadTrace, read
 from runtime.aio import timeout
 
 UP = ("up", "--engine", "simulated")
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+GENERATE = "baton.inference.v1.InferenceService/Generate"
+WORKERS = ("encode", "prefill", "decode")
 
 
 @pytest.fixture
@@ -107,6 +116,41 @@ async def test_the_trace_of_a_request_is_where_up_says(baton: Baton, folder: Sta
     await eventually(lambda: services() == {"baton-router", "baton-prefill", "baton-decode"})
     assert (await baton("generate", "hello", "--max-tokens", "2")).code == 0
     await eventually(lambda: services() == {"baton-cli", "baton-router", "baton-prefill", "baton-decode"})
+
+
+async def test_one_request_is_one_tree_of_spans_from_the_client_to_every_worker(
+    baton: Baton, folder: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `make up ENCODE=1` starts it, and read as Jaeger's API answers."""
+    monkeypatch.chdir(tmp_path)
+    assert (await baton("up", "--encode", "1", "--model", str(DEMO))).code == 0
+    addresses = {each.role: each.address for each in state_of(folder).processes}
+    content = user_message("What is in the picture?", [DEMO / "examples" / "circle-and-square.png"])
+    request = generate_pb2.GenerateRequest(chat=generate_pb2.ChatInput(messages=[content]))
+    request.routing.topology = generate_pb2.TOPOLOGY_DISAGGREGATED
+    request.stopping.max_tokens = 4
+    async with (
+        client_spans(addresses["router"]) as provider,
+        AsyncClient(addresses["router"], tracer_provider=provider) as client,
+    ):
+        assert await client.generate(request).text()
+
+    def traces() -> list[ReadTrace]:
+        with urllib.request.urlopen(f"http://{addresses['traces']}/api/traces?service=baton-cli") as answer:
+            return [read(each) for each in json.load(answer)["data"]]
+
+    await eventually(lambda: [verify(each) for each in traces()] == [Verdict("ok with encode", ())])
+    (trace,) = traces()
+    (client_span,) = [span for span in trace.spans if not span.parent_id]
+    assert (client_span.service, client_span.name) == ("baton-cli", GENERATE)
+    assert {span.service for span in trace.spans} == {f"baton-{each}" for each in ("cli", "router", *WORKERS)}
+    for role, method in (("encode", "Encode"), ("prefill", "Prefill"), ("decode", "Decode")):
+        ((service, name),) = [(span.service, span.name) for span in trace.named(f"{role.title()}Service/{method}")]
+        assert (service, name) == (f"baton-{role}", f"baton.engine.v1.{role.title()}Service/{method}")
+    (handoff,) = trace.named("handoff")
+    assert handoff.attributes["baton.handoff.bytes"] > 0
+    for span in trace.spans:
+        assert span is client_span or trace.find(span.parent_id), f"{span.name} is in no tree"
 
 
 async def test_a_worker_that_is_killed_is_back_and_serves(baton: Baton, folder: StateFolder) -> None:

@@ -1,6 +1,5 @@
 """A watch on a real etcd continues through failures of the server and of the network."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -8,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.clients.scraping import scrape
 from support.eventually import eventually
 from support.router.worker_views import Views, worker
 from support.servers.etcd import EtcdServer, start_cluster
@@ -166,16 +166,22 @@ async def test_a_connection_that_hangs_is_noticed(shared_etcd: EtcdServer, open_
             await views.until_ids("w1")
 
 
-async def test_a_quiet_watch_stays_on_its_stream(shared_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
+async def test_a_quiet_watch_stays_on_its_stream(own_etcd: EtcdServer, open_etcd: OpenEtcd) -> None:
+    def watches(what: str) -> float:
+        return scrape(own_etcd.endpoint).sum(f"grpc_server_{what}_total", grpc_method="Watch")
+
     async with (
-        open_etcd(shared_etcd.endpoint, ttl_seconds=60, call_timeout_seconds=0.6) as watcher,
-        open_etcd(shared_etcd.endpoint) as registry,
+        open_etcd(own_etcd.endpoint, ttl_seconds=60, call_timeout_seconds=0.6) as watcher,
+        open_etcd(own_etcd.endpoint) as registry,
         Views(watcher) as views,
         registry.register(worker("stays")),
     ):
         async with registry.register(worker("goes")):
             await views.until_ids("goes", "stays")
-            await asyncio.sleep(3)  # several times as long as a watch may be silent
+            begun, messages = watches("started"), watches("msg_received")
+            # Each is asked for after the watch was silent for as long as it may be.
+            await eventually(lambda: watches("msg_received") >= messages + 3)
+            assert watches("started") == begun
         # Had the watch been begun anew, who goes would be kept for the grace.
         await views.until_ids("stays", seconds=30)
 

@@ -1,11 +1,14 @@
 """The metrics that every process has."""
 
+import mmap
+import socket
 import time
 
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.exposition import generate_latest
-from support.clients.scraping import since
+from support.clients.scraping import sample, since
 from support.eventually import eventually
 
 from baton.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, NoWorker, Overloaded, QuotaExceeded
@@ -24,6 +27,26 @@ async def test_an_event_loop_that_is_held_up_has_lagged() -> None:
         before = slow.grown
         time.sleep(0.6)  # noqa: ASYNC251 - as whatever blocks a loop does
         await eventually(lambda: slow.grown - before > 0.3)
+
+
+def test_bytes_between_two_sockets_are_those_of_the_loopback() -> None:
+    received = since("baton_network_receive_bytes_total", device="lo")
+    sent = since("baton_network_transmit_bytes_total", device="lo")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            client.sendall(b"x" * 50_000)
+            assert len(accepted.recv(50_000, socket.MSG_WAITALL)) == 50_000
+    assert received.grown >= 50_000
+    assert sent.grown >= 50_000
+
+
+def test_the_peak_of_memory_stays_when_memory_is_given_back() -> None:
+    before = sample("baton_process_peak_memory_bytes")
+    taken = bytearray(int(before - psutil.Process().memory_info().rss) + (64 << 20))
+    taken[:: mmap.PAGESIZE] = b"x" * len(taken[:: mmap.PAGESIZE])
+    del taken
+    assert sample("baton_process_peak_memory_bytes") >= before + (32 << 20)
 
 
 def test_a_frequent_histogram_is_shown_as_the_librarys_own_is() -> None:

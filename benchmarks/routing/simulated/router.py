@@ -13,6 +13,7 @@ from router.routing.policy import Candidates, Placement, Policy, PromptBlocks, R
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
+from router.workers.corrected_load import CorrectedLoad
 from router.workers.loras import KnownLoras
 
 
@@ -26,19 +27,16 @@ class View:
         self.record = worker.record
         self.worker = worker
         self.load = worker.load()
-        self.sent_requests = self.sent_tokens = 0
-        self._tokens_at_load = 0
-        self._requests_elsewhere = self.load.running + self.load.waiting
+        self.own_requests, self.own_tokens = CorrectedLoad(), CorrectedLoad()
         self.others_tokens = self._others_tokens_at_load = 0
 
     @property
     def requests(self) -> int:
-        requests = self._requests_elsewhere + self.sent_requests
-        return requests if requests > 0 else 0
+        return self.own_requests.value
 
     @property
     def waiting_tokens(self) -> int:
-        return max(0, self.load.waiting_prefill_tokens + self.sent_tokens - self._tokens_at_load)
+        return self.own_tokens.value
 
     @property
     def loras(self) -> KnownLoras:
@@ -47,10 +45,9 @@ class View:
 
     def report(self) -> None:
         self.load = self.worker.load()
-        self._tokens_at_load = self.sent_tokens
-        self._requests_elsewhere = self.load.running + self.load.waiting - self.sent_requests
-        before = self._others_tokens_at_load
-        self._others_tokens_at_load = max(0, self.load.waiting_prefill_tokens - self.sent_tokens)
+        self.own_requests.reported(self.load.running + self.load.waiting)
+        self.own_tokens.reported(self.load.waiting_prefill_tokens)
+        before, self._others_tokens_at_load = self._others_tokens_at_load, max(0, self.own_tokens.elsewhere)
         self.others_tokens = min(before, self._others_tokens_at_load)
 
 
@@ -150,12 +147,12 @@ class _Run:
         return here.hashes[:count], seconds
 
     def _send(self, view: View, tokens: int) -> None:
-        view.sent_requests += 1
-        view.sent_tokens += tokens
+        view.own_requests.add(1)
+        view.own_tokens.add(tokens)
 
     def _end(self, view: View, tokens: int) -> None:
-        view.sent_requests -= 1
-        view.sent_tokens -= tokens
+        view.own_requests.remove(1)
+        view.own_tokens.remove(tokens)
 
     def _got_first_token(self, here: Job) -> None:
         def heard() -> None:

@@ -23,6 +23,8 @@ _MOST_RATIO = 4.0
 _CHANCE = 0.25
 # The weight of a new measurement in a worker's slowness.
 _FACTOR_STEP = 0.05
+# The same for how far the usual cost is off, which all members of the group measure.
+_BIAS_STEP = 0.1
 # After so many seconds without a measurement so much is left of what the earlier ones say: of a usual cost, and of one
 # worker's slowness, which is measured less often.
 _UNUSED_SECONDS = 10.0
@@ -41,6 +43,7 @@ class LinearCost:
         self._weight = 1.0  # of the prior
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self.count = self._count_seen = 0
+        self.bias = 1.0  # of late, what was measured over what was predicted
         self.base, self.rate = base, rate
 
     def seconds(self, amount: float) -> float:
@@ -67,6 +70,7 @@ class LinearCost:
             self._weight = 1.0 - _USUAL_LEFT * (1.0 - self._weight)
             self._n, self._x, self._y = self._n * _USUAL_LEFT, self._x * _USUAL_LEFT, self._y * _USUAL_LEFT
             self._xx, self._xy = self._xx * _USUAL_LEFT, self._xy * _USUAL_LEFT
+            self.bias = 1.0 + _USUAL_LEFT * (self.bias - 1.0)
             self._fit()
         self._count_seen = self.count
 
@@ -112,11 +116,12 @@ class RelativeCost:
     `slowness` is the ratio to the usual cost. Small differences are mostly chance and count as none.
     """
 
-    __slots__ = ("_is_new", "_measured", "slowness", "usual")
+    __slots__ = ("_is_new", "_latest", "_measured", "slowness", "usual")
 
     def __init__(self, usual: LinearCost) -> None:
         self.usual = usual
         self._measured = self.slowness = 1.0
+        self._latest = _MOST_RATIO  # the last ratio to the usual cost
         self._is_new = False  # whether there was a measurement since the last `fade`
 
     def seconds(self, amount: float) -> float:
@@ -130,9 +135,14 @@ class RelativeCost:
         seconds = min(seconds, _MOST_RATIO * usual)
         self.usual.add(amount, seconds)
         self._is_new = True
+        latest = max(1 / _MOST_RATIO, seconds / max(usual, 1e-9))
+        # The lesser of two in a row: a single one that took long says nothing about the worker.
+        ratio, self._latest = min(latest, self._latest), latest
+        bias = self.usual.bias
+        self.usual.bias += _BIAS_STEP * (ratio - bias)
         if self.usual.count >= _BELIEVED:
-            ratio = max(1 / _MOST_RATIO, seconds / max(usual, 1e-9))
-            self._set_measured(self._measured + _FACTOR_STEP * (ratio - self._measured))
+            # As long as all are quicker, or slower, than the usual cost says, that is not the merit of this one.
+            self._set_measured(self._measured + _FACTOR_STEP * (ratio / bias - self._measured))
 
     def fade(self) -> None:
         """Comes closer to the usual cost, if nothing was measured since the last call."""

@@ -49,16 +49,20 @@ class Forecast(Generic[W]):
         self._started = clock()
         self._cost = costs.of(prediction.runs_on.record)
         self._work = self._cost.ranks[prediction.rank]
-        self._ticket: Ticket | None = costs.shares.give(self._work, prediction.prefill)
+        reader = costs.of(prediction.decode_worker.record)
+        decoding = reader.ranks[prediction.decode_rank]
+        self._ticket: Ticket | None = costs.shares.give(
+            self._work, decoding, prediction.uncached_tokens, prediction.prefill
+        )
         self._has_first_token = False
         seconds = prediction.first_token + prediction.transfer + prediction.decode
         self._expect(prediction.runs_on, self._work.cache, seconds)
         self._reader: Cache | None = None  # the cache that the KV is still to arrive in
         self._coming_to: WorkerCost | None = None  # the worker that does not know of the request yet
         if prediction.prefill_worker is not None:
-            self._coming_to = costs.of(prediction.decode_worker.record)
+            self._coming_to = reader
             self._coming_to.coming += 1
-            self._reader = self._coming_to.ranks[prediction.decode_rank].cache
+            self._reader = decoding.cache
             self._expect(prediction.decode_worker, self._reader, seconds)
 
     def first_token(self, cached_tokens: int | None) -> None:
@@ -117,6 +121,7 @@ class Forecast(Generic[W]):
         """Believes the worker if it found less in its cache than was predicted."""
         blocks = self._request.blocks
         found, believed = cached_tokens // blocks.block_tokens, self._prediction.cached_tokens // blocks.block_tokens
+        self._caches.found(self._cost.process, found, believed)
         if found < believed:
             self._caches.correct(self._work.cache, blocks.keys[found:believed])
             # They are there now: the worker has just computed them.

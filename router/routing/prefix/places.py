@@ -29,12 +29,12 @@ DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool
 class PrefillPlace(NamedTuple, Generic[W]):
     """A rank of a worker, and what the prompt costs there, in seconds; `first_token` is `wait` and `prefill`.
 
-    Places compare by the order in which they are combined into pairs: those that were given less work come first among
-    equals. `number` is that of the rank among all, so that no two places are equal.
+    Places compare by the order in which they are combined into pairs: those that were given fewer tokens come first
+    among equals. `number` is that of the rank among all, so that no two places are equal.
     """
 
     first_token: float
-    given_seconds: float
+    given_tokens: float
     number: int
     wait: float
     prefill: float
@@ -61,7 +61,7 @@ class DecodePlace(NamedTuple, Generic[W]):
     """
 
     decode: float
-    given_seconds: float
+    given_streams: float
     number: int
     here: PrefillFields[W]
     stall: float
@@ -106,7 +106,7 @@ class Places:
             if worker.others_tokens:
                 # An estimate of the work that other routers have sent, which the worker has reported.
                 wait += worker.others_tokens * slowness * usual.rate / num_ranks
-            places.append((wait + prefill, work.given_seconds, number, wait, prefill, cached, worker, cost, work))
+            places.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
         return places
 
     def to_decode(
@@ -122,7 +122,7 @@ class Places:
         block_tokens, tokens, arrivals = request.blocks.block_tokens, request.prompt_tokens, arrivals / len(here) / 2
         places: list[DecodeFields[W]] = []
         for place in here:
-            _, given_seconds, number, _, prefill, cached, worker, cost, _ = place
+            _, _, number, _, prefill, cached, worker, cost, work = place
             requests, load, entry, has_room = worker.requests, worker.load, cost.entry, True
             there, total = requests + cost.coming, load.blocks_total
             decode = entry.slowness * entry.usual.base + there * slower
@@ -133,7 +133,7 @@ class Places:
                     decode += _NO_ROOM_SECONDS * (1 + waiting)
                     has_room = False
             stall = _STALL_WEIGHT * (requests + arrivals * prefill) * prefill
-            places.append((decode, given_seconds, number, place, stall, has_room))
+            places.append((decode, work.given_streams, number, place, stall, has_room))
         return places
 
     def _ranks(self, workers: Sequence[W]) -> list[_Rank[W]]:

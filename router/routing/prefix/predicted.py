@@ -102,10 +102,10 @@ class PredictedSeconds:
         if session_key:
             return max(equals, key=partial(_affinity, session_key))
         # Of the prefill workers, if one is among them, that which was given the least work: so they compute and cache
-        # about the same, and decode workers have a prompt only where that gains something.
+        # about the same, and decode workers have a prompt only where that gains something. Then the decode worker that
+        # was given the fewest streams.
         pairs = [option for option in equals if option[1] is not None]
-        given = [prefill[1] for _, prefill, _ in pairs if prefill] or [decode[1] for _, _, decode in equals]
-        return (pairs or equals)[given.index(min(given))]
+        return min(pairs or equals, key=_given)
 
     def _options(
         self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
@@ -167,6 +167,12 @@ def _nearest(prefills: Sequence[PrefillFields[W]], decode: DecodeFields[W]) -> S
     ways = [(prefill[7].way_to(reader), prefill) for prefill in prefills]
     near = [(prefill[0] + way.distance, prefill) for way, prefill in ways if way.exists]
     return [prefill for _, prefill in sorted(near, key=itemgetter(0))[:_PAIRED]]
+
+
+def _given(option: Option[W]) -> tuple[float, float]:
+    """The tokens that the rank which would run the prompt was given, and the streams of that which would decode."""
+    _, apart, (_, streams, _, here, _, _) = option
+    return (apart or here)[1], streams
 
 
 def _pairs(

@@ -13,6 +13,10 @@ from router.routing.prefix.kv_index import KvIndex
 _CONFIRM_SECONDS = 5.0
 # How long a prompt counts as cached on a worker that does not report its cache, since it was last sent there.
 _REMEMBER_SECONDS = 600.0
+# The most blocks that count as cached on such a worker, which takes about 30 MB.
+_MOST_ESTIMATED = 1 << 18
+# So many prompts in a row of which such a worker had nothing, although it was sent them before: it caches nothing.
+_MOST_MISSES = 3
 # How often expired blocks are looked for.
 _EXPIRY_STEP_SECONDS = 0.5
 
@@ -40,6 +44,8 @@ class PrefixCaches:
         # Of the others: the blocks that were sent there, the oldest first, with the time when they expire.
         self._estimated: dict[Cache, dict[int, float]] = {}
         self._reporting: set[str] = set()
+        self._misses: dict[str, int] = {}  # of others, in a row
+        self._cacheless: set[str] = set()  # of others: estimates of what they have were wrong
         self._expire_at = clock()
 
     @property
@@ -59,6 +65,8 @@ class PrefixCaches:
         """How many of a prompt's first blocks each cache has; only caches that have any."""
         self._expire()
         matched = self._index.match(keys)
+        if self._cacheless:
+            matched = {cache: count for cache, count in matched.items() if cache.process not in self._cacheless}
         if keys:
             # The first key that a cache lacks, by how many it has: most caches have equally many.
             total, now, missing = len(keys), self._clock(), {0: keys[0]}
@@ -87,6 +95,7 @@ class PrefixCaches:
     def replace(self, cache: Cache, keys: Sequence[int]) -> None:
         """Notes a report of everything that is in a cache."""
         self._reporting.add(cache.process)
+        self._cacheless.discard(cache.process)
         self._index.clear(cache)
         for key in self._estimated.pop(cache, ()):
             # It has not reported before: what was sent there may be on its way.
@@ -124,7 +133,8 @@ class PrefixCaches:
         self._index.store(cache, keys)
         _forget(estimated, keys)
         estimated |= dict.fromkeys(keys, self._clock() + seconds + _REMEMBER_SECONDS)
-        if most_blocks and len(estimated) > most_blocks:
+        most_blocks = min(most_blocks or _MOST_ESTIMATED, _MOST_ESTIMATED)
+        if len(estimated) > most_blocks:
             self._index.remove(cache, _pop_first(estimated, len(estimated) - most_blocks))
 
     def renew(self, cache: Cache, keys: Sequence[int], count: int) -> None:
@@ -144,9 +154,21 @@ class PrefixCaches:
         if cache in self._estimated:
             _forget(self._estimated[cache], keys)
 
+    def found(self, process: str, cached_blocks: int, believed_blocks: int) -> None:
+        """Notes how much of a prompt a worker had. One that does not report and never has anything caches nothing."""
+        if cached_blocks:
+            self._cacheless.discard(process)
+            self._misses.pop(process, None)
+        elif believed_blocks and process not in self._reporting:
+            misses = self._misses[process] = self._misses.get(process, 0) + 1
+            if misses >= _MOST_MISSES:
+                self._cacheless.add(process)
+
     def drop(self, process: str) -> None:
         """Forgets a worker that has left."""
         self._reporting.discard(process)
+        self._cacheless.discard(process)
+        self._misses.pop(process, None)
         for cache in [cache for cache in self._index.holders if cache.process == process]:
             self._index.drop(cache)
         for known in (self._expected, self._estimated):

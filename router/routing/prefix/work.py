@@ -86,15 +86,18 @@ class ArrivalRate:
 class RankWork:
     """The work of the rank with this cache.
 
-    `given_seconds` may be compared with that of other ranks, and has no other meaning.
+    `given_tokens`, of the prompts to compute, and `given_streams`, to decode, may be compared with those of other
+    ranks, and have no other meaning. Tokens, not seconds: what a prompt was predicted to take while nothing was
+    measured yet would count against a rank for a long time.
     """
 
-    __slots__ = ("cache", "given_seconds", "queue")
+    __slots__ = ("cache", "given_streams", "given_tokens", "queue")
 
-    def __init__(self, cache: Cache, given_seconds: float, clock: Clock) -> None:
+    def __init__(self, cache: Cache, given_tokens: float, given_streams: float, clock: Clock) -> None:
         self.cache = cache
         self.queue = PromptQueue(clock)
-        self.given_seconds = given_seconds
+        self.given_tokens = given_tokens
+        self.given_streams = given_streams
 
 
 class WorkShares:
@@ -115,8 +118,12 @@ class WorkShares:
 
     def rank(self, cache: Cache) -> RankWork:
         """The work of a new rank. It begins with the mean, so that it does not have to catch up."""
-        mean = sum(each.given_seconds for each in self._ranks) / max(1, len(self._ranks))
-        found = RankWork(cache, mean, self._clock)
+        count = max(1, len(self._ranks))
+        tokens, streams = (
+            sum(each.given_tokens for each in self._ranks),
+            sum(each.given_streams for each in self._ranks),
+        )
+        found = RankWork(cache, tokens / count, streams / count, self._clock)
         self._ranks.add(found)
         return found
 
@@ -124,12 +131,14 @@ class WorkShares:
         """Forgets a rank whose worker has left."""
         self._ranks.discard(rank)
 
-    def give(self, rank: RankWork, seconds: float) -> Ticket:
-        """Adds a prompt that is predicted to take so long."""
-        rank.given_seconds += seconds * self._weight
+    def give(self, rank: RankWork, decoding: RankWork, tokens: int, seconds: float) -> Ticket:
+        """Adds a prompt of so many tokens to compute, predicted to take so long, and the rank that decodes after it."""
+        rank.given_tokens += tokens * self._weight
+        decoding.given_streams += self._weight
         self._weight *= self._GROWTH
         if self._weight > self._MOST_WEIGHT:
             for each in self._ranks:
-                each.given_seconds /= self._weight
+                each.given_tokens /= self._weight
+                each.given_streams /= self._weight
             self._weight = 1.0
         return rank.queue.add(seconds)

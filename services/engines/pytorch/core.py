@@ -268,6 +268,8 @@ class EngineCore:
     def load(self) -> EngineLoad:
         """Returns the current load."""
         waiting = [item for item in self.scheduler.waiting if isinstance(item, TokenSequence)]
+        own = [sequence for sequence in (*self.scheduler.running, *self._held) if isinstance(sequence, TokenSequence)]
+        filled = sum(sequence.computed for sequence in own) / self._layout.block_tokens
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -275,6 +277,7 @@ class EngineCore:
             blocks_total=self._pool.total,
             blocks_used=self._pool.used,
             blocks_held=sum(len(sequence.blocks) for sequence in self._held),
+            empty_blocks=max(0.0, sum(len(sequence.blocks) for sequence in own) - filled),
         )
 
     def _advance(self, chunk: Chunk, chosen: Chosen | None) -> None:

@@ -23,6 +23,7 @@ class SimulatedRank:
         self, number: int, config: SimulatedConfig, vocabulary: Vocabulary, memory: SharedPool, parts: "RankParts"
     ) -> None:
         self.number = number
+        self._block_tokens = config.block_tokens
         self.blocks = Blocks(config.num_blocks, parts.kv_events, number)
         self.contents = Contents(memory, self.blocks, config.block_tokens)
         self.scheduler = SimulatedScheduler(config, vocabulary, self.blocks, self.contents, parts.room)
@@ -34,7 +35,8 @@ class SimulatedRank:
 
     def load(self) -> EngineLoad:
         """The load, without the blocks that are held for other workers."""
-        waiting = self.scheduler.waiting
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        filled = sum(sequence.computed for sequence in running) / self._block_tokens
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(waiting),
@@ -42,6 +44,7 @@ class SimulatedRank:
             + sum(item.missing for item in waiting if isinstance(item, Running)),
             blocks_total=self.blocks.total,
             blocks_used=self.blocks.used,
+            empty_blocks=max(0.0, sum(len(sequence.blocks) for sequence in running) - filled),
         )
 
 
@@ -99,4 +102,5 @@ class SimulatedRanks:
             blocks_total=sum(load.blocks_total for load in loads),
             blocks_used=sum(load.blocks_used for load in loads),
             blocks_held=held,
+            empty_blocks=sum(load.empty_blocks for load in loads),
         )

@@ -1,17 +1,17 @@
 """The routing policy is a plug: built-in ones by name, others by entry point or module:Class."""
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cluster.in_process import FAST_ROUTER, bench, simulated
+from support.eventually import eventually
 
 from baton.errors import ConfigError
 from baton.inference.v1 import generate_pb2
 from router.config import RouterConfig, RoutingConfig
-from router.routing.policies import Automatic, LeastLoaded, RandomChoice, RoundRobin, load_policy
+from router.routing.policies import LeastLoaded, RandomChoice, RoundRobin, load_policy
 from router.routing.prefix.predicted import PredictedSeconds
 from router.telemetry import metrics
 
@@ -75,7 +75,8 @@ async def test_random_workers_answer() -> None:
 
 
 def test_the_default_is_automatic() -> None:
-    assert isinstance(load_policy(RoutingConfig()), Automatic)
+    assert RoutingConfig().policy == "automatic"
+    assert isinstance(load_policy(RoutingConfig()), PredictedSeconds)
     assert isinstance(load_policy(RoutingConfig(policy="least_loaded")), LeastLoaded)
     assert isinstance(load_policy(RoutingConfig(policy="predicted_seconds")), PredictedSeconds)
     assert isinstance(load_policy(RoutingConfig(policy="round_robin")), RoundRobin)
@@ -110,21 +111,29 @@ def test_an_unknown_option_is_refused(name: str) -> None:
         load_policy(RoutingConfig(policy=name, policy_options={"colour": "red"}))
 
 
-@pytest.mark.parametrize(("kv_events", "expected"), [(True, "REPORTED"), (False, "NONE")])
-async def test_the_default_predicts_where_workers_report_their_caches(kv_events: bool, expected: str) -> None:
+@pytest.mark.parametrize(("kv_events", "expected"), [(True, "reported"), (False, "estimated")])
+async def test_by_default_caches_are_reported_or_else_estimated_and_the_router_says_which(
+    kv_events: bool, expected: str
+) -> None:
     workers = (simulated("p", "prefill", kv_events=kv_events), simulated("d", "decode", kv_events=kv_events))
-    async with bench(*workers, router=router("automatic")) as running:
+    default = FAST_ROUTER.model_copy(update={"routing": RoutingConfig()})
+    async with bench(*workers, router=default) as running:
+        await eventually(lambda: running.report()["cache_views"] == {"p": expected, "d": expected})
+        listed = [worker.cache_view for worker in await running.list_workers()]
+        placed = (await running.generate(prompt="x", stopping={"max_tokens": 2})).started.cache_view
+        assert {metrics.CACHE_VIEWS[view] for view in (*listed, placed)} == {expected}
 
-        async def views() -> set[str]:
-            listed = [worker.cache_view for worker in await running.list_workers()]
-            placed = (await running.generate(prompt="x", stopping={"max_tokens": 2})).started.cache_view
-            return {generate_pb2.CacheView.Name(view) for view in (*listed, placed)}
 
-        for _ in range(500):
-            if await views() == {f"CACHE_VIEW_{expected}"}:
-                return
-            await asyncio.sleep(0.01)
-    pytest.fail(f"the workers' caches are never {expected}")
+async def test_by_default_a_prompt_goes_where_its_prefix_was_sent_before() -> None:
+    engine: dict[str, object] = {"kv_events": False, "prefill_tokens_per_second": 10_000.0}
+    workers = [simulated(f"d{number}", "decode", **engine) for number in range(3)]
+    prompts = [f"{number} " + "x" * 600 for number in range(6)]
+    default = FAST_ROUTER.model_copy(update={"routing": RoutingConfig()})
+    async with bench(*workers, router=default) as running:
+        first = [(await running.generate(prompt=each, stopping={"max_tokens": 2})).placed for each in prompts]
+        again = [(await running.generate(prompt=each, stopping={"max_tokens": 2})).placed for each in prompts]
+        assert len({decode for _, decode in first}) == 3
+        assert again == first
 
 
 async def test_predictions_without_reports_are_called_estimates() -> None:

@@ -58,10 +58,12 @@ def test_each_worker_left_out_has_its_reason() -> None:
         worker("leaving", draining=True),
         worker("sick", problem="its health check failed"),
         worker("tried"),
-        worker("other-layout", layout_digest="b" * 64),
+        worker("other-layout", layout_digest="b" * 64, layout="(int8)"),
         worker("small", max_context_tokens=49),
     ]
-    need = Constraints("decode", "m", 50, layout_digest="a" * 64, tried=frozenset({"tried@1"}))
+    need = Constraints(
+        "decode", "m", 50, layout_digest="a" * 64, layout="aaaaaaaaaaaa (int4)", tried=frozenset({"tried@1"})
+    )
     filtered = filter_workers(workers, need)
     assert filtered.eligible == (workers[0],)
     assert filtered.rejected == (
@@ -70,7 +72,7 @@ def test_each_worker_left_out_has_its_reason() -> None:
         Rejected("leaving", "is draining"),
         Rejected("sick", "its health check failed"),
         Rejected("tried", "has failed this request"),
-        Rejected("other-layout", "its KV layout bbbbbbbbbbbb differs from aaaaaaaaaaaa"),
+        Rejected("other-layout", "its KV layout, bbbbbbbbbbbb (int8), differs from aaaaaaaaaaaa (int4)"),
         Rejected("small", "its context ends at 49 tokens"),
     )
 

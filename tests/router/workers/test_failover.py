@@ -1,6 +1,7 @@
 """Workers that are lost, hang, or do not fit: where requests continue, and what clients notice."""
 
 import asyncio
+import re
 import time
 from contextlib import aclosing
 
@@ -20,6 +21,7 @@ from support.cluster.in_process import (
     simulated,
 )
 from support.eventually import eventually
+from support.faults.outcomes import Outcome
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc
 from router.config import LimitsConfig, ProbeConfig, RetryConfig
@@ -157,9 +159,40 @@ async def test_workers_whose_layouts_differ_are_never_paired() -> None:
         for _ in range(4):
             stream = await running.generate(prompt="hello", stopping={"max_tokens": 4})
             assert stream.placed == ("", "d1")
-        with pytest.raises(aio.AioRpcError, match="its KV layout") as caught:
-            await running.generate(prompt="x", routing={"topology": "TOPOLOGY_DISAGGREGATED"})
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        outcome = await refused(running)
+        assert outcome.label == "FAILED_PRECONDITION/KV_LAYOUT_MISMATCH"
+        assert re.search(
+            r"prefill p1 has \w{12} \(.*32 tokens a block.*; decode d1 .* 16 tokens a block", outcome.message
+        )
+
+
+async def refused(running: Bench) -> Outcome:
+    """The refusal of a request that must run disaggregated."""
+    outcome = Outcome("refused")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await running.generate(prompt="x", routing={"topology": "TOPOLOGY_DISAGGREGATED"})
+    outcome.end(caught.value)
+    return outcome
+
+
+async def test_a_pair_of_equal_layouts_that_is_not_ready_is_waited_for() -> None:
+    """The refusal of differing layouts is final; here it would be wrong a second later."""
+    async with bench(PREFILL, simulated("p2", "prefill", block_tokens=32), DECODE) as running:
+        running.proxies["p1"].freeze()
+        await eventually(lambda: any(worker.problem for worker in running.cluster.workers))
+        outcome = await refused(running)
+        assert outcome.label == "UNAVAILABLE/NO_WORKER"
+        assert re.search(
+            r"p2: its KV layout, .* 32 tokens a block.*, differs from .* 16 tokens a block", outcome.message
+        )
+
+
+async def test_a_worker_of_both_roles_is_no_pair_with_itself() -> None:
+    async with bench(simulated("w1", "prefill", "decode")) as running:
+        assert (await refused(running)).label == "UNAVAILABLE/NO_WORKER"
+        await running.start(simulated("w2", "prefill", "decode", block_tokens=32))
+        await running.ready(2)
+        assert (await refused(running)).label == "FAILED_PRECONDITION/KV_LAYOUT_MISMATCH"
 
 
 async def test_workers_without_a_common_transport_are_never_paired() -> None:

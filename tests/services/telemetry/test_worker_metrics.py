@@ -180,6 +180,16 @@ async def test_a_decode_that_comes_too_late_is_refused_the_confirmation(start: S
 # Images, and the process.
 
 
+async def test_the_rest_of_a_block_without_tokens_is_fragmentation(start: Starter) -> None:
+    async with start("decode", decode_step_seconds=0.2) as decode, watched(decode):
+        call = decode.calls.decodes.Decode(decode_request(max_tokens=100))
+        await call.read()
+        # A few tokens in all blocks of the prompt: less than one block of these is empty.
+        await eventually(lambda: 0 < sample("baton_kv_fragmentation_ratio") < 1 / BLOCKS_OF_TEXT)
+        call.cancel()
+        await eventually(lambda: sample("baton_kv_fragmentation_ratio") == 0)
+
+
 async def test_what_encoding_took_is_told(start: Starter) -> None:
     encoded = since("baton_media_encoded_total", sent="inline")
     seconds = since("baton_worker_compute_seconds_sum", stage="encode")

@@ -1,7 +1,7 @@
 """Clusters in this process: simulated workers and a router with an in-memory registry, called through gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +52,7 @@ class Bench:
     cluster: Cluster
     openai_address: str = ""  # if its router serves OpenAI's API
     proxied: bool = True
+    report: Callable[[], Mapping[str, object]] = dict  # the router's at /health
     workers: dict[str, Worker] = field(default_factory=dict)
     proxies: dict[str, TcpProxy] = field(default_factory=dict)
     _stacks: dict[str, AsyncExitStack] = field(default_factory=dict)
@@ -158,7 +159,9 @@ async def bench(
     ):
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         operators = cluster_service_pb2_grpc.ClusterServiceStub(channel)
-        running = Bench(registry, stub, operators, host.address, host.cluster, host.openai_address, proxied)
+        running = Bench(
+            registry, stub, operators, host.address, host.cluster, host.openai_address, proxied, host.report
+        )
         try:
             for config in configs:
                 await running.start(config)

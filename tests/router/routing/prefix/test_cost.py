@@ -66,6 +66,15 @@ def test_a_slow_worker_is_known_and_a_new_one_is_taken_for_the_usual() -> None:
     assert usual < costs.of(record("new")).prefill.seconds(1000) < slow
 
 
+def test_a_worker_is_not_taken_for_quick_because_all_are_quicker_than_was_assumed() -> None:
+    """Before, the first one that seemed to be got all requests, and the others were never measured again."""
+    costs = Costs()
+    for _ in range(40):
+        for process in "abc":
+            costs.of(record(process)).prefill.add(400, 0.002)
+        assert {costs.of(record(process)).prefill.slowness for process in "abc"} == {1.0}
+
+
 def test_what_is_known_of_the_way_between_two_workers_is_forgotten_with_either_of_them() -> None:
     costs = Costs()
     for _ in range(50):
@@ -90,23 +99,23 @@ def test_a_rank_that_was_given_more_has_the_larger_share_and_a_new_one_the_mean(
     shares = WorkShares()
     first, second = shares.rank(Cache("w")), shares.rank(Cache("w"))
     for _ in range(10):
-        shares.give(first, 3.0)
-        shares.give(second, 1.0)
-    assert first.given_seconds > second.given_seconds
-    assert first.given_seconds > shares.rank(Cache("w")).given_seconds > second.given_seconds
+        shares.give(first, second, 300, 3.0)
+        shares.give(second, first, 100, 1.0)
+    assert first.given_tokens > second.given_tokens
+    assert first.given_tokens > shares.rank(Cache("w")).given_tokens > second.given_tokens
 
 
 def test_shares_of_work_follow_a_change_and_never_overflow() -> None:
     shares = WorkShares()
     first, second = shares.rank(Cache("w")), shares.rank(Cache("w"))
     for _ in range(1000):
-        shares.give(first, 1.0)
+        shares.give(first, second, 100, 1.0)
     for _ in range(1_000_000):
-        shares.give(second, 1.0)
-    assert first.given_seconds < second.given_seconds / 1e6
+        shares.give(second, first, 100, 1.0)
+    assert first.given_tokens < second.given_tokens / 1e6
     for _ in range(3000):
-        shares.give(first, 1.0)
-    assert first.given_seconds > second.given_seconds
+        shares.give(first, second, 100, 1.0)
+    assert first.given_tokens > second.given_tokens
 
 
 def test_what_a_frozen_worker_took_is_not_believed_forever() -> None:

@@ -73,7 +73,8 @@ def test_the_tokens_that_are_not_cached_are_computed_and_always_the_last_one() -
 def test_every_rank_is_a_place_with_a_cache_and_a_queue_of_its_own() -> None:
     clock, one = ManualClock(), worker("w", ranks=3)
     costs = Costs(COSTS, clock)
-    costs.shares.give(costs.of(one.record).ranks[1], 7.0)
+    rank = costs.of(one.record).ranks[1]
+    costs.shares.give(rank, rank, 400, 7.0)
     places = computing([one], {Cache("w@1", 2): 10}, costs, clock())
     assert [place.rank for place in places] == [0, 1, 2]
     assert [place.cached_tokens for place in places] == [0, 0, 160]

@@ -49,7 +49,7 @@ class Sum:
     joining: float
     stall: float
     cached: int
-    given: float
+    given: tuple[float, float]  # tokens where it is computed, and streams where it is decoded
 
     @property
     def total(self) -> float:
@@ -101,7 +101,7 @@ class State:
             case 3:
                 cost.way_to(costs.of(source.choice(self.decode).record)).add(source.randrange(1 << 26), source.random())
             case 4:
-                ticket = costs.shares.give(rank, source.random())
+                ticket = costs.shares.give(rank, rank, source.randrange(2000), source.random())
                 if source.random() < 0.5:
                     rank.queue.done(ticket)
             case 5:
@@ -185,20 +185,26 @@ def sums(state: State, request: RoutingRequest, candidates: Candidates[Seen], ra
                 transfer = linear(places[prefill][1].way_to(places[decode][1]), moved)
                 late = max(0.0, held_up - (wait + compute + transfer))
                 terms = wait, compute, transfer, joining(decode)[0] + late, 0.0
-                found.append(Sum(prefill, decode, *terms, cached(prefill), places[prefill][2].given_seconds))
+                found.append(Sum(prefill, decode, *terms, cached(prefill), (tokens_of(prefill), streams_of(decode))))
         return found
 
-    def given(key: tuple[str, int]) -> float:
-        return places[key][2].given_seconds
+    def tokens_of(key: tuple[str, int]) -> float:
+        return places[key][2].given_tokens
 
-    best = sorted(prefills, key=lambda key: (sum(first(key)), given(key)))[:3]
-    found = pairs(best, sorted(decodes, key=lambda key: (joining(key)[0], given(key)))[:3]) or pairs(prefills, decodes)
+    def streams_of(key: tuple[str, int]) -> float:
+        return places[key][2].given_streams
+
+    best = sorted(prefills, key=lambda key: (sum(first(key)), tokens_of(key)))[:3]
+    readers = sorted(decodes, key=lambda key: (joining(key)[0], streams_of(key)))[:3]
+    found = pairs(best, readers) or pairs(prefills, decodes)
     if candidates.requires_prefill:
         return found
     for key in decodes if not found else [key for key in decodes if joining(key)[1]]:
         wait, compute = first(key)
         stall = 2.0 * (places[key][0].requests + rate / len(decodes) * compute / 2) * compute
-        found.append(Sum(None, key, wait, compute, 0.0, joining(key)[0], stall, cached(key), given(key)))
+        found.append(
+            Sum(None, key, wait, compute, 0.0, joining(key)[0], stall, cached(key), (tokens_of(key), streams_of(key)))
+        )
     return found
 
 
@@ -227,7 +233,7 @@ def terms_of(prediction: Prediction[Seen]) -> Sum:
         prediction.decode,
         prediction.stall,
         prediction.cached_tokens,
-        0.0,
+        (0.0, 0.0),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest_asyncio
 from fake_tensorrt_llm import llm
 from fake_tensorrt_llm.llm import FABRIC, RUNNING
 from fake_tensorrt_llm.values import RequestError
+from support.clock import RunningClock
 from support.engines import trtllm
 from support.engines.engine_calls import collect, greedy
 from support.eventually import eventually
@@ -27,6 +29,7 @@ from services.engines.context import EngineContext
 from services.engines.prompt import Prompt, Sampling
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.factory import open_trtllm
+from services.engines.trtllm.requests import inflight
 from services.handoff.engine_transfer import EngineHeldKv
 
 PROMPT = Prompt(tuple(range(10, 60)))
@@ -331,10 +334,14 @@ async def test_work_without_progress_is_a_failure_although_the_engine_says_it_is
         reading.cancel()
 
 
-async def test_an_idle_engine_does_not_count_as_stalled(newest: None, checkpoint: Path) -> None:
+async def test_an_idle_engine_does_not_count_as_stalled(
+    newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = RunningClock()
+    monkeypatch.setattr(inflight, "time", SimpleNamespace(monotonic=clock.now))
     async with trtllm.open_engine(checkpoint, stall_seconds=1.1) as engine:
         await collect(engine.decode(PROMPT, greedy(3)))
-        await asyncio.sleep(1.2)
+        clock.advance(3600)
         assert engine.healthy
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -12,6 +13,7 @@ from fake_tensorrt_llm.llm import RUNNING
 from fake_tensorrt_llm.tables import TABLES
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.scraping import sample
+from support.clock import RunningClock
 from support.cluster.in_process import bench
 from support.engines import trtllm
 from support.engines.engine_calls import collect, greedy
@@ -29,6 +31,7 @@ from services.engines.prompt import Prompt
 from services.engines.trtllm import loading
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.factory import open_trtllm
+from services.engines.trtllm.requests import inflight
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -154,13 +157,20 @@ def test_a_hung_engine_is_found_within_15_seconds_by_default(checkpoint: Path) -
     assert (config.canary_seconds or 0) * 1.1 + config.canary_patience_seconds < 14
 
 
-async def test_iterations_are_progress_also_without_output(newest: None, checkpoint: Path) -> None:
-    async with trtllm.open_engine(checkpoint, stall_seconds=2.5) as engine:
+async def test_iterations_are_progress_also_without_output(
+    newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = RunningClock()
+    monkeypatch.setattr(inflight, "time", SimpleNamespace(monotonic=clock.now))
+    async with trtllm.open_engine(checkpoint, stall_seconds=60) as engine:
         RUNNING[0].is_silent = True
         reading = asyncio.ensure_future(collect(engine.decode(PROMPT, greedy(190))))
         RUNNING[0].step_seconds = 0.02
-        await asyncio.sleep(3.0)
-        assert engine.healthy
+        await eventually(lambda: engine.load().running == 1)
+        clock.advance(61)
+        # The next iteration is progress.
+        await eventually(lambda: engine.healthy)
+        assert not reading.done()
         RUNNING[0].is_silent = False
         await reading
 
