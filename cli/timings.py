@@ -8,6 +8,7 @@ from grpc import aio
 from rich.table import Table
 
 from baton.connection.metadata import TIMINGS_KEY
+from baton.enum_names import value_name
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, timing_pb2
 from cli.terminal import table
@@ -55,7 +56,7 @@ def _row(timing: timing_pb2.StageTiming, longest: float) -> list[str]:
 
 
 def _name(stage: "timing_pb2.Stage.ValueType") -> str:
-    return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower().replace("_", " ")
+    return value_name(timing_pb2.Stage, stage).replace("_", " ")
 
 
 def _seconds(duration: Duration) -> float:

@@ -12,6 +12,8 @@ from baton.errors import (
     EmbeddingLost,
     EngineFailed,
     HandoffLost,
+    InvalidReply,
+    LayoutMismatch,
     NoWorker,
     Overloaded,
     StaleEpoch,
@@ -32,16 +34,21 @@ from router.telemetry.spans import set_routing_attributes
 from router.text.completion import Completion, Finish
 from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
-from router.workers.handle import WorkerHandle
+from router.workers.handle import Patience, WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
+from router.workers.replies import Suspects, check_handoff, reported_logprobs
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
 
 # Another worker may succeed. Errors about the request itself are never among these.
 _RETRYABLE = (Unavailable, Overloaded, EngineFailed)
-# The KV or embedding that the worker was to read is gone. The worker is not to blame, and may run the prompt itself.
-_LEASE_LOST = (HandoffLost, EmbeddingLost, StaleEpoch)
+# The KV or embedding that the worker was to read is gone, or does not fit. The worker is not to blame, and may run the
+# prompt itself.
+_LEASE_LOST = (HandoffLost, EmbeddingLost, StaleEpoch, LayoutMismatch)
+
+# How many tokens' KV a worker reads, even slowly, while it would compute one.
+_MOVED_PER_COMPUTED = 10
 
 _Placement = Placement[WorkerHandle]
 
@@ -98,6 +105,7 @@ class RequestExecution:
             needs=needed_capabilities(ctx.request),
         )
         self._progress: Progress = IgnoredProgress()
+        self._suspects = Suspects()
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._has_started = False
         self._held: _HeldHandoff | None = None
@@ -157,13 +165,14 @@ class RequestExecution:
         while placement.prefill is not None:
             prompt = await self._prompt.with_embeddings()
             try:
-                await self._prefill(placement.prefill, placement, prompt)
+                await self._prefill(placement.prefill, placement, prompt, attempts)
                 return placement
             except DestinationLost as lost:
                 # Without it the prompt is run by whichever decode worker takes the request.
                 return await self._continue_elsewhere(placement, lost.error, attempts)
             except (*_RETRYABLE, EmbeddingLost) as error:
                 self._progress.close()
+                self._suspects.add(placement.prefill, "prefill", error)
                 attempts.allow(error)
                 await self._release_handoff()
                 if isinstance(error, EmbeddingLost):
@@ -176,26 +185,35 @@ class RequestExecution:
                 self._count_migration("prefill")
         return placement
 
-    async def _prefill(self, worker: WorkerHandle, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
+    async def _prefill(
+        self, worker: WorkerHandle, placement: _Placement, prompt: prompt_pb2.Prompt, attempts: Attempts
+    ) -> None:
+        patience = self._patience(worker, len(prompt.token_ids), attempts)
         if allocates_first(placement):
             self._start(placement)
-            self._destination = await self._calls.allocate(placement, self._prompt.without_embeddings)
-            running = self._calls.prefill(worker, prompt, placement, self._destination)
+            allocating = self._patience(placement.decode, 0, attempts)
+            self._destination = await self._calls.allocate(placement, self._prompt.without_embeddings, allocating)
+            running = self._calls.prefill(worker, prompt, placement, patience, self._destination)
             handoff = await self._destination.during(running)
         else:
             if self._placer.hands_over_early(placement, self._routing_request):
                 reading = self._calls.prefetch(placement, self._prompt.without_embeddings)
                 self._prefetch = Prefetch(reading, self._ctx.call_id)
             # The first message is made and sent while the worker has the prompt already.
-            handoff = await self._calls.prefill(worker, prompt, placement, sent=partial(self._start, placement))
-        self._prompt.release()
+            handoff = await self._calls.prefill(
+                worker, prompt, placement, patience, sent=partial(self._start, placement)
+            )
         if handoff.handoff_id:
             self._held = _HeldHandoff(worker, handoff)
-        self._ctx.stats.prefilled_on(worker.record.worker_id, handoff.usage.cached_tokens)
-        self._progress.first_token(handoff.usage.cached_tokens)
-        first = handoff.first_token
-        reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
-        await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        check_handoff(handoff, worker.record, prompt)
+        self._prompt.release()
+        first, cached_tokens = handoff.first_token, min(handoff.usage.cached_tokens, len(prompt.token_ids))
+        reported = self._reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
+        logprobs = self._completion.checked([first.token_id], [first.logprob] if first.HasField("logprob") else [])
+        self._ctx.stats.prefilled_on(worker.record.worker_id, cached_tokens)
+        self._progress.first_token(cached_tokens)
+        self._suspects.answered(worker)
+        await self._add_tokens([first.token_id], logprobs, reported)
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
         if not self._completion.finished:
@@ -224,20 +242,21 @@ class RequestExecution:
         while True:
             prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
             try:
-                return await self._decode(placement, prompt)
+                return await self._decode(placement, prompt, attempts)
             except (*_RETRYABLE, *_LEASE_LOST) as error:
                 if self._completion.finished:
-                    # Only the worker's last message is missing.
-                    return None
+                    # Only the worker's last message is missing, or more came than was asked for.
+                    return self._suspects.add(placement.decode, "decode", error)
                 placement = await self._continue_elsewhere(placement, error, attempts)
 
     async def _continue_elsewhere(self, placement: _Placement, error: BatonError, attempts: Attempts) -> _Placement:
         """The placement, without prefill, of a request that its decode worker has failed."""
         self._progress.close()
+        self._suspects.add(placement.decode, "decode", error)
         attempts.allow(error, has_tokens=bool(self._completion.token_ids))
         if isinstance(error, EmbeddingLost):
             self._prompt.invalidate()
-        if isinstance(error, _RETRYABLE):
+        if isinstance(error, _RETRYABLE) or (isinstance(error, LayoutMismatch) and not self._held):
             attempts.exclude(placement.decode.record.process)
         await self._release_handoff()
         if self._placer.can_decode(self._routing_request, self._context_tokens, attempts.tried):
@@ -246,28 +265,51 @@ class RequestExecution:
         self._count_migration("decode")
         return placement
 
-    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
+    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt, attempts: Attempts) -> None:
         worker = placement.decode
         handoff = self._held.handoff if self._held else None
         emitted = len(self._completion.token_ids)
         self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
         timer = DecodeTimer(worker.latency, 0 if handoff else len(prompt.token_ids), emitted)
-        read = partial(self._read_call, timer, emitted)
+        tokens = len(prompt.token_ids)
+        patience = self._patience(worker, tokens // _MOVED_PER_COMPUTED if handoff else tokens, attempts)
+        read = partial(self._read_call, timer, emitted, worker, patience)
         destination = self._destination if handoff else None
-        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, destination)
+        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, patience, destination)
 
-    async def _read_call(self, timer: DecodeTimer, emitted: int, call: DecodeCall) -> None:
+    def _patience(self, worker: WorkerHandle, tokens: int, attempts: Attempts) -> Patience:
+        """How long the worker, which computes so many tokens of the prompt, may take to answer."""
+
+        def another_can() -> bool:
+            if not attempts.has_another or _is_disaggregated(self._routing_request):
+                return False
+            tried = attempts.tried | {worker.record.process}
+            return self._placer.can_decode(self._routing_request, self._context_tokens, tried)
+
+        seconds = self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
+        return Patience(seconds, tokens, another_can)
+
+    async def _read_call(
+        self, timer: DecodeTimer, emitted: int, worker: WorkerHandle, patience: Patience, call: DecodeCall
+    ) -> None:
         # Where the call can give its tokens as they come, and nothing is looked for in their text.
-        relay = self._relay(call.feed, timer) if call.feed and self._completion.takes_single_tokens else None
+        relay = self._relay(call.feed, timer, patience) if call.feed and self._completion.takes_single_tokens else None
         try:
-            await self._read_stream(call, timer, relay)
+            await self._read_stream(call, timer, relay, worker, patience)
         finally:
             if relay is not None:
                 relay.settle()
             timer.end()
             current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
 
-    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, relay: TokenRelay | None) -> None:
+    async def _read_stream(
+        self,
+        call: DecodeCall,
+        timer: DecodeTimer,
+        relay: TokenRelay | None,
+        worker: WorkerHandle,
+        patience: Patience,
+    ) -> None:
         """Reads a decode stream to its end, or to a stop string, which the worker does not see.
 
         `relay` gets the tokens after the first ones.
@@ -276,11 +318,18 @@ class RequestExecution:
         async for response in call.responses:
             if relay is not None:
                 relay.settle()
+            if has_ended:
+                raise InvalidReply("the decode stream goes on after its last message")
             match response.WhichOneof("event"):
                 case "tokens":
                     await self._read_tokens(response.tokens, timer)
+                    self._suspects.answered(worker)
                     if self._has_found_stop_string:
                         return
+                    if self._completion.finished:
+                        patience.ends()
+                    else:
+                        patience.answered()
                     if call.feed is not None and relay is not None:
                         call.feed.listen(relay)
                 case "accepted":
@@ -291,12 +340,15 @@ class RequestExecution:
                 case "finished":
                     timer.finished(response.finished.timings, len(self._completion.token_ids))
                     call.timing.report(response.finished.timings)
-                    self._ctx.stats.decoded(response.finished.usage.cached_tokens)
-                    self._ctx.stats.drafted_tokens += response.finished.drafted_tokens
-                    self._ctx.stats.accepted_tokens += response.finished.accepted_tokens
-                    self._progress.found_cached(response.finished.usage.cached_tokens)
+                    if not self._completion.token_ids:
+                        raise InvalidReply("the decode stream ended without a token")
+                    cached_tokens = min(response.finished.usage.cached_tokens, self._routing_request.prompt_tokens)
+                    self._ctx.stats.decoded(cached_tokens)
+                    self._ctx.stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
+                    self._progress.found_cached(cached_tokens)
                     self._completion.finish(response.finished.reason)
                     call.timing.is_complete = True
+                    patience.ends()
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
         if not has_ended and not self._has_found_stop_string:
@@ -306,21 +358,28 @@ class RequestExecution:
     def _has_found_stop_string(self) -> bool:
         return self._completion.finished is not None and bool(self._completion.finished.stop_string)
 
-    def _relay(self, feed: TokenFeed, timer: DecodeTimer) -> TokenRelay:
+    def _relay(self, feed: TokenFeed, timer: DecodeTimer, patience: Patience) -> TokenRelay:
         """What takes the tokens of a call, after its first ones."""
-        timings = self._ctx.timings
-        return TokenRelay(self._stream, self._completion, timer, self._stats, self._latencies, timings, feed.stop)
+        timings, latencies = self._ctx.timings, self._latencies
+        stop, ends = feed.stop, patience.ends
+        return TokenRelay(self._stream, self._completion, timer, self._stats, latencies, timings, stop, ends)
 
     async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
         timer.got_tokens(len(tokens.token_ids))
         self._progress.first_token(None)
         self._prompt.release()
-        reported = tokens.prompt_logprobs if tokens.HasField("prompt_logprobs") else None
+        reported = self._reported(tokens.prompt_logprobs) if tokens.HasField("prompt_logprobs") else None
+        before = len(self._completion.token_ids)
         await self._add_tokens(tokens.token_ids, tokens.logprobs, reported)
         timer.waits_for_more()
+        if not self._has_found_stop_string and len(self._completion.token_ids) - before < len(tokens.token_ids):
+            raise InvalidReply("tokens came after the end of the answer")
+
+    def _reported(self, prompt_logprobs: generate_pb2.PromptLogprobs) -> generate_pb2.PromptLogprobs | None:
+        return reported_logprobs(prompt_logprobs, self._completion.sampling, self._prompt.without_embeddings)
 
     async def _another_decode(self, error: BatonError, tried: frozenset[str]) -> _Placement:
-        if self._routing_request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED:
+        if _is_disaggregated(self._routing_request):
             # To continue, a decode worker would have to run the prompt.
             raise NoWorker(f"a disaggregated request cannot continue without its handoff: {error.message}") from error
         try:
@@ -388,3 +447,7 @@ class RequestExecution:
             finished.stop_string = finish.stop_string
         if finish.stop_token_id is not None:
             finished.stop_token_id = finish.stop_token_id
+
+
+def _is_disaggregated(request: RoutingRequest) -> bool:
+    return request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED

@@ -24,13 +24,14 @@ from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.routing.filters import Constraints, filter_workers
-from router.routing.retry import Retries
+from router.routing.retry import Attempts, Retries
 from router.routing.scoring import Preferences, pick, score_workers
 from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
 from router.workers.cluster import Cluster
-from router.workers.handle import WorkerHandle
+from router.workers.handle import Patience, WorkerHandle
+from router.workers.replies import Suspects, check_vectors
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
 
@@ -92,13 +93,16 @@ class EmbedCalls:
     async def _embed_with_retries(
         self, ctx: RequestContext, wanted: WantedVectors, part: Part
     ) -> Sequence[inference_pb2.TextEmbedding]:
-        attempts = self._retries.attempts(ROLE)
+        attempts, suspects = self._retries.attempts(ROLE), Suspects()
         failure: BatonError | None = None
         while True:
             worker = self._place(wanted.model, part, attempts.tried, failure)
             try:
-                return await self._call(ctx, worker, wanted, part, attempts.number)
+                found = await self._call(ctx, worker, wanted, part, attempts)
+                suspects.answered(worker)
+                return found
             except (Unavailable, Overloaded, EngineFailed) as error:
+                suspects.add(worker, ROLE, error)
                 attempts.allow(error)
                 failure = error
             attempts.exclude(worker.record.process)
@@ -120,7 +124,7 @@ class EmbedCalls:
         return filter_workers(self._cluster.workers, _constraints(model, tried)).eligible
 
     async def _call(
-        self, ctx: RequestContext, worker: WorkerHandle, wanted: WantedVectors, part: Part, attempt: int
+        self, ctx: RequestContext, worker: WorkerHandle, wanted: WantedVectors, part: Part, attempts: Attempts
     ) -> Sequence[inference_pb2.TextEmbedding]:
         ctx.cancellation.add_worker(worker)
         request = embed_pb2.EmbedRequest(
@@ -130,23 +134,25 @@ class EmbedCalls:
             dimensions=wanted.dimensions,
             normalize=wanted.normalize,
         )
+        patience = Patience(
+            self._retries.answer_seconds(ctx.deadline.remaining_seconds),
+            part.tokens,
+            lambda: attempts.has_another and bool(self._ready(wanted.model, attempts.tried | {worker.record.process})),
+        )
         with (
-            annotate_worker_errors(ROLE, worker),
+            annotate_worker_errors(ROLE, worker, ctx),
             stage_span(ROLE, worker_attributes(worker), kind=SpanKind.CLIENT),
             worker.track_load(part.tokens),
         ):
             seconds = ctx.deadline.remaining_seconds
-            metadata = (*ctx.worker_metadata(attempt), *ctx.qos.metadata())
+            metadata = (*ctx.worker_metadata(attempts.number), *ctx.qos.metadata())
             try:
-                with worker.fail_if_hung():
+                with worker.fail_if_hung(patience):
                     response = await unary(worker.embed.Embed(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, ctx.call_id)
                 raise
-            if len(response.embeddings) != len(part.inputs):
-                raise EngineFailed(
-                    f"the worker returned {len(response.embeddings)} vectors of {len(part.inputs)} inputs"
-                )
+            check_vectors(response.embeddings, part.inputs, wanted.dimensions)
         embeddings: Sequence[inference_pb2.TextEmbedding] = response.embeddings
         return embeddings
 

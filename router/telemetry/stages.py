@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
+from itertools import islice
 
+from baton.enum_names import value_name
 from baton.inference.v1 import timing_pb2
 
 _SECOND = 1_000_000_000  # in nanoseconds
+_MOST_STAGES = 32  # of one call: a worker reports fewer than ten
 
 
 @dataclass(slots=True)  # not frozen: a request makes about twenty, and freezing takes a call for each field
@@ -81,7 +84,7 @@ class CallTiming:
 
     def report(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         """Adds the worker's stages, in their order."""
-        self._reported += timings
+        self._reported += islice(timings, _MOST_STAGES - len(self._reported))
 
     def first_token_came(self, at: int) -> None:
         """Notes when the first token came: during this call, or before it."""
@@ -122,10 +125,10 @@ class _Division:
         return stage
 
 
-@cache
+@lru_cache(64)
 def name_of(stage: timing_pb2.Stage.ValueType) -> str:
-    """A stage in lower case, such as prefill_compute."""
-    return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower()
+    """A stage in lower case, such as prefill_compute; `unknown` for one of a newer version."""
+    return value_name(timing_pb2.Stage, stage)
 
 
 def _reported(timing: timing_pb2.StageTiming, worker_id: str) -> StageTiming:

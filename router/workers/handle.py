@@ -1,12 +1,15 @@
 """One worker as the router sees it: its stubs, its health, and its load."""
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+import structlog
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +24,7 @@ from baton.engine.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.errors import BatonError, EngineFailed, Unavailable
+from baton.errors import BatonError, EngineFailed, InvalidReply, Unavailable
 from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
@@ -36,6 +39,9 @@ from rpc.channels import Dial
 from rpc.multiplex.channel import multiplexed
 from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
+from runtime.lasting import lasting
+
+log = structlog.get_logger(__name__)
 
 _NOT_CHECKED = "its health check has not answered yet"
 _NO_CARD = "its model card has not been read yet"
@@ -43,6 +49,15 @@ _NO_CARD = "its model card has not been read yet"
 _REPEATED_WITHIN = 0.7
 # The times at which health checks may be due, of all workers together: an idle router sleeps in between.
 _TIMES_AN_INTERVAL = 4
+# How long a worker gets no requests whose replies were wrong, at first and at most; then how long that counts.
+_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS = 2.0, 60.0
+_FORGIVEN_SECONDS = 300.0
+# A worker may be busy with what it has: how much longer it may take to answer for each request that waits there, up to
+# so many, and for each token that is computed before.
+_MOST_WAITING = 8
+_SLOW_TOKENS_PER_SECOND = 200.0
+# Calls that are asked in one look whether another worker could answer them, which takes some time.
+_ASKED_AT_ONCE = 16
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
@@ -78,6 +93,9 @@ class WorkerHandle:
         self._changed = changed
         self._watch_problem = self._check_problem = _NOT_CHECKED
         self._card_problem = _NO_CARD
+        self._fault_problem = ""
+        self._suspensions = Backoff(_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS)
+        self._suspended_until = -math.inf
         self._load_at = self._heard_at = time.monotonic()
         self._calls: set[_Interruptible] = set()
         self._sent_requests = 0
@@ -106,7 +124,7 @@ class WorkerHandle:
     @property
     def problem(self) -> str:
         """Why it cannot be used now; empty if it is ready."""
-        return self._watch_problem or self._check_problem or self._card_problem
+        return self._watch_problem or self._check_problem or self._card_problem or self._fault_problem
 
     @property
     def state(self) -> Literal["ready", "unhealthy", "draining"]:
@@ -176,9 +194,12 @@ class WorkerHandle:
         if not self._users:
             self._idle.set()
 
-    def fail_if_hung(self) -> "_Interruptible":
-        """Stops the body of `with` with Unavailable if the worker is found to hang."""
-        return _Interruptible(self)
+    def fail_if_hung(self, patience: "Patience | None" = None) -> "_Interruptible":
+        """Stops the body of `with` with Unavailable if the worker is found to hang.
+
+        With `patience`, also if it does not answer for too long, and another worker could.
+        """
+        return _Interruptible(self, patience)
 
     def begin_waiting(self, call: "_Interruptible") -> None:
         """Adds a call that is interrupted if the worker is found to hang."""
@@ -196,6 +217,24 @@ class WorkerHandle:
     def mark_unhealthy(self, problem: str) -> None:
         """Marks it unhealthy until its next health check succeeds."""
         self._check_problem = problem
+        self._changed()
+
+    def suspend(self, problem: str) -> None:
+        """Lets it get no requests for a while, which is longer each time that it comes soon after the last one."""
+        now = time.monotonic()
+        if now < self._suspended_until:
+            return
+        if now > self._suspended_until + _FORGIVEN_SECONDS:
+            self._suspensions.reset()
+        seconds = self._suspensions.next_seconds()
+        self._suspended_until = now + seconds
+        self._fault_problem = problem
+        log.warning("worker suspended", worker_id=self.record.worker_id, seconds=round(seconds, 1), problem=problem)
+        asyncio.get_running_loop().call_later(seconds, self._resume)
+        self._changed()
+
+    def _resume(self) -> None:
+        self._fault_problem = ""
         self._changed()
 
     async def idle(self) -> None:
@@ -226,6 +265,7 @@ class WorkerHandle:
         """
         failures = 0
         while True:
+            self._interrupt_unanswered()
             unasked_seconds = probe.interval_seconds - self.silent_seconds
             if unasked_seconds > 0 and not self._check_problem:
                 failures = 0
@@ -290,6 +330,25 @@ class WorkerHandle:
             call.interrupt()
         self._calls.clear()
 
+    def _interrupt_unanswered(self) -> None:
+        """Stops calls that have waited too long for their answers, and that another worker could answer."""
+        now = time.monotonic()
+        late = [call for call in self._calls if call.patience is not None and now > self._due(call.patience)]
+        for call in late[:_ASKED_AT_ONCE]:
+            assert call.patience is not None
+            if call.patience.another_can():
+                self._calls.discard(call)
+                call.interrupt(f"no answer for {now - call.patience.since:.1f} s")
+            else:
+                call.patience.since = now  # asked again after as long
+
+    def _due(self, patience: "Patience") -> float:
+        """When a worker that is well has answered, as far as can be told from what waits there."""
+        load = self.load
+        tokens = patience.tokens + min(self.waiting_tokens, _MOST_WAITING * max(patience.tokens, 1024))
+        waiting = min(load.waiting, _MOST_WAITING)
+        return patience.since + patience.seconds * (1 + waiting) + tokens / _SLOW_TOKENS_PER_SECOND
+
     async def _check(self, timeout_seconds: float) -> str:
         try:
             request = health_pb2.HealthCheckRequest()
@@ -326,17 +385,47 @@ class WorkerHandle:
         self.others_tokens = min(before, self._others_tokens_at_load)
 
 
+class Patience:
+    """How long a call that computes so many tokens waits for its answer, if `another_can` answer it instead.
+
+    `seconds` is for an idle worker: a busy one may take longer. `answered` ends the wait.
+    """
+
+    __slots__ = ("another_can", "seconds", "since", "tokens")
+
+    def __init__(self, seconds: float, tokens: int, another_can: Callable[[], bool]) -> None:
+        self.seconds = seconds
+        self.tokens = tokens
+        self.another_can = another_can
+        self.since = time.monotonic()
+
+    def answered(self) -> None:
+        """Notes the answer: from now on the call may take as long as it does."""
+        self.since = math.inf
+
+    def ends(self) -> None:
+        """Notes that the answer is complete: only the end of the call is missing."""
+        self.since, self.tokens = time.monotonic(), 0
+        self.another_can = _always
+
+
+def _always() -> bool:
+    return True
+
+
 class _Interruptible:
     """What `fail_if_hung` returns. Not an asyncio.timeout, which makes twice the calls: each request has two."""
 
-    __slots__ = ("_cancelled_before", "_is_interrupted", "_task", "_worker")
+    __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "patience")
 
     _task: "asyncio.Task[Any]"
     _cancelled_before: int
 
-    def __init__(self, worker: WorkerHandle) -> None:
+    def __init__(self, worker: WorkerHandle, patience: Patience | None) -> None:
+        self.patience = patience
         self._worker = worker
         self._is_interrupted = False
+        self._reason = ""
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
@@ -344,9 +433,10 @@ class _Interruptible:
         self._task, self._cancelled_before = task, cancellations(task)
         self._worker.begin_waiting(self)
 
-    def interrupt(self) -> None:
-        """Stops what waits for the worker."""
+    def interrupt(self, reason: str = "") -> None:
+        """Stops what waits for the worker: it hangs, or `reason`."""
         self._is_interrupted = True
+        self._reason = reason
         self._task.cancel()
 
     def __exit__(
@@ -356,6 +446,8 @@ class _Interruptible:
         if not self._is_interrupted or uncancel(self._task) > self._cancelled_before:
             return
         if isinstance(error, asyncio.CancelledError):
+            if self._reason:
+                raise InvalidReply(self._reason) from None
             raise Unavailable(f"no response for {self._worker.silent_seconds:.1f} s") from None
 
 
@@ -379,14 +471,15 @@ async def connect(
             shared = await stack.enter_async_context(multiplexed(channel, open_stream))
         worker = WorkerHandle(record, channel, shared, changed)
         async with TaskGroup() as group:
-            tasks = [
-                group.create_task(worker.watch_health()),
-                group.create_task(worker.check_health(probe)),
-                group.create_task(worker.watch_load(probe)),
-                group.create_task(worker.read_card(load_card)),
-            ]
+            watches: dict[str, Callable[[], Awaitable[None]]] = {
+                "worker_health": worker.watch_health,
+                "worker_checks": partial(worker.check_health, probe),
+                "worker_load": partial(worker.watch_load, probe),
+                "worker_card": partial(worker.read_card, load_card),
+            }
             if LORA in record.capabilities:
-                tasks.append(group.create_task(watch_loras(worker.control, worker.note_loras)))
+                watches["worker_loras"] = partial(watch_loras, worker.control, worker.note_loras)
+            tasks = [group.create_task(lasting(name, watch)) for name, watch in watches.items()]
             try:
                 yield worker
             finally:

@@ -13,6 +13,8 @@ from router.routing.prefix.kv_index import KvIndex
 _CONFIRM_SECONDS = 5.0
 # How long a prompt counts as cached on a worker that does not report its cache, since it was last sent there.
 _REMEMBER_SECONDS = 600.0
+# How many blocks a cache that is not reported is estimated to hold at most, whatever the worker says of its size.
+_MOST_ESTIMATED = 2**18
 # How often expired blocks are looked for.
 _EXPIRY_STEP_SECONDS = 0.5
 
@@ -124,8 +126,9 @@ class PrefixCaches:
         self._index.store(cache, keys)
         _forget(estimated, keys)
         estimated |= dict.fromkeys(keys, self._clock() + seconds + _REMEMBER_SECONDS)
-        if most_blocks and len(estimated) > most_blocks:
-            self._index.remove(cache, _pop_first(estimated, len(estimated) - most_blocks))
+        most = min(most_blocks or _MOST_ESTIMATED, _MOST_ESTIMATED)
+        if len(estimated) > most:
+            self._index.remove(cache, _pop_first(estimated, len(estimated) - most))
 
     def renew(self, cache: Cache, keys: Sequence[int], count: int) -> None:
         """Notes that the first blocks were used again: if a cache is not reported, they are the last to be evicted."""
@@ -143,6 +146,11 @@ class PrefixCaches:
             self._expected[cache].withdraw(keys)
         if cache in self._estimated:
             _forget(self._estimated[cache], keys)
+
+    def forget_reports(self, process: str) -> None:
+        """Forgets what a worker has reported: its caches are estimated until it reports them again."""
+        if process in self._reporting:
+            self.drop(process)
 
     def drop(self, process: str) -> None:
         """Forgets a worker that has left."""
