@@ -15,7 +15,7 @@ from support.images.simulated_workers import about, multimodal
 from support.servers.tampering import SILENCE, Ends, Reply, Tampered, tampered
 
 from baton.calls import unary
-from baton.engine.v1 import decode_pb2, embed_pb2, encode_pb2, prefill_pb2
+from baton.engine.v1 import decode_pb2, embed_pb2, encode_pb2, handoff_pb2, prefill_pb2
 from baton.error_details import from_rpc_error
 from baton.inference.v1 import cluster_service_pb2, sampling_pb2
 from baton.inference.v1 import embed_pb2 as inference_pb2
@@ -96,6 +96,34 @@ PREFILLS: dict[str, Callable[[Any], Iterable[Reply]]] = {
         change.__name__: prefilled(change)
         for change in (other_layout, other_epoch, other_owner, other_length, token_outside, no_token, nothing_held)
     },
+}
+
+
+def set_handoff(**fields: Any) -> Callable[[Any], Iterable[Reply]]:
+    def change(reply: prefill_pb2.PrefillResponse) -> None:
+        for name in fields:
+            reply.handoff.ClearField(name)
+        reply.handoff.MergeFrom(handoff_pb2.KvHandoff(**fields))
+
+    return prefilled(change)
+
+
+# What only the decode worker that is to read it can find out.
+HANDOFFS: dict[str, Callable[[Any], Iterable[Reply]]] = {
+    "blocks outside": set_handoff(block_ids=[2**32 - 1]),
+    "too many blocks": set_handoff(block_ids=list(range(512))),
+    "no blocks": set_handoff(block_ids=[]),
+    "another id": set_handoff(handoff_id="another"),
+    "no lease": set_handoff(lease={"seconds": 0}),
+    "a past lease": set_handoff(lease={"seconds": -(2**62)}),
+    "an endless lease": set_handoff(lease={"seconds": 2**62}, block_ids=[]),
+    "nowhere": set_handoff(address="127.0.0.1:1"),
+    "no address": set_handoff(address="\0"),
+    "bytes": set_handoff(num_bytes=2**64 - 1),
+    "a prefix": set_handoff(prefix_hash=b"another"),
+    "an adapter": set_handoff(lora_digest="another"),
+    "a state": set_handoff(engine_state=b"\xff" * 99),
+    "cached": set_handoff(usage={"prompt_tokens": 2**32 - 1, "cached_tokens": 2**32 - 1}),
 }
 
 # Replies of Decode: for each of the healthy ones, those that come instead.
@@ -180,6 +208,15 @@ async def test_a_broken_prefill_is_run_again_elsewhere(name: str, multiplexed: b
         stream = await asked_until_called(running, broken, "Prefill", undisturbed)
         assert stream.placed == ("p1", "d1")
         assert stream.finished.migrations == 1
+
+
+@pytest.mark.parametrize("name", HANDOFFS)
+async def test_a_handoff_that_cannot_be_read_is_computed_again(name: str, undisturbed: Stream) -> None:
+    async with bench(DECODE, router=IMPATIENT) as running, beside(running, "prefill", multiplexed=True) as broken:
+        broken.changes["Prefill"] = HANDOFFS[name]
+        stream = await asked_until_called(running, broken, "Prefill", undisturbed)
+        assert stream.finished.decode_worker_id == "d1"
+        assert stream.finished.usage.cached_tokens <= stream.finished.usage.prompt_tokens == 5
 
 
 @LANES
