@@ -30,7 +30,7 @@ from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
 from router.workers.cluster import Cluster
-from router.workers.handle import Patience, WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
 from router.workers.replies import Suspects, check_vectors
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
@@ -64,7 +64,7 @@ class EmbedCalls:
 
     def __init__(self, cluster: Cluster, retries: Retries) -> None:
         self._cluster = cluster
-        self._retries = retries
+        self.retries = retries
         self._turns = itertools.count()
 
     async def embed(
@@ -74,8 +74,8 @@ class EmbedCalls:
 
         Raises NoWorker, or the error of the last attempt.
         """
-        self._retries.earn()
-        room = asyncio.Semaphore(max(1, len(self._ready(wanted.model, frozenset()))))
+        self.retries.earn()
+        room = asyncio.Semaphore(max(1, len(self.ready(wanted.model, frozenset()))))
         found = await gather_or_cancel(self._embed_in_turn(ctx.part(), wanted, part, room) for part in in_parts(inputs))
         return [one for of_part in found for one in of_part]
 
@@ -93,7 +93,7 @@ class EmbedCalls:
     async def _embed_with_retries(
         self, ctx: RequestContext, wanted: WantedVectors, part: Part
     ) -> Sequence[inference_pb2.TextEmbedding]:
-        attempts, suspects = self._retries.attempts(ROLE), Suspects()
+        attempts, suspects = self.retries.attempts(ROLE), Suspects()
         failure: BatonError | None = None
         while True:
             worker = self._place(wanted.model, part, attempts.tried, failure)
@@ -111,7 +111,7 @@ class EmbedCalls:
 
     def _place(self, model: str, part: Part, tried: frozenset[str], failure: BatonError | None) -> WorkerHandle:
         """The least busy worker. Raises the failure of the last one, or NoWorker with the reason for each."""
-        workers = self._ready(model, tried)
+        workers = self.ready(model, tried)
         if not workers:
             if failure is not None:
                 raise failure
@@ -120,7 +120,8 @@ class EmbedCalls:
         preferences = Preferences(prompt_tokens=max(1, part.tokens), turn=next(self._turns))
         return pick(score_workers(workers, preferences), preferences)
 
-    def _ready(self, model: str, tried: frozenset[str]) -> Sequence[WorkerHandle]:
+    def ready(self, model: str, tried: frozenset[str]) -> Sequence[WorkerHandle]:
+        """The workers that are ready for a model, but for the processes that were tried."""
         return filter_workers(self._cluster.workers, _constraints(model, tried)).eligible
 
     async def _call(
@@ -134,11 +135,7 @@ class EmbedCalls:
             dimensions=wanted.dimensions,
             normalize=wanted.normalize,
         )
-        patience = Patience(
-            self._retries.answer_seconds(ctx.deadline.remaining_seconds),
-            part.tokens,
-            lambda: attempts.has_another and bool(self._ready(wanted.model, attempts.tried | {worker.record.process})),
-        )
+        waiting = _Embedding(self, ctx, wanted, part, attempts)
         with (
             annotate_worker_errors(ROLE, worker, ctx),
             stage_span(ROLE, worker_attributes(worker), kind=SpanKind.CLIENT),
@@ -147,7 +144,7 @@ class EmbedCalls:
             seconds = ctx.deadline.remaining_seconds
             metadata = (*ctx.worker_metadata(attempts.number), *ctx.qos.metadata())
             try:
-                with worker.fail_if_hung(patience):
+                with worker.fail_if_hung(waiting):
                     response = await unary(worker.embed.Embed(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, ctx.call_id)
@@ -155,6 +152,28 @@ class EmbedCalls:
             check_vectors(response.embeddings, part.inputs, wanted.dimensions)
         embeddings: Sequence[inference_pb2.TextEmbedding] = response.embeddings
         return embeddings
+
+
+class _Embedding(Waiting):
+    """A part, while it waits for a worker."""
+
+    def __init__(
+        self, calls: EmbedCalls, ctx: RequestContext, wanted: WantedVectors, part: Part, attempts: Attempts
+    ) -> None:
+        self._calls = calls
+        self._ctx = ctx
+        self._model = wanted.model
+        self._attempts = attempts
+        self.awaits_answer, self.tokens = True, part.tokens
+
+    def answer_seconds(self) -> float:
+        """See Waiting."""
+        return self._calls.retries.answer_seconds(self._ctx.deadline.remaining_seconds)
+
+    def another_can(self, worker: WorkerHandle) -> bool:
+        """See Waiting."""
+        tried = self._attempts.tried | {worker.record.process}
+        return self._attempts.has_another and bool(self._calls.ready(self._model, tried))
 
 
 def in_parts(inputs: Sequence[generate_pb2.TokenIds]) -> list[Part]:

@@ -28,7 +28,7 @@ from router.routing.retry import Attempts, Retries
 from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
-from router.workers.handle import Patience, WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
 from router.workers.replies import Suspects, check_embedding
 from rpc.tracing.span import stage_span
 
@@ -77,8 +77,8 @@ class Embedder:
             inflight.set_worker(worker, f"{ctx.call_id}/{secrets.token_hex(4)}")
             request = _encode_request(inflight.call_id, encoder.model, media)
             try:
-                patience = self._patience(ctx, worker, encoder, attempts)
-                found = await self._encode(ctx, worker, request, patience, attempts.number)
+                waiting = _Encoding(self._encoders, encoder, self._retries, ctx, attempts)
+                found = await self._encode(ctx, worker, request, waiting, attempts.number)
                 suspects.answered(worker)
                 return found
             except (Unavailable, Overloaded, EngineFailed) as error:
@@ -99,24 +99,12 @@ class Embedder:
                 raise
             raise failure from None
 
-    def _patience(
-        self, ctx: RequestContext, worker: WorkerHandle, encoder: EncoderVersion, attempts: Attempts
-    ) -> Patience:
-        def another_can() -> bool:
-            try:
-                self._encoders.place(encoder, attempts.tried | {worker.record.process})
-            except NoWorker:
-                return False
-            return attempts.has_another
-
-        return Patience(self._retries.answer_seconds(ctx.deadline.remaining_seconds), 0, another_can)
-
     async def _encode(
         self,
         ctx: RequestContext,
         worker: WorkerHandle,
         request: encode_pb2.EncodeRequest,
-        patience: Patience,
+        waiting: Waiting,
         attempt: int,
     ) -> Encoded:
         with (
@@ -126,12 +114,38 @@ class Embedder:
         ):
             seconds, metadata = ctx.deadline.remaining_seconds, ctx.worker_metadata(attempt)
             try:
-                with worker.fail_if_hung(patience):
+                with worker.fail_if_hung(waiting):
                     response = await unary(worker.encode.Encode(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, request.request_id)
                 raise
             return Encoded(check_embedding(response, worker), worker)
+
+
+class _Encoding(Waiting):
+    """An Encode call, while it waits for a worker."""
+
+    def __init__(
+        self, encoders: Encoders, encoder: EncoderVersion, retries: Retries, ctx: RequestContext, attempts: Attempts
+    ) -> None:
+        self._encoders = encoders
+        self._encoder = encoder
+        self._retries = retries
+        self._ctx = ctx
+        self._attempts = attempts
+        self.awaits_answer = True
+
+    def answer_seconds(self) -> float:
+        """See Waiting."""
+        return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
+
+    def another_can(self, worker: WorkerHandle) -> bool:
+        """See Waiting."""
+        try:
+            self._encoders.place(self._encoder, self._attempts.tried | {worker.record.process})
+        except NoWorker:
+            return False
+        return self._attempts.has_another
 
 
 def _encode_request(call_id: str, model: str, media: CheckedMedia) -> encode_pb2.EncodeRequest:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 
 from baton.enum_names import value_name
 from baton.inference.v1 import timing_pb2
@@ -84,7 +83,7 @@ class CallTiming:
 
     def report(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         """Adds the worker's stages, in their order."""
-        self._reported += islice(timings, _MOST_STAGES - len(self._reported))
+        self._reported += timings
 
     def first_token_came(self, at: int) -> None:
         """Notes when the first token came: during this call, or before it."""
@@ -95,7 +94,7 @@ class CallTiming:
         left = ended - self._started
         first = left if self._first_token_at is None else max(0, self._first_token_at - self._started)
         division = _Division(left, first, has_first=self._first_token_at is not None)
-        stages = [division.cut(_reported(timing, self.worker_id)) for timing in self._reported]
+        stages = [division.cut(_reported(timing, self.worker_id)) for timing in self._reported[:_MOST_STAGES]]
         if self.is_complete:
             return stages
         if self._first_token_at is not None and division.left_first:

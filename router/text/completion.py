@@ -70,6 +70,7 @@ class Completion:
         self._vocab_size = model.limits.vocab_size or 2**32
         self._has_logprobs = sampling.HasField("logprobs")
         self._finished: Finish | None = None
+        self.has_overrun = False  # whether ids came beyond its end, together with those before it
         self.token_ids: list[int] = []
 
     @property
@@ -83,10 +84,14 @@ class Completion:
         Of ids beyond its end none is added. Raises InvalidReply, and adds nothing, if it has ended before or if the ids
         or their log probabilities are not those of an answer.
         """
-        logprobs = self.checked(token_ids, logprobs)
+        if self._finished is not None or self._has_logprobs or (token_ids and max(token_ids) >= self._vocab_size):
+            self._check(token_ids, logprobs)
+        elif logprobs:
+            logprobs = ()
         if len(token_ids) > 1:
             kept = self._count_kept(token_ids)
             if kept < len(token_ids):
+                self.has_overrun = True
                 token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         if not self._has_stop_strings:
             return self._delta(self._push(token_ids), token_ids, logprobs)
@@ -119,31 +124,28 @@ class Completion:
         """Adds one id, without its log probability, and returns the text that can be sent. Otherwise as `push`."""
         ids = self.token_ids
         if self._finished is not None or token_id >= self._vocab_size:
-            self.checked((token_id,), ())
+            self._check((token_id,), ())
         if self._has_stop_strings or token_id in self.ending_ids or len(ids) + 1 >= self.max_tokens:
             return self._push((token_id,))
         ids.append(token_id)
         return self._detokenizer.push_one(token_id) if self._detokenizer else ""
 
-    def checked(
-        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]
-    ) -> Sequence[sampling_pb2.TokenLogprob]:
-        """The log probabilities of ids, if they were asked for. Raises InvalidReply for what `push` would not add."""
+    def _check(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> None:
+        """Raises InvalidReply for ids that `push` does not add."""
         if not token_ids:
-            return ()
+            return
         if self._finished is not None:
             raise InvalidReply(f"{len(token_ids)} tokens came after the end of the answer")
         if max(token_ids) >= self._vocab_size:
             raise InvalidReply(f"token {max(token_ids)} is not in the vocabulary of {self._vocab_size}")
         if not self._has_logprobs:
-            return ()
+            return
         are_theirs = len(logprobs) == len(token_ids) and all(
             one.token_id == token_id and one.logprob == one.logprob  # not NaN
             for one, token_id in zip(logprobs, token_ids, strict=True)
         )
         if not are_theirs:
             raise InvalidReply(f"{len(logprobs)} log probabilities are not those of {len(token_ids)} tokens")
-        return logprobs
 
     def _count_kept(self, token_ids: Sequence[int]) -> int:
         """How many of these ids, at least two, the answer has until its end."""

@@ -20,7 +20,7 @@ from router.telemetry.spans import prefill_attributes, worker_attributes
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
-from router.workers.handle import Patience, WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
 from router.workers.replies import of_worker
 from rpc.best_effort import best_effort
 from rpc.multiplex.replies import MultiplexedCall
@@ -60,7 +60,7 @@ class WorkerCalls:
         self._prefill_span: SpanContext | None = None
 
     async def allocate(
-        self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt, patience: Patience
+        self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt, waiting: Waiting
     ) -> Destination:
         """Allocates on the decode worker before the prompt is computed. The caller releases the destination, unless a
         decode has taken it. Raises DestinationLost.
@@ -79,7 +79,7 @@ class WorkerCalls:
         try:
             with (
                 _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0),
-                worker.fail_if_hung(patience),
+                worker.fail_if_hung(waiting),
             ):
                 response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
         except (asyncio.CancelledError, DeadlineExceeded):
@@ -119,7 +119,7 @@ class WorkerCalls:
         worker: WorkerHandle,
         prompt: prompt_pb2.Prompt,
         placement: Placement[WorkerHandle],
-        patience: Patience,
+        waiting: Waiting,
         destination: Destination | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> handoff_pb2.KvHandoff:
@@ -147,7 +147,7 @@ class WorkerCalls:
             is_done = False
             prompts.begin(tokens)
             try:
-                with worker.fail_if_hung(patience):
+                with worker.fail_if_hung(waiting):
                     call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
                     try:
                         sent()
@@ -175,7 +175,7 @@ class WorkerCalls:
         handoff: handoff_pb2.KvHandoff | None,
         emitted: Sequence[int],
         read: Callable[[DecodeCall], Awaitable[None]],
-        patience: Patience,
+        waiting: Waiting,
         destination: Destination | None = None,
     ) -> None:
         """Decodes from a handoff, or from the prompt and the ids emitted so far, while `read` reads the call."""
@@ -199,7 +199,7 @@ class WorkerCalls:
             self._decodes += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
-            with worker.fail_if_hung(patience):
+            with worker.fail_if_hung(waiting):
                 if isinstance(call, MultiplexedCall):
                     # It raises BatonErrors by itself.
                     try:

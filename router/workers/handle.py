@@ -63,6 +63,26 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
 
 
+class Waiting:
+    """A request as a worker knows it that it has called: how long it waits for the answer.
+
+    `awaits_answer` is set while it waits; `asked_at` is then None until it was looked at, `tokens` are what the call
+    computes before it answers. Attributes, since requests set them with each call.
+    """
+
+    asked_at: float | None = None
+    awaits_answer = False
+    tokens = 0
+
+    def answer_seconds(self) -> float:
+        """How long an idle worker may take to answer."""
+        raise NotImplementedError
+
+    def another_can(self, worker: "WorkerHandle") -> bool:
+        """Whether another worker could answer instead of this one."""
+        raise NotImplementedError
+
+
 class WorkerHandle:
     """A worker of one epoch. Created by `connect`; its stubs may be used until `idle`, also after it has left.
 
@@ -194,12 +214,12 @@ class WorkerHandle:
         if not self._users:
             self._idle.set()
 
-    def fail_if_hung(self, patience: "Patience | None" = None) -> "_Interruptible":
+    def fail_if_hung(self, waiting: Waiting | None = None) -> "_Interruptible":
         """Stops the body of `with` with Unavailable if the worker is found to hang.
 
-        With `patience`, also if it does not answer for too long, and another worker could.
+        With `waiting` it raises InvalidReply if there is no answer for too long, and another worker could give it.
         """
-        return _Interruptible(self, patience)
+        return _Interruptible(self, waiting)
 
     def begin_waiting(self, call: "_Interruptible") -> None:
         """Adds a call that is interrupted if the worker is found to hang."""
@@ -332,22 +352,26 @@ class WorkerHandle:
 
     def _interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""
-        now = time.monotonic()
-        late = [call for call in self._calls if call.patience is not None and now > self._due(call.patience)]
-        for call in late[:_ASKED_AT_ONCE]:
-            assert call.patience is not None
-            if call.patience.another_can():
-                self._calls.discard(call)
-                call.interrupt(f"no answer for {now - call.patience.since:.1f} s")
-            else:
-                call.patience.since = now  # asked again after as long
+        now, left = time.monotonic(), _ASKED_AT_ONCE
+        for call in tuple(self._calls):
+            waiting = call.waiting
+            if waiting is None or not waiting.awaits_answer:
+                continue
+            if waiting.asked_at is None:
+                waiting.asked_at = now
+            elif now > self._due(waiting, waiting.asked_at) and left:
+                left -= 1
+                if waiting.another_can(self):
+                    self._calls.discard(call)
+                    call.interrupt(f"no answer for {now - waiting.asked_at:.1f} s")
+                else:
+                    waiting.asked_at = now  # looked at again after as long
 
-    def _due(self, patience: "Patience") -> float:
+    def _due(self, waiting: Waiting, asked_at: float) -> float:
         """When a worker that is well has answered, as far as can be told from what waits there."""
-        load = self.load
-        tokens = patience.tokens + min(self.waiting_tokens, _MOST_WAITING * max(patience.tokens, 1024))
-        waiting = min(load.waiting, _MOST_WAITING)
-        return patience.since + patience.seconds * (1 + waiting) + tokens / _SLOW_TOKENS_PER_SECOND
+        tokens = waiting.tokens + min(self.waiting_tokens, _MOST_WAITING * max(waiting.tokens, 1024))
+        requests = min(self.load.waiting, _MOST_WAITING)
+        return asked_at + waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
 
     async def _check(self, timeout_seconds: float) -> str:
         try:
@@ -385,44 +409,16 @@ class WorkerHandle:
         self.others_tokens = min(before, self._others_tokens_at_load)
 
 
-class Patience:
-    """How long a call that computes so many tokens waits for its answer, if `another_can` answer it instead.
-
-    `seconds` is for an idle worker: a busy one may take longer. `answered` ends the wait.
-    """
-
-    __slots__ = ("another_can", "seconds", "since", "tokens")
-
-    def __init__(self, seconds: float, tokens: int, another_can: Callable[[], bool]) -> None:
-        self.seconds = seconds
-        self.tokens = tokens
-        self.another_can = another_can
-        self.since = time.monotonic()
-
-    def answered(self) -> None:
-        """Notes the answer: from now on the call may take as long as it does."""
-        self.since = math.inf
-
-    def ends(self) -> None:
-        """Notes that the answer is complete: only the end of the call is missing."""
-        self.since, self.tokens = time.monotonic(), 0
-        self.another_can = _always
-
-
-def _always() -> bool:
-    return True
-
-
 class _Interruptible:
     """What `fail_if_hung` returns. Not an asyncio.timeout, which makes twice the calls: each request has two."""
 
-    __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "patience")
+    __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "waiting")
 
     _task: "asyncio.Task[Any]"
     _cancelled_before: int
 
-    def __init__(self, worker: WorkerHandle, patience: Patience | None) -> None:
-        self.patience = patience
+    def __init__(self, worker: WorkerHandle, waiting: Waiting | None) -> None:
+        self.waiting = waiting
         self._worker = worker
         self._is_interrupted = False
         self._reason = ""

@@ -16,6 +16,7 @@ from baton.errors import (
     InvalidRequest,
     LayoutMismatch,
     Overloaded,
+    SlowReader,
     StaleEpoch,
     Unavailable,
     Unsupported,
@@ -36,6 +37,7 @@ _OF_WORKERS = (
     InvalidRequest,
     LayoutMismatch,
     Overloaded,
+    SlowReader,  # of this router's client
     StaleEpoch,
     Unavailable,
     Unsupported,
@@ -94,8 +96,8 @@ def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
     return error
 
 
-def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, prompt: prompt_pb2.Prompt) -> None:
-    """Raises InvalidReply unless a prefill worker may answer this for a prompt."""
+def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: int) -> None:
+    """Raises InvalidReply unless a prefill worker may answer this for a prompt of so many tokens."""
     if not handoff.HasField("first_token"):
         raise InvalidReply("the handoff has no first token")
     if not handoff.handoff_id:
@@ -106,8 +108,8 @@ def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, prompt: 
         raise InvalidReply(f"the handoff is of {handoff.worker_id[:80]!r} in epoch {handoff.epoch}")
     if handoff.layout_digest != record.layout_digest:
         raise InvalidReply(f"the handoff has the KV layout {handoff.layout_digest[:12]!r}")
-    if handoff.num_tokens not in (0, len(prompt.token_ids)):
-        raise InvalidReply(f"the handoff has {handoff.num_tokens} tokens of {len(prompt.token_ids)}")
+    if handoff.num_tokens not in (0, tokens):
+        raise InvalidReply(f"the handoff has {handoff.num_tokens} tokens of {tokens}")
 
 
 def reported_logprobs(

@@ -17,6 +17,7 @@ _PAUSE_AT = 64
 _RESUME_AT = 8
 # One that is paused and goes on sending for so long does not heed it.
 _MOST_WAITING = 16 * 1024
+_NO_MESSAGE = "the peer's answer is not a message of this method"
 
 
 class Link(Protocol):
@@ -93,7 +94,12 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         if self._is_paused and len(self._arrived) <= _RESUME_AT:
             self._is_paused = False
             self._link.pause(self._number, is_paused=False)
-        return self._of_tokens(ids) if isinstance(each, int) else self._read(each)
+        if isinstance(each, int):
+            return self._of_tokens(ids)
+        try:
+            return self._parse(each)
+        except DecodeError as error:
+            raise InvalidReply(_NO_MESSAGE) from error
 
     def __await__(self) -> Generator[Any, None, Response]:
         return self._only().__await__()
@@ -111,13 +117,10 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         last = self._arrived.pop() if self._arrived else None
         if not isinstance(last, bytes):
             raise Unavailable("the call ended without a response")
-        return self._read(last)
-
-    def _read(self, message: bytes) -> Response:
         try:
-            return self._parse(message)
+            return self._parse(last)
         except DecodeError as error:
-            raise InvalidReply("the peer's answer is not a message of this method") from error
+            raise InvalidReply(_NO_MESSAGE) from error
 
     def stop(self) -> None:
         """Cancels the call; who reads it finds its end."""
