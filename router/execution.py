@@ -360,7 +360,8 @@ class RequestExecution(Waiting):
                     self._progress.found_cached(cached_tokens)
                     self._completion.finish(response.finished.reason)
                     call.timing.is_complete = True
-                    self._await_end()
+                    if not self.awaits_answer:
+                        self._await_end()
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
         if not has_ended and not self._has_found_stop_string:

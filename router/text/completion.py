@@ -84,13 +84,15 @@ class Completion:
         Of ids beyond its end none is added. Raises InvalidReply, and adds nothing, if it has ended before or if the ids
         or their log probabilities are not those of an answer.
         """
-        if self._finished is not None or self._has_logprobs or (token_ids and max(token_ids) >= self._vocab_size):
+        count = len(token_ids)
+        largest = token_ids[0] if count == 1 else max(token_ids, default=0)
+        if self._finished is not None or self._has_logprobs or largest >= self._vocab_size:
             self._check(token_ids, logprobs)
         elif logprobs:
             logprobs = ()
-        if len(token_ids) > 1:
+        if count > 1:
             kept = self._count_kept(token_ids)
-            if kept < len(token_ids):
+            if kept < count:
                 self.has_overrun = True
                 token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         if not self._has_stop_strings:
