@@ -333,11 +333,9 @@ class RequestExecution(Waiting):
                     await self._read_tokens(response.tokens, timer)
                     if self._suspects is not None:
                         self._suspects.answered(worker)
-                    if self._completion.finished is None:
-                        self.awaits_answer = False
-                    elif self._has_found_stop_string:
-                        return
-                    else:
+                    if self._completion.finished is not None:
+                        if self._has_found_stop_string:
+                            return
                         self._await_end()
                     if call.feed is not None and relay is not None:
                         call.feed.listen(relay)
@@ -377,7 +375,11 @@ class RequestExecution(Waiting):
         return TokenRelay(self._stream, self._completion, timer, self._stats, latencies, timings, feed.stop, ends)
 
     async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
-        timer.got_tokens(len(tokens.token_ids))
+        count = len(tokens.token_ids)
+        if count:
+            # Before the client is waited for, which is not the worker's time.
+            self.awaits_answer = False
+        timer.got_tokens(count)
         self._progress.first_token(None)
         self._prompt.release()
         reported = self._reported(tokens.prompt_logprobs) if tokens.HasField("prompt_logprobs") else None
