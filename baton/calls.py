@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from grpc import aio
 
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError, Cancelled, EngineFailed
+from baton.errors import BatonError, Cancelled, InvalidReply
 
 Response = TypeVar("Response")
 
@@ -57,7 +57,7 @@ async def stream(call: "aio.UnaryStreamCall[Any, Response]") -> AsyncGenerator[R
 def _readable(response: Response | None) -> Response:
     # gRPC logs that it could not parse a message, and gives None in its place.
     if response is None:
-        raise EngineFailed("the peer's answer is not a message of this method")
+        raise InvalidReply("the peer's answer is not a message of this method")
     return response
 
 

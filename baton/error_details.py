@@ -120,7 +120,9 @@ def _status_of(error: FailedCall) -> status_pb2.Status:
 
 
 def _class_of(info: error_details_pb2.ErrorInfo) -> type[BatonError] | None:
-    return kind_of(info.reason) if info.domain == DOMAIN else None
+    kind = kind_of(info.reason) if info.domain == DOMAIN else None
+    # Others are of one process, and are not made of a message alone.
+    return kind if kind is not None and kind.__module__ == BatonError.__module__ else None
 
 
 def _kinds(kind: type[BatonError]) -> Iterator[type[BatonError]]:

@@ -197,6 +197,14 @@ class EngineFailed(BatonError):
     reason = "ENGINE_FAILED"
 
 
+class InvalidReply(EngineFailed):
+    """A worker's reply is not one that it may give: unreadable, inconsistent, or beyond what was asked. Another one may
+    answer.
+    """
+
+    reason = "INVALID_REPLY"
+
+
 class ConfigError(BatonError):
     """A configuration is wrong; the message names the path of the key. Raised at start, before anything listens."""
 

@@ -7,6 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 
 from baton.connection.metadata import TIMINGS_KEY
+from baton.enum_names import value_name
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, timing_pb2
 from cli.terminal import Table, table
@@ -54,7 +55,7 @@ def _row(timing: timing_pb2.StageTiming, longest: float) -> list[str]:
 
 
 def _name(stage: "timing_pb2.Stage.ValueType") -> str:
-    return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower().replace("_", " ")
+    return value_name(timing_pb2.Stage, stage).replace("_", " ")
 
 
 def _seconds(duration: Duration) -> float:

@@ -13,6 +13,7 @@ from baton.errors import BatonError
 from discovery.backoff import Backoff
 from discovery.record import WorkerRecord
 from runtime.aio import timeout
+from runtime.lasting import lasting
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +43,7 @@ async def renewed(entry: Entry, timeout_seconds: float) -> AsyncIterator[Entry]:
     """Keeps an entry while the context is open; entering waits up to `timeout_seconds` for the registry."""
     try:
         await entry.begin(timeout_seconds)
-        keeping = asyncio.create_task(entry.keep())
+        keeping = asyncio.create_task(lasting("registration", entry.keep))
         try:
             yield entry
         finally:

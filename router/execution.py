@@ -12,6 +12,8 @@ from baton.errors import (
     EmbeddingLost,
     EngineFailed,
     HandoffLost,
+    InvalidReply,
+    LayoutMismatch,
     NoWorker,
     Overloaded,
     StaleEpoch,
@@ -32,16 +34,21 @@ from router.telemetry.spans import set_routing_attributes
 from router.text.completion import Completion, Finish
 from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
-from router.workers.handle import WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
+from router.workers.replies import Suspects, check_handoff, reported_logprobs
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
 
 # Another worker may succeed. Errors about the request itself are never among these.
 _RETRYABLE = (Unavailable, Overloaded, EngineFailed)
-# The KV or embedding that the worker was to read is gone. The worker is not to blame, and may run the prompt itself.
-_LEASE_LOST = (HandoffLost, EmbeddingLost, StaleEpoch)
+# The KV or embedding that the worker was to read is gone, or does not fit. The worker is not to blame, and may run the
+# prompt itself.
+_LEASE_LOST = (HandoffLost, EmbeddingLost, StaleEpoch, LayoutMismatch)
+
+# How many tokens' KV a worker reads, even slowly, while it would compute one.
+_MOVED_PER_COMPUTED = 10
 
 _Placement = Placement[WorkerHandle]
 
@@ -69,7 +76,7 @@ class Executor:
         await RequestExecution(self, ctx, prompt, completion, stream).run()
 
 
-class RequestExecution:
+class RequestExecution(Waiting):
     """One request on its workers."""
 
     def __init__(
@@ -98,6 +105,8 @@ class RequestExecution:
             needs=needed_capabilities(ctx.request),
         )
         self._progress: Progress = IgnoredProgress()
+        self._suspects: Suspects | None = None  # once a worker has given a reply that it may not give
+        self._attempts: Attempts | None = None  # at the present stage
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._has_started = False
         self._held: _HeldHandoff | None = None
@@ -153,7 +162,7 @@ class RequestExecution:
 
     async def _prefill_with_retries(self, placement: _Placement) -> _Placement:
         """Prefills on the chosen worker, or on others if it fails. Returns the placement to decode with."""
-        attempts = self._retries.attempts("prefill")
+        attempts = self._attempts = self._retries.attempts("prefill")
         while placement.prefill is not None:
             prompt = await self._prompt.with_embeddings()
             try:
@@ -164,6 +173,7 @@ class RequestExecution:
                 return await self._continue_elsewhere(placement, lost.error, attempts)
             except (*_RETRYABLE, EmbeddingLost) as error:
                 self._progress.close()
+                self._suspect(placement.prefill, "prefill", error)
                 attempts.allow(error)
                 await self._release_handoff()
                 if isinstance(error, EmbeddingLost):
@@ -177,25 +187,34 @@ class RequestExecution:
         return placement
 
     async def _prefill(self, worker: WorkerHandle, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
+        tokens = len(prompt.token_ids)
         if allocates_first(placement):
             self._start(placement)
-            self._destination = await self._calls.allocate(placement, self._prompt.without_embeddings)
-            running = self._calls.prefill(worker, prompt, placement, self._destination)
+            self._await_answer(0)
+            self._destination = await self._calls.allocate(placement, self._prompt.without_embeddings, self)
+            self._await_answer(tokens)
+            running = self._calls.prefill(worker, prompt, placement, self, self._destination)
             handoff = await self._destination.during(running)
         else:
             if self._placer.hands_over_early(placement, self._routing_request):
                 reading = self._calls.prefetch(placement, self._prompt.without_embeddings)
                 self._prefetch = Prefetch(reading, self._ctx.call_id)
+            self._await_answer(tokens)
             # The first message is made and sent while the worker has the prompt already.
-            handoff = await self._calls.prefill(worker, prompt, placement, sent=partial(self._start, placement))
-        self._prompt.release()
+            handoff = await self._calls.prefill(worker, prompt, placement, self, sent=partial(self._start, placement))
         if handoff.handoff_id:
             self._held = _HeldHandoff(worker, handoff)
-        self._ctx.stats.prefilled_on(worker.record.worker_id, handoff.usage.cached_tokens)
-        self._progress.first_token(handoff.usage.cached_tokens)
-        first = handoff.first_token
-        reported = first.prompt_logprobs if first.HasField("prompt_logprobs") else None
+        check_handoff(handoff, worker.record, tokens)
+        self._prompt.release()
+        first, cached_tokens = handoff.first_token, handoff.usage.cached_tokens
+        if cached_tokens > tokens:
+            cached_tokens = tokens
+        self._progress.first_token(cached_tokens)
+        reported = self._reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        self._stats.prefilled_on(worker.record.worker_id, cached_tokens)
+        if self._suspects is not None:
+            self._suspects.answered(worker)
         if first.finish_reason:
             self._completion.finish(first.finish_reason)
         if not self._completion.finished:
@@ -220,24 +239,25 @@ class RequestExecution:
     async def _decode_with_retries(self, placement: _Placement) -> None:
         """Decodes on the chosen worker, and continues on others if it fails. No token is lost or repeated."""
         self._start(placement)
-        attempts = self._retries.attempts("decode")
+        attempts = self._attempts = self._retries.attempts("decode")
         while True:
             prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
             try:
                 return await self._decode(placement, prompt)
             except (*_RETRYABLE, *_LEASE_LOST) as error:
                 if self._completion.finished:
-                    # Only the worker's last message is missing.
-                    return None
+                    # Only the worker's last message is missing, or more came than was asked for.
+                    return self._suspect(placement.decode, "decode", error)
                 placement = await self._continue_elsewhere(placement, error, attempts)
 
     async def _continue_elsewhere(self, placement: _Placement, error: BatonError, attempts: Attempts) -> _Placement:
         """The placement, without prefill, of a request that its decode worker has failed."""
         self._progress.close()
+        self._suspect(placement.decode, "decode", error)
         attempts.allow(error, has_tokens=bool(self._completion.token_ids))
         if isinstance(error, EmbeddingLost):
             self._prompt.invalidate()
-        if isinstance(error, _RETRYABLE):
+        if isinstance(error, _RETRYABLE) or (isinstance(error, LayoutMismatch) and not self._held):
             attempts.exclude(placement.decode.record.process)
         await self._release_handoff()
         if self._placer.can_decode(self._routing_request, self._context_tokens, attempts.tried):
@@ -252,22 +272,52 @@ class RequestExecution:
         emitted = len(self._completion.token_ids)
         self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
         timer = DecodeTimer(worker.latency, 0 if handoff else len(prompt.token_ids), emitted)
-        read = partial(self._read_call, timer, emitted)
+        tokens = len(prompt.token_ids)
+        self._await_answer(tokens // _MOVED_PER_COMPUTED if handoff else tokens)
+        read = partial(self._read_call, timer, emitted, worker)
         destination = self._destination if handoff else None
-        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, destination)
+        await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, self, destination)
 
-    async def _read_call(self, timer: DecodeTimer, emitted: int, call: DecodeCall) -> None:
+    # How long the request waits for its workers' answers: see Waiting.
+
+    def _await_answer(self, tokens: int) -> None:
+        self.awaits_answer, self.asked_at, self.tokens = True, None, tokens
+
+    def answer_seconds(self) -> float:
+        """See Waiting."""
+        return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
+
+    def another_can(self, worker: WorkerHandle) -> bool:
+        """See Waiting. Once the answer is complete, only the end of the call is missing, and nobody has to give it."""
+        if self._completion.finished is not None:
+            return True
+        attempts = self._attempts
+        if attempts is None or not attempts.has_another or _is_disaggregated(self._routing_request):
+            return False
+        tried = attempts.tried | {worker.record.process}
+        return self._placer.can_decode(self._routing_request, self._context_tokens, tried)
+
+    def _await_end(self) -> None:
+        self._await_answer(0)
+
+    def _suspect(self, worker: WorkerHandle, stage: str, error: BatonError) -> None:
+        self._suspects = self._suspects or Suspects()
+        self._suspects.add(worker, stage, error)
+
+    async def _read_call(self, timer: DecodeTimer, emitted: int, worker: WorkerHandle, call: DecodeCall) -> None:
         # Where the call can give its tokens as they come, and nothing is looked for in their text.
         relay = self._relay(call.feed, timer) if call.feed and self._completion.takes_single_tokens else None
         try:
-            await self._read_stream(call, timer, relay)
+            await self._read_stream(call, timer, relay, worker)
         finally:
             if relay is not None:
                 relay.settle()
             timer.end()
             current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
 
-    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, relay: TokenRelay | None) -> None:
+    async def _read_stream(
+        self, call: DecodeCall, timer: DecodeTimer, relay: TokenRelay | None, worker: WorkerHandle
+    ) -> None:
         """Reads a decode stream to its end, or to a stop string, which the worker does not see.
 
         `relay` gets the tokens after the first ones.
@@ -276,11 +326,17 @@ class RequestExecution:
         async for response in call.responses:
             if relay is not None:
                 relay.settle()
+            if has_ended:
+                raise InvalidReply("the decode stream goes on after its last message")
             match response.WhichOneof("event"):
                 case "tokens":
                     await self._read_tokens(response.tokens, timer)
-                    if self._has_found_stop_string:
-                        return
+                    if self._suspects is not None:
+                        self._suspects.answered(worker)
+                    if self._completion.finished is not None:
+                        if self._has_found_stop_string:
+                            return
+                        self._await_end()
                     if call.feed is not None and relay is not None:
                         call.feed.listen(relay)
                 case "accepted":
@@ -291,12 +347,19 @@ class RequestExecution:
                 case "finished":
                     timer.finished(response.finished.timings, len(self._completion.token_ids))
                     call.timing.report(response.finished.timings)
-                    self._ctx.stats.decoded(response.finished.usage.cached_tokens)
-                    self._ctx.stats.drafted_tokens += response.finished.drafted_tokens
-                    self._ctx.stats.accepted_tokens += response.finished.accepted_tokens
-                    self._progress.found_cached(response.finished.usage.cached_tokens)
+                    if not self._completion.token_ids:
+                        raise InvalidReply("the decode stream ended without a token")
+                    cached_tokens = response.finished.usage.cached_tokens
+                    if cached_tokens > self._stats.prompt_tokens:
+                        cached_tokens = self._stats.prompt_tokens
+                    self._stats.decoded(cached_tokens)
+                    if response.finished.drafted_tokens:
+                        self._stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
+                    self._progress.found_cached(cached_tokens)
                     self._completion.finish(response.finished.reason)
                     call.timing.is_complete = True
+                    if not self.awaits_answer:
+                        self._await_end()
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
         if not has_ended and not self._has_found_stop_string:
@@ -308,19 +371,28 @@ class RequestExecution:
 
     def _relay(self, feed: TokenFeed, timer: DecodeTimer) -> TokenRelay:
         """What takes the tokens of a call, after its first ones."""
-        timings = self._ctx.timings
-        return TokenRelay(self._stream, self._completion, timer, self._stats, self._latencies, timings, feed.stop)
+        timings, latencies, ends = self._ctx.timings, self._latencies, self._await_end
+        return TokenRelay(self._stream, self._completion, timer, self._stats, latencies, timings, feed.stop, ends)
 
     async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
-        timer.got_tokens(len(tokens.token_ids))
+        count = len(tokens.token_ids)
+        if count:
+            # Before the client is waited for, which is not the worker's time.
+            self.awaits_answer = False
+        timer.got_tokens(count)
         self._progress.first_token(None)
         self._prompt.release()
-        reported = tokens.prompt_logprobs if tokens.HasField("prompt_logprobs") else None
+        reported = self._reported(tokens.prompt_logprobs) if tokens.HasField("prompt_logprobs") else None
         await self._add_tokens(tokens.token_ids, tokens.logprobs, reported)
         timer.waits_for_more()
+        if self._completion.has_overrun:
+            raise InvalidReply("tokens came after the end of the answer")
+
+    def _reported(self, prompt_logprobs: generate_pb2.PromptLogprobs) -> generate_pb2.PromptLogprobs | None:
+        return reported_logprobs(prompt_logprobs, self._completion.sampling, self._prompt.without_embeddings)
 
     async def _another_decode(self, error: BatonError, tried: frozenset[str]) -> _Placement:
-        if self._routing_request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED:
+        if _is_disaggregated(self._routing_request):
             # To continue, a decode worker would have to run the prompt.
             raise NoWorker(f"a disaggregated request cannot continue without its handoff: {error.message}") from error
         try:
@@ -388,3 +460,7 @@ class RequestExecution:
             finished.stop_string = finish.stop_string
         if finish.stop_token_id is not None:
             finished.stop_token_id = finish.stop_token_id
+
+
+def _is_disaggregated(request: RoutingRequest) -> bool:
+    return request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED

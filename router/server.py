@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import (
@@ -53,6 +54,7 @@ from rpc.multiplex.peer_stream import StreamDialer, stream_dialer
 from rpc.server import Service, serve
 from rpc.tracing.tracer import configure_tracing
 from runtime.aio import TaskGroup, ungrouped
+from runtime.lasting import lasting
 from runtime.monitor import Report, status
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ async def host_router(
         )
         health = Health()
         group = await stack.enter_async_context(TaskGroup())
-        reporting = group.create_task(_report_health(cluster, health))
+        reporting = group.create_task(lasting("health", partial(_report_health, cluster, health)))
         stack.callback(reporting.cancel)
         tracer = await stack.enter_async_context(configure_tracing(config.tracing, "baton-router", config.router_id))
         loader = await stack.enter_async_context(MediaLoader(config.media))
@@ -131,13 +133,14 @@ async def host_router(
         quotas, retries = Quotas(config.quotas), Retries(config.retry)
         tokenization = await stack.enter_async_context(Tokenization(cluster, quotas, config.limits))
         admission = AdmissionController(cluster, config.admission, quotas)
-        following = group.create_task(admission.follow())
+        following = group.create_task(lasting("admission", admission.follow))
         stack.callback(following.cancel)
         processor = MultimodalProcessor(
             loader, Embedder(Encoders(cluster, config.routing), retries, embeddings), config.limits.max_loading_images
         )
         if isinstance(policy, PredictedSeconds):
-            subscribing = group.create_task(KvSubscriber(cluster, policy.caches, policy.forget).follow())
+            subscriber = KvSubscriber(cluster, policy.caches, policy.forget)
+            subscribing = group.create_task(lasting("kv_subscriptions", subscriber.follow))
             stack.callback(subscribing.cancel)
         placer = Placer(cluster, config.routing, policy)
         # Metrics that are not served are not measured.

@@ -12,6 +12,8 @@ from baton.errors import StaleEpoch
 
 # Renewing a lease more often than this would not save one that is about to end.
 SHORTEST_SECONDS = 0.05
+# No owner grants a longer one: what remains of it is sent on, and waited for.
+_LONGEST_SECONDS = 3600.0
 
 
 class RemoteLease:
@@ -24,7 +26,7 @@ class RemoteLease:
         self.epoch = epoch
         # Whether the owner has denied it, or it was released: then there is nothing left to release.
         self.is_over = False
-        self._expires_at = time.monotonic() + seconds
+        self._expires_at = time.monotonic() + min(seconds, _LONGEST_SECONDS)
 
     @property
     def remaining_seconds(self) -> float:
@@ -43,7 +45,7 @@ class RemoteLease:
     def renewed(self, answer: handoff_pb2.HandoffLease, asked_at: float) -> None:
         """Notes the owner's answer to a renewal that was sent at `asked_at`, of time.monotonic."""
         if answer.still_valid:
-            self._expires_at = asked_at + answer.remaining.ToNanoseconds() / 1e9
+            self._expires_at = asked_at + min(answer.remaining.ToNanoseconds() / 1e9, _LONGEST_SECONDS)
         else:
             self.end()
 

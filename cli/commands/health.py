@@ -5,6 +5,7 @@ import argparse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.calls import unary
+from baton.enum_names import value_name
 from cli.address import find_address
 from cli.credentials import find_credentials
 from rpc.channels import open_channel
@@ -18,5 +19,5 @@ async def run(arguments: argparse.Namespace) -> int:
     async with open_channel(address, credentials.tls) as channel:
         request = health_pb2.HealthCheckRequest(service=arguments.service)
         answer = await unary(health_pb2_grpc.HealthStub(channel).Check(request, timeout=CHECK_SECONDS))
-    print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    print(value_name(health_pb2.HealthCheckResponse.ServingStatus, answer.status).upper())
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1

@@ -2,6 +2,7 @@
 
 import argparse
 
+from baton.enum_names import value_name
 from baton.inference.v1 import media_pb2, model_pb2
 from cli.connection import connect
 from cli.terminal import output, table
@@ -44,5 +45,5 @@ def _abilities(model: model_pb2.Model) -> list[str]:
         "logprobs": capabilities.logprobs,
         f"embeddings of {model.embedding.dimensions}": model.HasField("embedding"),
     }
-    modalities = [media_pb2.Modality.Name(each).removeprefix("MODALITY_").lower() for each in capabilities.modalities]
+    modalities = [value_name(media_pb2.Modality, each) for each in capabilities.modalities]
     return [name for name, able in named.items() if able] + modalities

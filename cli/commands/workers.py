@@ -2,6 +2,7 @@
 
 import argparse
 
+from baton.enum_names import value_name
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from cli.connection import connect
 from cli.terminal import output, table
@@ -38,7 +39,7 @@ def _row(worker: cluster_service_pb2.Worker) -> list[str]:
         worker.model,
         f"{load.running}/{load.waiting}",
         f"{load.blocks_used}/{load.blocks_held}/{load.blocks_total}",
-        generate_pb2.CacheView.Name(worker.cache_view).removeprefix("CACHE_VIEW_").lower(),
+        value_name(generate_pb2.CacheView, worker.cache_view),
         _transports(worker),
     ]
 
@@ -68,4 +69,4 @@ def _transports(worker: cluster_service_pb2.Worker) -> str:
 
 def state_name(state: "cluster_service_pb2.WorkerState.ValueType") -> str:
     """The state in one word: ready, unhealthy or draining."""
-    return cluster_service_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()
+    return value_name(cluster_service_pb2.WorkerState, state)

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from baton import AsyncClient
 from baton.calls import unary
 from baton.connection.settings import DEFAULT_ADDRESS
+from baton.enum_names import value_name
 from baton.errors import BatonError
 from baton.inference.v1 import cluster_service_pb2
 from devtools.doctor.finding import Finding, broken, warning, well
@@ -75,7 +76,9 @@ async def _expect_serving(target: RouterTarget) -> None:
         check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS)
         answer = await unary(check)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise BatonError(f"its health is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+        raise BatonError(
+            f"its health is {value_name(health_pb2.HealthCheckResponse.ServingStatus, answer.status).upper()}"
+        )
 
 
 def _worker(worker: cluster_service_pb2.Worker) -> Finding:

@@ -24,13 +24,14 @@ from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.routing.filters import Constraints, filter_workers
-from router.routing.retry import Retries
+from router.routing.retry import Attempts, Retries
 from router.routing.scoring import Preferences, pick, score_workers
 from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
 from router.workers.cluster import Cluster
-from router.workers.handle import WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
+from router.workers.replies import Suspects, check_vectors
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
 
@@ -63,7 +64,7 @@ class EmbedCalls:
 
     def __init__(self, cluster: Cluster, retries: Retries) -> None:
         self._cluster = cluster
-        self._retries = retries
+        self.retries = retries
         self._turns = itertools.count()
 
     async def embed(
@@ -73,8 +74,8 @@ class EmbedCalls:
 
         Raises NoWorker, or the error of the last attempt.
         """
-        self._retries.earn()
-        room = asyncio.Semaphore(max(1, len(self._ready(wanted.model, frozenset()))))
+        self.retries.earn()
+        room = asyncio.Semaphore(max(1, len(self.ready(wanted.model, frozenset()))))
         found = await gather_or_cancel(self._embed_in_turn(ctx.part(), wanted, part, room) for part in in_parts(inputs))
         return [one for of_part in found for one in of_part]
 
@@ -92,13 +93,16 @@ class EmbedCalls:
     async def _embed_with_retries(
         self, ctx: RequestContext, wanted: WantedVectors, part: Part
     ) -> Sequence[inference_pb2.TextEmbedding]:
-        attempts = self._retries.attempts(ROLE)
+        attempts, suspects = self.retries.attempts(ROLE), Suspects()
         failure: BatonError | None = None
         while True:
             worker = self._place(wanted.model, part, attempts.tried, failure)
             try:
-                return await self._call(ctx, worker, wanted, part, attempts.number)
+                found = await self._call(ctx, worker, wanted, part, attempts)
+                suspects.answered(worker)
+                return found
             except (Unavailable, Overloaded, EngineFailed) as error:
+                suspects.add(worker, ROLE, error)
                 attempts.allow(error)
                 failure = error
             attempts.exclude(worker.record.process)
@@ -107,7 +111,7 @@ class EmbedCalls:
 
     def _place(self, model: str, part: Part, tried: frozenset[str], failure: BatonError | None) -> WorkerHandle:
         """The least busy worker. Raises the failure of the last one, or NoWorker with the reason for each."""
-        workers = self._ready(model, tried)
+        workers = self.ready(model, tried)
         if not workers:
             if failure is not None:
                 raise failure
@@ -116,11 +120,12 @@ class EmbedCalls:
         preferences = Preferences(prompt_tokens=max(1, part.tokens), turn=next(self._turns))
         return pick(score_workers(workers, preferences), preferences)
 
-    def _ready(self, model: str, tried: frozenset[str]) -> Sequence[WorkerHandle]:
+    def ready(self, model: str, tried: frozenset[str]) -> Sequence[WorkerHandle]:
+        """The workers that are ready for a model, but for the processes that were tried."""
         return filter_workers(self._cluster.workers, _constraints(model, tried)).eligible
 
     async def _call(
-        self, ctx: RequestContext, worker: WorkerHandle, wanted: WantedVectors, part: Part, attempt: int
+        self, ctx: RequestContext, worker: WorkerHandle, wanted: WantedVectors, part: Part, attempts: Attempts
     ) -> Sequence[inference_pb2.TextEmbedding]:
         ctx.cancellation.add_worker(worker)
         request = embed_pb2.EmbedRequest(
@@ -130,25 +135,45 @@ class EmbedCalls:
             dimensions=wanted.dimensions,
             normalize=wanted.normalize,
         )
+        waiting = _Embedding(self, ctx, wanted, part, attempts)
         with (
-            annotate_worker_errors(ROLE, worker),
+            annotate_worker_errors(ROLE, worker, ctx),
             stage_span(ROLE, worker_attributes(worker), kind=SpanKind.CLIENT),
             worker.track_load(part.tokens),
         ):
             seconds = ctx.deadline.remaining_seconds
-            metadata = (*ctx.worker_metadata(attempt), *ctx.qos.metadata())
+            metadata = (*ctx.worker_metadata(attempts.number), *ctx.qos.metadata())
             try:
-                with worker.fail_if_hung():
+                with worker.fail_if_hung(waiting):
                     response = await unary(worker.embed.Embed(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, ctx.call_id)
                 raise
-            if len(response.embeddings) != len(part.inputs):
-                raise EngineFailed(
-                    f"the worker returned {len(response.embeddings)} vectors of {len(part.inputs)} inputs"
-                )
+            check_vectors(response.embeddings, part.inputs, wanted.dimensions)
         embeddings: Sequence[inference_pb2.TextEmbedding] = response.embeddings
         return embeddings
+
+
+class _Embedding(Waiting):
+    """A part, while it waits for a worker."""
+
+    def __init__(
+        self, calls: EmbedCalls, ctx: RequestContext, wanted: WantedVectors, part: Part, attempts: Attempts
+    ) -> None:
+        self._calls = calls
+        self._ctx = ctx
+        self._model = wanted.model
+        self._attempts = attempts
+        self.awaits_answer, self.tokens = True, part.tokens
+
+    def answer_seconds(self) -> float:
+        """See Waiting."""
+        return self._calls.retries.answer_seconds(self._ctx.deadline.remaining_seconds)
+
+    def another_can(self, worker: WorkerHandle) -> bool:
+        """See Waiting."""
+        tried = self._attempts.tried | {worker.record.process}
+        return self._attempts.has_another and bool(self._calls.ready(self._model, tried))
 
 
 def in_parts(inputs: Sequence[generate_pb2.TokenIds]) -> list[Part]:

@@ -21,6 +21,7 @@ from router.routing.encoders import EncoderVersion
 from router.telemetry import metrics
 from router.workers.aborts import abort
 from router.workers.handle import WorkerHandle
+from runtime.lasting import lasting
 
 _SWEEP_SECONDS = 0.5
 
@@ -148,7 +149,7 @@ class EmbeddingCache:
 
     async def __aenter__(self) -> Self:
         await self._renewer.__aenter__()
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping = asyncio.create_task(lasting("embedding_cache", self._sweep))
         return self
 
     async def __aexit__(

@@ -24,11 +24,12 @@ from media.item import CheckedMedia
 from router.context import RequestContext
 from router.multimodal.cache import EmbeddingCache, EmbeddingKey, EmbeddingRef, Encoded, InflightEncode
 from router.routing.encoders import Encoders, EncoderVersion
-from router.routing.retry import Retries
+from router.routing.retry import Attempts, Retries
 from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
-from router.workers.handle import WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
+from router.workers.replies import Suspects, check_embedding
 from rpc.tracing.span import stage_span
 
 _STAGE = "encode"
@@ -69,15 +70,19 @@ class Embedder:
     ) -> Encoded:
         """Encodes on the least loaded worker, or on others if it fails."""
         failure: BatonError | None = None
-        attempts = self._retries.attempts("encode")
+        attempts, suspects = self._retries.attempts("encode"), Suspects()
         while True:
             worker = self._place(encoder, attempts.tried, failure)
             # An id of its own: the call goes on for other waiters when the request that began it ends.
             inflight.set_worker(worker, f"{ctx.call_id}/{secrets.token_hex(4)}")
             request = _encode_request(inflight.call_id, encoder.model, media)
             try:
-                return await self._encode(ctx, worker, request, attempts.number)
+                waiting = _Encoding(self._encoders, encoder, self._retries, ctx, attempts)
+                found = await self._encode(ctx, worker, request, waiting, attempts.number)
+                suspects.answered(worker)
+                return found
             except (Unavailable, Overloaded, EngineFailed) as error:
+                suspects.add(worker, _STAGE, error)
                 attempts.allow(error)
                 failure = error
             if isinstance(failure, Overloaded) and await self._cache.relieve(worker):
@@ -95,36 +100,57 @@ class Embedder:
             raise failure from None
 
     async def _encode(
-        self, ctx: RequestContext, worker: WorkerHandle, request: encode_pb2.EncodeRequest, attempt: int
+        self,
+        ctx: RequestContext,
+        worker: WorkerHandle,
+        request: encode_pb2.EncodeRequest,
+        waiting: Waiting,
+        attempt: int,
     ) -> Encoded:
         with (
-            annotate_worker_errors(_STAGE, worker),
+            annotate_worker_errors(_STAGE, worker, ctx),
             stage_span(_STAGE, worker_attributes(worker), kind=SpanKind.CLIENT),
             worker.track_load(0),
         ):
             seconds, metadata = ctx.deadline.remaining_seconds, ctx.worker_metadata(attempt)
             try:
-                with worker.fail_if_hung():
+                with worker.fail_if_hung(waiting):
                     response = await unary(worker.encode.Encode(request, timeout=seconds, metadata=metadata))
             except (asyncio.CancelledError, DeadlineExceeded):
                 await abort_unanswered(worker, request.request_id)
                 raise
-            return _checked(response, worker)
+            return Encoded(check_embedding(response, worker), worker)
+
+
+class _Encoding(Waiting):
+    """An Encode call, while it waits for a worker."""
+
+    def __init__(
+        self, encoders: Encoders, encoder: EncoderVersion, retries: Retries, ctx: RequestContext, attempts: Attempts
+    ) -> None:
+        self._encoders = encoders
+        self._encoder = encoder
+        self._retries = retries
+        self._ctx = ctx
+        self._attempts = attempts
+        self.awaits_answer = True
+
+    def answer_seconds(self) -> float:
+        """See Waiting."""
+        return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
+
+    def another_can(self, worker: WorkerHandle) -> bool:
+        """See Waiting."""
+        try:
+            self._encoders.place(self._encoder, self._attempts.tried | {worker.record.process})
+        except NoWorker:
+            return False
+        return self._attempts.has_another
 
 
 def _encode_request(call_id: str, model: str, media: CheckedMedia) -> encode_pb2.EncodeRequest:
     item = media_pb2.MediaItem(mime_type=media.mime_type, data=media.content, modality=media_pb2.MODALITY_IMAGE)
     return encode_pb2.EncodeRequest(request_id=call_id, model=model, media=[item])
-
-
-def _checked(response: encode_pb2.EncodeResponse, worker: WorkerHandle) -> Encoded:
-    if len(response.embeddings) != 1:
-        raise EngineFailed(f"the encode worker returned {len(response.embeddings)} embeddings for 1 image")
-    embedding = response.embeddings[0]
-    expected = worker.model.images.tokens_per_image if worker.model and worker.model.images else 0
-    if len(embedding.shape) != 2 or not embedding.shape[0] or expected not in (0, embedding.shape[0]):
-        raise EngineFailed(f"the encode worker returned an embedding of shape {list(embedding.shape)}")
-    return Encoded(embedding, worker)
 
 
 def _renamed(error: InvalidRequest, path: str) -> InvalidRequest:

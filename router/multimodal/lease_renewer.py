@@ -1,6 +1,7 @@
 """Keeps leases on embeddings: renews them, all of a worker's in one call, until they are released."""
 
 import asyncio
+from functools import partial
 from types import TracebackType
 
 from typing_extensions import Self
@@ -9,6 +10,7 @@ from router.multimodal.leases import EmbeddingLease, renew
 from router.workers.handle import WorkerHandle
 from rpc.leases import SHORTEST_SECONDS
 from runtime.aio import TaskGroup
+from runtime.lasting import lasting
 
 
 class LeaseRenewer:
@@ -41,7 +43,9 @@ class LeaseRenewer:
         """Renews it every third of its length from now on, for as long as its owner lets it."""
         self._kept.setdefault(lease.worker, set()).add(lease)
         if lease.worker not in self._keeping:
-            self._keeping[lease.worker] = self._group.create_task(self._keep(lease.worker))
+            self._keeping[lease.worker] = self._group.create_task(
+                lasting("embedding_leases", partial(self._keep, lease.worker))
+            )
 
     def release(self, lease: EmbeddingLease) -> None:
         """Begins to give it back, if it is kept."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.enum_names import value_name
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, media_pb2
 from media.item import MediaItem
@@ -88,4 +89,4 @@ def _source(message: media_pb2.MediaItem) -> bytes | str:
 
 
 def _name(modality: media_pb2.Modality.ValueType) -> str:
-    return media_pb2.Modality.Name(modality).removeprefix("MODALITY_").lower()
+    return value_name(media_pb2.Modality, modality)

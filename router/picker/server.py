@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from baton.envoy import ext_proc_pb2_grpc
 from router.config import RouterConfig
@@ -13,6 +14,7 @@ from router.workers.cluster import Cluster
 from rpc.health import Health
 from rpc.server import Service, serve
 from runtime.aio import TaskGroup
+from runtime.lasting import lasting
 
 # The services whose health the protocol of endpoint pickers has, beside its own.
 LIVENESS, READINESS = "liveness", "readiness"
@@ -54,7 +56,7 @@ async def serve_picker(
             await stopping.wait()
 
     async with TaskGroup() as group:
-        reporting = group.create_task(_report_health(cluster, health))
+        reporting = group.create_task(lasting("health", partial(_report_health, cluster, health)))
         group.create_task(host())
         try:
             yield PickerServer(await started, stopping.set)

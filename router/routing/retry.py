@@ -15,6 +15,7 @@ Stage = Role
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
 _JITTER = 1.25
+_SHORTEST_ANSWER_SECONDS = 2.0
 
 
 class RetryBudget:
@@ -55,11 +56,16 @@ class Retries:
     def __init__(self, config: RetryConfig) -> None:
         self._max_attempts = config.max_attempts
         self.wait_seconds = config.wait_seconds
+        self._answer_seconds = config.answer_seconds
         self._budget = RetryBudget(config.budget_ratio, config.budget_floor)
 
     def earn(self) -> None:
         """Adds the share of a new request to the budget."""
         self._budget.earn()
+
+    def answer_seconds(self, remaining_seconds: float) -> float:
+        """How long an idle worker may take to answer a request: before its deadline another one must have time to."""
+        return min(self._answer_seconds, max(_SHORTEST_ANSWER_SECONDS, remaining_seconds / 2))
 
     def attempts(self, stage: Stage) -> "Attempts":
         """The attempts of one request at one stage."""
@@ -84,6 +90,11 @@ class Attempts:
     def number(self) -> int:
         """The number of the present attempt, from 1."""
         return self._failures + 1
+
+    @property
+    def has_another(self) -> bool:
+        """Whether the present attempt may fail without failing the request."""
+        return self._failures + 1 < self._max_attempts
 
     def allow(self, error: BatonError, *, has_tokens: bool = False) -> None:
         """Permits another attempt after `error`, or raises it.

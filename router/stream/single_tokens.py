@@ -61,13 +61,15 @@ class TokenRelay:
     """Takes the tokens of one call to a worker as they come, and passes them to the client. See TokenTaker.
 
     A plain token, which is one or more whole characters and ends nothing, is sent as it was serialized once for its
-    vocabulary, and touches few objects; all others go through the completion. `stop` ends the call, at a stop string.
+    vocabulary, and touches few objects; all others go through the completion. `stop` ends the call, at a stop string;
+    `ends` is called at the last token otherwise, after which the worker ends the call.
     The owner calls `settle` before it does anything else with the request.
     """
 
     __slots__ = (
         "_completion",
         "_ending_ids",
+        "_ends",
         "_fields",
         "_ids",
         "_is_plain",
@@ -97,6 +99,7 @@ class TokenRelay:
         latencies: TokenLatencies,
         timings: Timings,
         stop: Callable[[], None],
+        ends: Callable[[], None],
     ) -> None:
         self.output = writer.output
         self._is_plain = False  # whether the next token can be a plain one
@@ -117,6 +120,7 @@ class TokenRelay:
         self._stats = stats
         self._timings = timings
         self._stop = stop
+        self._ends = ends
         self._took = 0  # nanoseconds, on the text of a token that is not noted yet
 
     def take(self, token_id: int) -> bool:
@@ -152,8 +156,8 @@ class TokenRelay:
         else:
             self._writer.put_token(text, token_id)
         finish = completion.finished
-        if finish is not None and finish.stop_string:
-            self._stop()
+        if finish is not None:
+            (self._stop if finish.stop_string else self._ends)()
         return True
 
     def note_taken(self, now: float) -> None:

@@ -111,6 +111,12 @@ LOST_REPORTS = Gauge(
     ["reports"],
     registry=REGISTRY,
 )
+WORKER_FAULTS = Counter(
+    "baton_router_worker_faults_total",
+    "Replies and reports of workers that they may not give, and calls that they did not answer in time.",
+    ["stage"],
+    registry=REGISTRY,
+)
 # How the router knew what the prefix cache held of the worker that runs the prompt.
 CACHE_VIEWS = {
     generate_pb2.CACHE_VIEW_NONE: "none",
@@ -172,6 +178,8 @@ def _begin_at_zero() -> None:
     """Creates the series at zero, since a series that begins at one shows no increase."""
     for stage in ROLES:
         RETRIES.labels(stage)
+    for stage in (*ROLES, "kv_events"):
+        WORKER_FAULTS.labels(stage)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded):

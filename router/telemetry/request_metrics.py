@@ -1,9 +1,10 @@
 """Measures requests for Prometheus: inter-token latency as tokens come, everything else at the end."""
 
-from functools import cache
+from functools import cache, lru_cache, partial
 from types import TracebackType
 from typing import Protocol
 
+from baton.enum_names import UNKNOWN, value_name
 from baton.inference.v1 import sampling_pb2, timing_pb2
 from router.telemetry import metrics
 from router.telemetry.spans import set_result_attributes
@@ -180,6 +181,7 @@ class _ClassSeries:
             number: metrics.STAGE_SECONDS.labels(model, measured_as, name_of(number))
             for number in timing_pb2.Stage.values()[1:]
         }
+        self._unknown_stage = partial(metrics.STAGE_SECONDS.labels, model, measured_as, UNKNOWN)
         self._tokens = [metrics.TOKENS.labels(model, measured_as, kind) for kind in _TOKEN_KINDS]
 
     def count_tokens(self, stats: RequestStats) -> None:
@@ -203,7 +205,8 @@ class _ClassSeries:
             number = stage.stage
             stages[number] = stages[number] + stage.nanoseconds if number in stages else stage.nanoseconds
         for number, nanoseconds in stages.items():
-            self._stages[number].observe(nanoseconds / 1e9)
+            # A worker of a newer version has stages without a name here.
+            (self._stages.get(number) or self._unknown_stage()).observe(nanoseconds / 1e9)
 
 
 @cache  # bounded by the number of models and classes
@@ -223,6 +226,6 @@ def _reason(stats: RequestStats) -> str:
     return _finish_name(stats.finish_reason)
 
 
-@cache
+@lru_cache(64)
 def _finish_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
-    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
+    return value_name(sampling_pb2.FinishReason, reason).upper()

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from baton.engine.v1 import prefill_pb2
+from baton.enum_names import value_name
 from baton.inference.v1 import embed_pb2, generate_pb2, sampling_pb2, timing_pb2
 from router.routing.policy import Placement
 from router.telemetry.stats import RequestStats
@@ -96,7 +97,7 @@ def set_routing_attributes(placement: Placement[WorkerHandle], span: Span) -> No
     attributes: dict[str, AttributeValue] = {
         "baton.decode.worker_id": placement.decode.record.worker_id,
         "baton.route.scores": placement.explain(),
-        "baton.topology": generate_pb2.Topology.Name(placement.topology).removeprefix("TOPOLOGY_").lower(),
+        "baton.topology": value_name(generate_pb2.Topology, placement.topology),
     }
     if placement.prefill:
         attributes["baton.prefill.worker_id"] = placement.prefill.record.worker_id
@@ -129,7 +130,7 @@ def prefill_attributes(response: prefill_pb2.PrefillResponse) -> Attributes:
 def _topology(stats: RequestStats) -> str:
     if stats.operation == "embed":
         return ""
-    return generate_pb2.Topology.Name(stats.topology).removeprefix("TOPOLOGY_").lower()
+    return value_name(generate_pb2.Topology, stats.topology)
 
 
 def _finish_reasons(stats: RequestStats) -> list[str]:

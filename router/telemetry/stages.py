@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
+from baton.enum_names import value_name
 from baton.inference.v1 import timing_pb2
 
 _SECOND = 1_000_000_000  # in nanoseconds
+_MOST_STAGES = 32  # of one call: a worker reports fewer than ten
 
 
 @dataclass(slots=True)  # not frozen: a request makes about twenty, and freezing takes a call for each field
@@ -92,7 +94,7 @@ class CallTiming:
         left = ended - self._started
         first = left if self._first_token_at is None else max(0, self._first_token_at - self._started)
         division = _Division(left, first, has_first=self._first_token_at is not None)
-        stages = [division.cut(_reported(timing, self.worker_id)) for timing in self._reported]
+        stages = [division.cut(_reported(timing, self.worker_id)) for timing in self._reported[:_MOST_STAGES]]
         if self.is_complete:
             return stages
         if self._first_token_at is not None and division.left_first:
@@ -122,10 +124,10 @@ class _Division:
         return stage
 
 
-@cache
+@lru_cache(64)
 def name_of(stage: timing_pb2.Stage.ValueType) -> str:
-    """A stage in lower case, such as prefill_compute."""
-    return timing_pb2.Stage.Name(stage).removeprefix("STAGE_").lower()
+    """A stage in lower case, such as prefill_compute; `unknown` for one of a newer version."""
+    return value_name(timing_pb2.Stage, stage)
 
 
 def _reported(timing: timing_pb2.StageTiming, worker_id: str) -> StageTiming:

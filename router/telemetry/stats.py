@@ -9,6 +9,8 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.telemetry.timings import Timings
 from rpc.status import OK
 
+_MOST_DRAFTED = 2**27  # of one answer: the field has 32 bits, and a request may have several answers
+
 
 @dataclass(slots=True, eq=False)
 class RequestStats:
@@ -68,6 +70,12 @@ class RequestStats:
         """Notes the end of decoding. The decode worker's cache counts only if no prefill worker ran the prompt."""
         if not self.prefill_worker_id:
             self.cached_tokens = cached_tokens
+
+    def speculated(self, drafted_tokens: int, accepted_tokens: int) -> None:
+        """Notes the tokens that a decode worker guessed, and those of them that are part of the answer."""
+        most = _MOST_DRAFTED - self.drafted_tokens
+        self.drafted_tokens += min(drafted_tokens, most)
+        self.accepted_tokens = min(self.accepted_tokens + accepted_tokens, self.completion_tokens)
 
     def add_answer(self, answer: "RequestStats") -> None:
         """Adds what one more answer to the same prompt took. The prompt counts once."""

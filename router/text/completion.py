@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine.v1 import prompt_pb2
+from baton.errors import InvalidReply
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.text.parsing.registry import AnswerParser
 from router.text.stop_strings import Stopped, StopStrings
@@ -37,7 +38,8 @@ class Finish:
 class Completion:
     """A growing output. Its state (stop strings, incomplete characters) survives changes of workers.
 
-    `ending_ids` are those that end it; none does before it is `max_tokens` long.
+    `ending_ids` are those that end it; none does before it is `max_tokens` long. It takes no token after its end, and
+    none that is not in the model's vocabulary, whatever workers send.
     """
 
     def __init__(
@@ -64,7 +66,11 @@ class Completion:
         # Mostly the model's own set: one that many requests share stays in the processor's caches.
         self.ending_ids = self._stop_ids | self._eos_ids if self._stop_ids else self._eos_ids
         self._min_tokens, self.max_tokens = sampling.stop.min_tokens, sampling.stop.max_tokens
+        # A card may not say how many tokens there are.
+        self._vocab_size = model.limits.vocab_size or 2**32
+        self._has_logprobs = sampling.HasField("logprobs")
         self._finished: Finish | None = None
+        self.has_overrun = False  # whether ids came beyond its end, together with those before it
         self.token_ids: list[int] = []
 
     @property
@@ -73,7 +79,22 @@ class Completion:
         return self._finished
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> TokenDelta:
-        """Adds ids, and returns what can be sent. Finishes the completion if a stop condition is met."""
+        """Adds ids, and returns what can be sent. Finishes the completion if a stop condition is met.
+
+        Of ids beyond its end none is added. Raises InvalidReply, and adds nothing, if it has ended before or if the ids
+        or their log probabilities are not those of an answer.
+        """
+        count = len(token_ids)
+        largest = token_ids[0] if count == 1 else max(token_ids, default=0)
+        if self._finished is not None or self._has_logprobs or largest >= self._vocab_size:
+            self._check(token_ids, logprobs)
+        elif logprobs:
+            logprobs = ()
+        if count > 1:
+            kept = self._count_kept(token_ids)
+            if kept < count:
+                self.has_overrun = True
+                token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         if not self._has_stop_strings:
             return self._delta(self._push(token_ids), token_ids, logprobs)
         # A stop string ends the output at a token: the tokens after it must not count.
@@ -92,7 +113,8 @@ class Completion:
     @property
     def is_plain(self) -> bool:
         """Whether the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
-        return not self._has_stop_strings and self._detokenizer is not None and self._detokenizer.is_whole
+        is_open = not self._has_stop_strings and self._finished is None
+        return is_open and self._detokenizer is not None and self._detokenizer.is_whole
 
     @property
     def serialized(self) -> dict[int, bytes]:
@@ -103,10 +125,40 @@ class Completion:
     def push_token(self, token_id: int) -> str:
         """Adds one id, without its log probability, and returns the text that can be sent. Otherwise as `push`."""
         ids = self.token_ids
+        if self._finished is not None or token_id >= self._vocab_size:
+            self._check((token_id,), ())
         if self._has_stop_strings or token_id in self.ending_ids or len(ids) + 1 >= self.max_tokens:
             return self._push((token_id,))
         ids.append(token_id)
         return self._detokenizer.push_one(token_id) if self._detokenizer else ""
+
+    def _check(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> None:
+        """Raises InvalidReply for ids that `push` does not add."""
+        if not token_ids:
+            return
+        if self._finished is not None:
+            raise InvalidReply(f"{len(token_ids)} tokens came after the end of the answer")
+        if max(token_ids) >= self._vocab_size:
+            raise InvalidReply(f"token {max(token_ids)} is not in the vocabulary of {self._vocab_size}")
+        if not self._has_logprobs:
+            return
+        are_theirs = len(logprobs) == len(token_ids) and all(
+            one.token_id == token_id and one.logprob == one.logprob  # not NaN
+            for one, token_id in zip(logprobs, token_ids, strict=True)
+        )
+        if not are_theirs:
+            raise InvalidReply(f"{len(logprobs)} log probabilities are not those of {len(token_ids)} tokens")
+
+    def _count_kept(self, token_ids: Sequence[int]) -> int:
+        """How many of these ids, at least two, the answer has until its end."""
+        kept = min(len(token_ids), self.max_tokens - len(self.token_ids))
+        if self.ending_ids.isdisjoint(token_ids):
+            return kept
+        for count, token_id in enumerate(token_ids[:kept], start=1):
+            may_stop = len(self.token_ids) + count >= self._min_tokens
+            if token_id in self.ending_ids and (may_stop or (self._is_guided and token_id in self._eos_ids)):
+                return count
+        return kept
 
     def finish(self, reason: sampling_pb2.FinishReason.ValueType, stop_string: str = "") -> Finish:
         """Ends the completion. Returns the first finish: later ones change nothing."""

@@ -20,7 +20,8 @@ from router.telemetry.spans import prefill_attributes, worker_attributes
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
-from router.workers.handle import WorkerHandle
+from router.workers.handle import Waiting, WorkerHandle
+from router.workers.replies import of_worker
 from rpc.best_effort import best_effort
 from rpc.multiplex.replies import MultiplexedCall
 from rpc.multiplex.tokens import TokenTaker
@@ -58,7 +59,9 @@ class WorkerCalls:
         self._prefills = self._decodes = 0
         self._prefill_span: SpanContext | None = None
 
-    async def allocate(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Destination:
+    async def allocate(
+        self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt, waiting: Waiting
+    ) -> Destination:
         """Allocates on the decode worker before the prompt is computed. The caller releases the destination, unless a
         decode has taken it. Raises DestinationLost.
         """
@@ -76,7 +79,7 @@ class WorkerCalls:
         try:
             with (
                 _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0),
-                worker.fail_if_hung(),
+                worker.fail_if_hung(waiting),
             ):
                 response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
         except (asyncio.CancelledError, DeadlineExceeded):
@@ -116,6 +119,7 @@ class WorkerCalls:
         worker: WorkerHandle,
         prompt: prompt_pb2.Prompt,
         placement: Placement[WorkerHandle],
+        waiting: Waiting,
         destination: Destination | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> handoff_pb2.KvHandoff:
@@ -143,7 +147,7 @@ class WorkerCalls:
             is_done = False
             prompts.begin(tokens)
             try:
-                with worker.fail_if_hung():
+                with worker.fail_if_hung(waiting):
                     call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
                     try:
                         sent()
@@ -171,6 +175,7 @@ class WorkerCalls:
         handoff: handoff_pb2.KvHandoff | None,
         emitted: Sequence[int],
         read: Callable[[DecodeCall], Awaitable[None]],
+        waiting: Waiting,
         destination: Destination | None = None,
     ) -> None:
         """Decodes from a handoff, or from the prompt and the ids emitted so far, while `read` reads the call."""
@@ -194,7 +199,7 @@ class WorkerCalls:
             self._decodes += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
-            with worker.fail_if_hung():
+            with worker.fail_if_hung(waiting):
                 if isinstance(call, MultiplexedCall):
                     # It raises BatonErrors by itself.
                     try:
@@ -264,20 +269,29 @@ class _Calling:
         ctx, worker = self._ctx, self._worker
         worker.remove_load(self._tokens)
         self._entered.__exit__(kind, error, trace)
-        if isinstance(error, BatonError):
-            _annotate(error, name_of(self._stage), worker)
         ctx.timings.end_call(self.timing)
-        if isinstance(error, DeadlineExceeded):
-            raise ctx.deadline.exceeded(ctx.timings.stage_name, worker.record.worker_id) from None
+        if isinstance(error, BatonError):
+            found = of_worker(error, ctx.deadline.remaining_seconds)
+            if isinstance(found, DeadlineExceeded):
+                raise ctx.deadline.exceeded(ctx.timings.stage_name, worker.record.worker_id) from None
+            _annotate(found, name_of(self._stage), worker)
+            if found is not error:
+                raise found from error
 
 
 @contextmanager
-def annotate_worker_errors(stage: str, worker: WorkerHandle) -> Iterator[None]:
-    """Adds the stage and the worker to errors. Marks a worker that is unavailable as unhealthy."""
+def annotate_worker_errors(stage: str, worker: WorkerHandle, ctx: RequestContext) -> Iterator[None]:
+    """Adds the stage and the worker to errors. Marks a worker that is unavailable as unhealthy.
+
+    Errors that a worker may not give are InvalidReplies; see `of_worker`.
+    """
     try:
         yield
     except BatonError as error:
-        _annotate(error, stage, worker)
+        found = of_worker(error, ctx.deadline.remaining_seconds)
+        _annotate(found, stage, worker)
+        if found is not error:
+            raise found from error
         raise
 
 

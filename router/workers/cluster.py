@@ -5,13 +5,21 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 
 from baton.engine.v1 import worker_pb2
-from baton.errors import EngineFailed, InvalidRequest, ModelNotFound, NoWorker
+from baton.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorker,
+    PermissionDenied,
+    Unauthenticated,
+)
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.backoff import Backoff
 from discovery.latest import Latest
@@ -27,6 +35,7 @@ from router.workers.model import ServedModel
 from rpc.channels import Dial
 from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup
+from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
 
@@ -135,9 +144,13 @@ class Cluster:
         await self._changed.wait()
 
     async def follow(self, registry: Registry) -> None:
-        """Follows the registry, until cancelled."""
-        async for records in registry.watch():
-            self._update(records)
+        """Follows the registry, until cancelled. Raises Unauthenticated or PermissionDenied as its watch does."""
+        await lasting("registry", partial(self._follow, registry), (Unauthenticated, PermissionDenied))
+
+    async def _follow(self, registry: Registry) -> None:
+        async with aclosing(registry.watch()) as views:
+            async for records in views:
+                self._update(records)
 
     def close(self) -> None:
         """Stops watching all workers."""
@@ -148,7 +161,8 @@ class Cluster:
         seen = {_key(record): record for record in records}
         for key, member in self._members.items():
             if key in seen:
-                member.record = seen[key]
+                # What is kept for each rank is as of the first record: a process does not change how many it has.
+                member.record = replace(seen[key], data_parallel_ranks=member.record.data_parallel_ranks)
             else:
                 member.leave.set()
         for key, record in seen.items():

@@ -68,7 +68,7 @@ class Destination:
                     raise self._lost(error.message) from error
             except BatonError as error:
                 raise self._lost(error.message) from error
-            if self._lease.is_over:
+            if not self._lease.remaining_seconds:
                 raise self._lost("its lease has ended")
 
     def _lost(self, why: str) -> HandoffLost:

@@ -1,12 +1,15 @@
 """One worker as the router sees it: its stubs, its health, and its load."""
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+import structlog
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +24,7 @@ from baton.engine.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.errors import BatonError, EngineFailed, Unavailable
+from baton.errors import BatonError, EngineFailed, InvalidReply, Unavailable
 from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
@@ -37,6 +40,9 @@ from rpc.channels import Dial
 from rpc.multiplex.channel import multiplexed
 from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
+from runtime.lasting import lasting
+
+log = structlog.get_logger(__name__)
 
 _NOT_CHECKED = "its health check has not answered yet"
 _NO_CARD = "its model card has not been read yet"
@@ -44,9 +50,38 @@ _NO_CARD = "its model card has not been read yet"
 _REPEATED_WITHIN = 0.7
 # The times at which health checks may be due, of all workers together: an idle router sleeps in between.
 _TIMES_AN_INTERVAL = 4
+# How long a worker gets no requests whose replies were wrong, at first and at most; then how long that counts.
+_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS = 2.0, 60.0
+_FORGIVEN_SECONDS = 300.0
+# A worker may be busy with what it has: how much longer it may take to answer for each request that waits there, up to
+# so many, and for each token that is computed before.
+_MOST_WAITING = 8
+_SLOW_TOKENS_PER_SECOND = 200.0
+# Calls that are asked in one look whether another worker could answer them, which takes some time.
+_ASKED_AT_ONCE = 16
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
+
+
+class Waiting:
+    """A request as a worker knows it that it has called: how long it waits for the answer.
+
+    `awaits_answer` is set while it waits; `asked_at` is then None until it was looked at, `tokens` are what the call
+    computes before it answers. Attributes, since requests set them with each call.
+    """
+
+    asked_at: float | None = None
+    awaits_answer = False
+    tokens = 0
+
+    def answer_seconds(self) -> float:
+        """How long an idle worker may take to answer."""
+        raise NotImplementedError
+
+    def another_can(self, worker: "WorkerHandle") -> bool:
+        """Whether another worker could answer instead of this one."""
+        raise NotImplementedError
 
 
 class WorkerHandle:
@@ -79,6 +114,9 @@ class WorkerHandle:
         self._changed = changed
         self._watch_problem = self._check_problem = _NOT_CHECKED
         self._card_problem = _NO_CARD
+        self._fault_problem = ""
+        self._suspensions = Backoff(_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS)
+        self._suspended_until = -math.inf
         self._load_at = self._heard_at = time.monotonic()
         self._calls: set[_Interruptible] = set()
         self._requests, self._waiting_tokens = CorrectedLoad(), CorrectedLoad()
@@ -103,7 +141,7 @@ class WorkerHandle:
     @property
     def problem(self) -> str:
         """Why it cannot be used now; empty if it is ready."""
-        return self._watch_problem or self._check_problem or self._card_problem
+        return self._watch_problem or self._check_problem or self._card_problem or self._fault_problem
 
     @property
     def state(self) -> Literal["ready", "unhealthy", "draining"]:
@@ -172,9 +210,12 @@ class WorkerHandle:
         if not self._users:
             self._idle.set()
 
-    def fail_if_hung(self) -> "_Interruptible":
-        """Stops the body of `with` with Unavailable if the worker is found to hang."""
-        return _Interruptible(self)
+    def fail_if_hung(self, waiting: Waiting | None = None) -> "_Interruptible":
+        """Stops the body of `with` with Unavailable if the worker is found to hang.
+
+        With `waiting` it raises InvalidReply if there is no answer for too long, and another worker could give it.
+        """
+        return _Interruptible(self, waiting)
 
     def begin_waiting(self, call: "_Interruptible") -> None:
         """Adds a call that is interrupted if the worker is found to hang."""
@@ -192,6 +233,24 @@ class WorkerHandle:
     def mark_unhealthy(self, problem: str) -> None:
         """Marks it unhealthy until its next health check succeeds."""
         self._check_problem = problem
+        self._changed()
+
+    def suspend(self, problem: str) -> None:
+        """Lets it get no requests for a while, which is longer each time that it comes soon after the last one."""
+        now = time.monotonic()
+        if now < self._suspended_until:
+            return
+        if now > self._suspended_until + _FORGIVEN_SECONDS:
+            self._suspensions.reset()
+        seconds = self._suspensions.next_seconds()
+        self._suspended_until = now + seconds
+        self._fault_problem = problem
+        log.warning("worker suspended", worker_id=self.record.worker_id, seconds=round(seconds, 1), problem=problem)
+        asyncio.get_running_loop().call_later(seconds, self._resume)
+        self._changed()
+
+    def _resume(self) -> None:
+        self._fault_problem = ""
         self._changed()
 
     async def idle(self) -> None:
@@ -222,6 +281,7 @@ class WorkerHandle:
         """
         failures = 0
         while True:
+            self._interrupt_unanswered()
             unasked_seconds = probe.interval_seconds - self.silent_seconds
             if unasked_seconds > 0 and not self._check_problem:
                 failures = 0
@@ -286,6 +346,29 @@ class WorkerHandle:
             call.interrupt()
         self._calls.clear()
 
+    def _interrupt_unanswered(self) -> None:
+        """Stops calls that have waited too long for their answers, and that another worker could answer."""
+        now, left = time.monotonic(), _ASKED_AT_ONCE
+        for call in tuple(self._calls):
+            waiting = call.waiting
+            if waiting is None or not waiting.awaits_answer:
+                continue
+            if waiting.asked_at is None:
+                waiting.asked_at = now
+            elif now > self._due(waiting, waiting.asked_at) and left:
+                left -= 1
+                if waiting.another_can(self):
+                    self._calls.discard(call)
+                    call.interrupt(f"no answer for {now - waiting.asked_at:.1f} s")
+                else:
+                    waiting.asked_at = now  # looked at again after as long
+
+    def _due(self, waiting: Waiting, asked_at: float) -> float:
+        """When a worker that is well has answered, as far as can be told from what waits there."""
+        tokens = waiting.tokens + min(self.waiting_tokens, _MOST_WAITING * max(waiting.tokens, 1024))
+        requests = min(self.load.waiting, _MOST_WAITING)
+        return asked_at + waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
+
     async def _check(self, timeout_seconds: float) -> str:
         try:
             request = health_pb2.HealthCheckRequest()
@@ -322,14 +405,16 @@ class WorkerHandle:
 class _Interruptible:
     """What `fail_if_hung` returns. Not an asyncio.timeout, which makes twice the calls: each request has two."""
 
-    __slots__ = ("_cancelled_before", "_is_interrupted", "_task", "_worker")
+    __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "waiting")
 
     _task: "asyncio.Task[Any]"
     _cancelled_before: int
 
-    def __init__(self, worker: WorkerHandle) -> None:
+    def __init__(self, worker: WorkerHandle, waiting: Waiting | None) -> None:
+        self.waiting = waiting
         self._worker = worker
         self._is_interrupted = False
+        self._reason = ""
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
@@ -337,9 +422,10 @@ class _Interruptible:
         self._task, self._cancelled_before = task, cancellations(task)
         self._worker.begin_waiting(self)
 
-    def interrupt(self) -> None:
-        """Stops what waits for the worker."""
+    def interrupt(self, reason: str = "") -> None:
+        """Stops what waits for the worker: it hangs, or `reason`."""
         self._is_interrupted = True
+        self._reason = reason
         self._task.cancel()
 
     def __exit__(
@@ -349,6 +435,8 @@ class _Interruptible:
         if not self._is_interrupted or uncancel(self._task) > self._cancelled_before:
             return
         if isinstance(error, asyncio.CancelledError):
+            if self._reason:
+                raise InvalidReply(self._reason) from None
             raise Unavailable(f"no response for {self._worker.silent_seconds:.1f} s") from None
 
 
@@ -372,14 +460,15 @@ async def connect(
             shared = await stack.enter_async_context(multiplexed(channel, open_stream))
         worker = WorkerHandle(record, channel, shared, changed)
         async with TaskGroup() as group:
-            tasks = [
-                group.create_task(worker.watch_health()),
-                group.create_task(worker.check_health(probe)),
-                group.create_task(worker.watch_load(probe)),
-                group.create_task(worker.read_card(load_card)),
-            ]
+            watches: dict[str, Callable[[], Awaitable[None]]] = {
+                "worker_health": worker.watch_health,
+                "worker_checks": partial(worker.check_health, probe),
+                "worker_load": partial(worker.watch_load, probe),
+                "worker_card": partial(worker.read_card, load_card),
+            }
             if LORA in record.capabilities:
-                tasks.append(group.create_task(watch_loras(worker.control, worker.note_loras)))
+                watches["worker_loras"] = partial(watch_loras, worker.control, worker.note_loras)
+            tasks = [group.create_task(lasting(name, watch)) for name, watch in watches.items()]
             try:
                 yield worker
             finally:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
 from baton.engine.v1 import multiplex_pb2 as pb
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError, InvalidReply, Unavailable
 from rpc.multiplex.metadata import to_messages
 from rpc.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
 from rpc.multiplex.replies import MultiplexedCall
@@ -29,6 +29,8 @@ _LARGE_BYTES = 256 * 1024
 # How much of several requests is put into one message.
 _MESSAGE_BYTES = 1024 * 1024
 _SECOND = 1_000_000_000  # in nanoseconds
+_SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
+_DECODE = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Decode'].name}"
 
 
 @asynccontextmanager
@@ -243,6 +245,7 @@ class _MultiplexedChannel(aio.Channel):
         **_options: Any,
     ) -> Callable[..., Any]:
         """What starts calls of a method, as grpc.aio's multi-callables do."""
+        of_tokens = _of_tokens if path == _DECODE else _no_tokens
 
         def start(request: Any, *, timeout: float | None = None, metadata: Any = None, **_options: Any) -> Any:
             wire = request_serializer(request)
@@ -255,12 +258,16 @@ class _MultiplexedChannel(aio.Channel):
             if timeout is not None:
                 message.timeout.seconds, message.timeout.nanos = divmod(int(timeout * 1e9), _SECOND)
             number = message.call
-            call: MultiplexedCall[Any] = MultiplexedCall(number, present, response_deserializer, _of_tokens, timeout)
+            call: MultiplexedCall[Any] = MultiplexedCall(number, present, response_deserializer, of_tokens, timeout)
             present.calls.add(number, call)
             present.send()
             return call
 
         return start
+
+
+def _no_tokens(token_ids: Sequence[int]) -> decode_pb2.DecodeResponse:
+    raise InvalidReply(f"{len(token_ids)} tokens came for a call that has none")
 
 
 def _of_tokens(token_ids: Sequence[int]) -> decode_pb2.DecodeResponse:

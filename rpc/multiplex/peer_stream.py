@@ -13,7 +13,7 @@ from baton.calls import stream
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError, Cancelled, Unavailable
+from baton.errors import BatonError, Cancelled, InvalidReply, Unavailable
 from rpc.auth.tls import TlsConfig
 from rpc.http2.client.call import Call
 from rpc.http2.client.dialing import Peer, client_context, open_call
@@ -76,11 +76,11 @@ async def open_on_connection(peer: Peer, take: TakeResponse) -> AsyncGenerator["
 
     def parse(message: bytes) -> None:
         try:
-            response = pb.MultiplexResponse.FromString(message)
+            take(pb.MultiplexResponse.FromString(message))
         except DecodeError:
             call.fail(MessageFailure(StatusCode.INTERNAL, "a response is no MultiplexResponse"))
-        else:
-            take(response)
+        except InvalidReply as error:
+            call.fail(MessageFailure(StatusCode.INTERNAL, error.message))
 
     async with open_call(peer, _PATH, parse) as call:
         yield _Http2Stream(call)

@@ -5,7 +5,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from baton.errors import Cancelled, DeadlineExceeded, Unavailable
+from google.protobuf.message import DecodeError
+
+from baton.errors import Cancelled, DeadlineExceeded, InvalidReply, Unavailable
 from rpc.multiplex.tokens import TokenTaker
 
 Response = TypeVar("Response")
@@ -13,6 +15,9 @@ Response = TypeVar("Response")
 # A reader that is this far behind has its call paused, and resumed once it has caught up.
 _PAUSE_AT = 64
 _RESUME_AT = 8
+# One that is paused and goes on sending for so long does not heed it.
+_MOST_WAITING = 16 * 1024
+_NO_MESSAGE = "the peer's answer is not a message of this method"
 
 
 class Link(Protocol):
@@ -89,7 +94,12 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         if self._is_paused and len(self._arrived) <= _RESUME_AT:
             self._is_paused = False
             self._link.pause(self._number, is_paused=False)
-        return self._of_tokens(ids) if isinstance(each, int) else self._parse(each)
+        if isinstance(each, int):
+            return self._of_tokens(ids)
+        try:
+            return self._parse(each)
+        except DecodeError as error:
+            raise InvalidReply(_NO_MESSAGE) from error
 
     def __await__(self) -> Generator[Any, None, Response]:
         return self._only().__await__()
@@ -107,7 +117,10 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         last = self._arrived.pop() if self._arrived else None
         if not isinstance(last, bytes):
             raise Unavailable("the call ended without a response")
-        return self._parse(last)
+        try:
+            return self._parse(last)
+        except DecodeError as error:
+            raise InvalidReply(_NO_MESSAGE) from error
 
     def stop(self) -> None:
         """Cancels the call; who reads it finds its end."""
@@ -130,9 +143,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
     def take(self, each: int | bytes) -> None:
         """A token that is not relayed has come, or a response."""
         self._arrived.append(each)
-        if len(self._arrived) == _PAUSE_AT and not self._is_paused and not self._is_over:
-            self._is_paused = True
-            self._link.pause(self._number, is_paused=True)
+        if len(self._arrived) >= _PAUSE_AT and not self._is_over:
+            self._note_behind()
         self._wake()
 
     def end(self, error: Exception | None) -> None:
@@ -146,6 +158,14 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         self._wake()
         # It refers to this call: without it no cycle is left for the garbage collector.
         self._taker = None
+
+    def _note_behind(self) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            self._link.pause(self._number, is_paused=True)
+        elif len(self._arrived) > _MOST_WAITING:
+            self._arrived.clear()
+            self.fail(InvalidReply(f"more than {_MOST_WAITING} answers came on a call that is paused"))
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -8,7 +8,7 @@ from grpc import StatusCode
 
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidReply
 from rpc.multiplex.metadata import FailedStatus
 from rpc.multiplex.replies import MultiplexedCall
 from rpc.multiplex.tokens import TokenOutput, TokenTaker
@@ -50,7 +50,7 @@ class RunningCalls:
             each.end(error)
 
     def take(self, response: pb.MultiplexResponse) -> None:
-        """Gives the calls what has come for them."""
+        """Gives the calls what has come for them. Raises InvalidReply for tokens without a call."""
         calls = self._calls
         if response.token_calls:
             self._take_tokens(response)
@@ -68,6 +68,8 @@ class RunningCalls:
         """Takes the tokens of a step, those of one output after those of another, so that each is written early."""
         # As lists, which repeated fields make at once.
         numbers, token_ids = response.token_calls[:], response.token_ids[:]
+        if len(numbers) != len(token_ids):
+            raise InvalidReply(f"{len(token_ids)} tokens came for {len(numbers)} calls")
         if numbers != self._grouped:
             self._group(numbers)
         groups, taken = self._groups, list[tuple[int, TokenTaker]]()

@@ -9,6 +9,7 @@ import structlog
 from typing_extensions import Self
 
 from baton.errors import BatonError
+from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +36,7 @@ class Canary:
         self._asked_at: float | None = None
 
     async def __aenter__(self) -> Self:
-        self._asking = asyncio.create_task(self._run())
+        self._asking = asyncio.create_task(lasting("canary", self._run))
         return self
 
     async def __aexit__(

@@ -14,7 +14,8 @@ import structlog
 from typing_extensions import Self
 
 from baton.errors import HandoffLost, PermissionDenied
-from runtime.aio import TaskGroup
+from runtime.aio import TaskGroup, wait_until_done
+from runtime.lasting import lasting
 from services.engines.kv import HeldBlocks
 from services.handoff.engine_transfer import ConfirmsKv, EngineHeldKv
 from services.telemetry import metrics
@@ -115,7 +116,7 @@ class LeaseTable:
 
     async def __aenter__(self) -> Self:
         self._group = await TaskGroup().__aenter__()
-        self._reaper = self._group.create_task(self._expire())
+        self._reaper = self._group.create_task(lasting("lease_expiry", self._expire))
         return self
 
     async def __aexit__(
@@ -123,6 +124,7 @@ class LeaseTable:
     ) -> None:
         self._reaper.cancel()
         self._end(self._leases.values(), still_valid=False)
+        await wait_until_done(*self._freeing)
         await self._group.__aexit__(None, None, None)
 
     def __len__(self) -> int:
@@ -256,7 +258,8 @@ class LeaseTable:
             metrics.LEASE_EXPIRIES.inc()
             log.info("handoff lease expired", call_id=lease.request_id, blocks=len(lease.held.block_ids))
         del self._leases[lease.handoff_id]
-        task = self._group.create_task(_free(lease, still_valid=still_valid))
+        # Not in the group: blocks that cannot be freed fail the call that frees them, and not the worker.
+        task = asyncio.ensure_future(_free(lease, still_valid=still_valid))
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
         return task

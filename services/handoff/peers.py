@@ -16,6 +16,7 @@ from baton.errors import BatonError, HandoffLost, LayoutMismatch, StaleEpoch
 from rpc.channels import Dial
 from rpc.timeouts import GET_POOL_SECONDS
 from runtime.aio import TaskGroup
+from runtime.lasting import lasting
 from services.engines.kv import KvLayout
 from services.handoff.remote_handoff import LeasedBlocks
 from services.transports.base import PoolReader, PoolShape, Transport, TransportUnavailable, transport_of
@@ -91,7 +92,7 @@ class Peers:
 
     async def __aenter__(self) -> Self:
         self._group = await TaskGroup().__aenter__()
-        self._sweeping = self._group.create_task(self._sweep())
+        self._sweeping = self._group.create_task(lasting("peers", self._sweep))
         return self
 
     async def __aexit__(

@@ -43,6 +43,7 @@ WIRE = {
     "DeadlineExceeded": ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     "Cancelled": ("CANCELLED", "CANCELLED"),
     "EngineFailed": ("INTERNAL", "ENGINE_FAILED"),
+    "InvalidReply": ("INTERNAL", "INVALID_REPLY"),
     "ConfigError": ("FAILED_PRECONDITION", "INVALID_CONFIG"),
 }
 

@@ -1,12 +1,13 @@
 """Subscribes to the workers' KV events, and subscribes again where a message is missing."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from baton.calls import stream
 from baton.engine.v1 import worker_pb2
-from baton.errors import BatonError, Unsupported
+from baton.errors import BatonError, InvalidReply, Unsupported
 from discovery.backoff import Backoff
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
@@ -15,24 +16,44 @@ from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from router.workers.report_stream import ReportStream
 from runtime.aio import TaskGroup, timeout
+from runtime.lasting import lasting
 
 # Longer than a worker's heartbeat, which comes every two seconds.
 _SILENCE_SECONDS = 10.0
 # From this size on, about two hundred blocks, a message is large.
 _LARGE_BYTES = 4096
+# Workers send at most 1024 hashes of 16 bytes in a message.
+_MOST_HASHES = 16 * 1024
+_HASH_BYTES = range(8, 65)
+# A worker's caches may hold more blocks than its engine's pool, in slower memory; not so many times as many.
+_MOST_POOLS = 16
+# Of a worker that does not say how many blocks it has.
+_MOST_BLOCKS = 2**20
+# Between two subscriptions to a worker that has sent what it may not.
+_FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS = 1.0, 60.0
 
 
 class KvFeed:
-    """One subscription: applies its messages in order, each once."""
+    """One subscription to a worker with so many ranks: applies its messages in order, each once.
 
-    def __init__(self, process: str, epoch: int, caches: PrefixCaches) -> None:
+    `pool_blocks` tells how many blocks the worker has, of all ranks; 0 if that is unknown.
+    """
+
+    def __init__(
+        self, process: str, epoch: int, caches: PrefixCaches, ranks: int = 1, pool_blocks: Callable[[], int] = int
+    ) -> None:
         self._process = process
         self._epoch = epoch
         self._caches = caches
+        self._ranks = max(1, ranks)
+        self._pool_blocks = pool_blocks
         self._next = 0
 
     def take(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
-        """Applies a message; ignores a repeated one. Returns false if one is missing or is from another process."""
+        """Applies a message; ignores a repeated one. Returns false if one is missing or is from another process.
+
+        Raises InvalidReply for one that the worker may not send, of which nothing is applied.
+        """
         if message.epoch != self._epoch or message.sequence > self._next:
             return False
         if message.sequence == self._next:
@@ -41,17 +62,23 @@ class KvFeed:
         return True
 
     def _apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> None:
+        if message.data_parallel_rank >= self._ranks:
+            raise InvalidReply(f"KV events of rank {message.data_parallel_rank}: the worker has {self._ranks}")
         cache = Cache(self._process, message.data_parallel_rank)
         match message.WhichOneof("event"):
             case "snapshot":
-                self._caches.replace(cache, block_keys(message.snapshot.block_hashes))
+                self._caches.replace(cache, _keys(message.snapshot.block_hashes))
             case "stored":
-                self._caches.store(cache, block_keys(message.stored.block_hashes))
+                self._caches.store(cache, _keys(message.stored.block_hashes))
             case "removed":
-                self._caches.remove(cache, block_keys(message.removed.block_hashes))
+                self._caches.remove(cache, _keys(message.removed.block_hashes))
             case "changed":
-                self._caches.remove(cache, block_keys(message.changed.removed))
-                self._caches.store(cache, block_keys(message.changed.stored))
+                removed, stored = _keys(message.changed.removed), _keys(message.changed.stored)
+                self._caches.remove(cache, removed)
+                self._caches.store(cache, stored)
+        most = min(_MOST_BLOCKS, _MOST_POOLS * self._pool_blocks() or _MOST_BLOCKS)
+        if self._caches.num_blocks(cache) > most:
+            raise InvalidReply(f"KV events of more than {most} blocks: the worker has {self._pool_blocks()}")
 
 
 class KvSubscriber:
@@ -74,29 +101,38 @@ class KvSubscriber:
                     self._following.pop(process).cancel()
                     self._forget(process)
                 for process in present.keys() - self._following.keys():
-                    self._following[process] = group.create_task(self._follow(present[process]))
+                    following = lasting("kv_events", partial(self._follow, present[process]))
+                    self._following[process] = group.create_task(following)
                 await self._cluster.change()
 
     async def _follow(self, worker: WorkerHandle) -> None:
-        backoff = Backoff()
+        backoff, penalty = Backoff(), Backoff(_FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS)
         with ReportStream("kv_events", worker.record.worker_id) as reports:
             while True:
+                waits = backoff
                 try:
                     await self._subscribe(worker, backoff, reports)
                 except Unsupported:
                     # Its cache is estimated.
                     return
+                except InvalidReply as error:
+                    # What it said before is not believed, either: until its next snapshot its cache is estimated.
+                    self._caches.forget_reports(worker.record.process)
+                    metrics.WORKER_FAULTS.labels("kv_events").inc()
+                    reports.lost(error.message)
+                    waits = penalty
                 except BatonError as error:
                     reports.lost(error.message)
                 except TimeoutError:
                     reports.lost(f"nothing came for {_SILENCE_SECONDS:.0f} s")
                 metrics.KV_RESUBSCRIPTIONS.inc()
-                await asyncio.sleep(backoff.next_seconds())
+                await asyncio.sleep(waits.next_seconds())
 
     async def _subscribe(self, worker: WorkerHandle, backoff: Backoff, reports: ReportStream) -> None:
         """Follows one subscription until a message is missing, or the worker is silent for too long."""
         record = worker.record
-        feed = KvFeed(record.process, record.epoch, self._caches)
+        ranks = record.data_parallel_ranks
+        feed = KvFeed(record.process, record.epoch, self._caches, ranks, lambda: worker.load.blocks_total)
         call = worker.control.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest())
         async with timeout(_SILENCE_SECONDS) as patience, aclosing(stream(call)) as messages:
             async for message in messages:
@@ -115,3 +151,13 @@ class KvSubscriber:
             is_next = feed.take(message)
             await asyncio.sleep(0)
         return is_next
+
+
+def _keys(hashes: Sequence[bytes]) -> list[int]:
+    """The keys of a message's hashes. Raises InvalidReply."""
+    if len(hashes) > _MOST_HASHES:
+        raise InvalidReply(f"KV events of {len(hashes)} blocks in one message, of at most {_MOST_HASHES}")
+    for each in hashes:
+        if len(each) not in _HASH_BYTES:
+            raise InvalidReply(f"KV events with a block hash of {len(each)} bytes")
+    return block_keys(hashes)

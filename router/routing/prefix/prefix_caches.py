@@ -164,6 +164,11 @@ class PrefixCaches:
             if misses >= _MOST_MISSES:
                 self._cacheless.add(process)
 
+    def forget_reports(self, process: str) -> None:
+        """Forgets what a worker has reported: its caches are estimated until it reports them again."""
+        if process in self._reporting:
+            self.drop(process)
+
     def drop(self, process: str) -> None:
         """Forgets a worker that has left."""
         self._reporting.discard(process)

@@ -62,7 +62,7 @@ class Answer:
         request = generate_pb2.GenerateRequest(stopping={"stop": stop})
         sampling = prompt_pb2.Sampling()
         sampling.stop.max_tokens = max_tokens
-        self.stopped = 0
+        self.stopped = self.ended = 0
         self.completion = Completion(request, sampling, model)
         self.stats = RequestStats("r-1", model="m", prompt_tokens=5)
         self.latency = WorkerLatency()
@@ -83,10 +83,14 @@ class Answer:
             latencies,
             self.stats.timings,
             self._stop,
+            self._end,
         )
 
     def _stop(self) -> None:
         self.stopped += 1
+
+    def _end(self) -> None:
+        self.ended += 1
 
     def take(self, ids: Sequence[int]) -> list[int]:
         """Takes tokens, a step each, until one is refused; those that were taken."""

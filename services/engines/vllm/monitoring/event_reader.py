@@ -13,6 +13,7 @@ import structlog
 from typing_extensions import Self
 
 from runtime.aio import timeout
+from runtime.lasting import lasting
 from services.engines.kv_events import KvChange, KvPublisher
 from services.engines.vllm.loading import EventEndpoints, free_ports
 from services.engines.vllm.monitoring import metrics
@@ -52,9 +53,7 @@ class EventReader:
             return self
         for rank, chains in enumerate(self._chains):
             following = _Rank(_offset(self._endpoints, rank), chains)
-            task = asyncio.create_task(following.follow())
-            task.add_done_callback(_ended)
-            self._reading.append(task)
+            self._reading.append(asyncio.create_task(lasting("vllm_kv_events", following.follow)))
         return self
 
     async def __aexit__(
@@ -78,11 +77,14 @@ class _Rank:
         self._chains = chains
         self._expected = 0
         self._zmq: Any = importlib.import_module("zmq")
-        self._context = importlib.import_module("zmq.asyncio").Context()
+        self._new_context = importlib.import_module("zmq.asyncio").Context
         self._decode = importlib.import_module("msgspec.msgpack").decode
 
     async def follow(self) -> None:
-        """Reads until cancelled."""
+        """Reads until cancelled. After an error it may be called again, and reads all events anew."""
+        self._context = self._new_context()
+        self._chains.forget()
+        self._expected = 0
         socket = self._context.socket(self._zmq.SUB)
         try:
             socket.setsockopt(self._zmq.SUBSCRIBE, b"")
@@ -152,8 +154,3 @@ def _offset(endpoints: EventEndpoints, rank: int) -> EventEndpoints:
 def _split(endpoint: str) -> tuple[str, str]:
     host, _, port = endpoint.rpartition(":")
     return host, port
-
-
-def _ended(reading: "asyncio.Task[None]") -> None:
-    if not reading.cancelled() and (error := reading.exception()) is not None:
-        log.error("vllm KV events are lost", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,157 @@
+"""The replies that workers may give. Each is checked before it is used, and a wrong one is its worker's failure."""
+
+import math
+from collections.abc import Sequence
+
+import structlog
+
+from baton.engine.v1 import encode_pb2, handoff_pb2, prompt_pb2
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    HandoffLost,
+    InvalidReply,
+    InvalidRequest,
+    LayoutMismatch,
+    Overloaded,
+    SlowReader,
+    StaleEpoch,
+    Unavailable,
+    Unsupported,
+)
+from baton.inference.v1 import embed_pb2, generate_pb2
+from discovery.record import WorkerRecord
+from router.telemetry import metrics
+from router.workers.handle import WorkerHandle
+
+log = structlog.get_logger(__name__)
+
+# A worker ends a call with one of these for its own or for the request's sake; all others are for callers of a router.
+_OF_WORKERS = (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    HandoffLost,
+    InvalidRequest,
+    LayoutMismatch,
+    Overloaded,
+    SlowReader,  # of this router's client
+    StaleEpoch,
+    Unavailable,
+    Unsupported,
+)
+# Fields of requests to workers that clients have no part in.
+_ROUTERS_FIELDS = ("emitted", "handoff", "destination")
+# How much earlier than at the deadline a worker may find that it has passed.
+_EARLY_SECONDS = 1.0
+_LONGEST_EMBEDDING = 2**20  # tokens
+_ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "float64": 8, "uint8": 1, "int8": 1}
+
+
+class Suspects:
+    """The workers that have given one request a reply that they may not give.
+
+    Once another worker has answered the request, the fault was theirs, and they get no requests for a while. Before
+    that it may be the request's own: one that every worker fails would otherwise stop them all.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: list[tuple[WorkerHandle, str]] = []
+
+    def add(self, worker: WorkerHandle, stage: str, error: BatonError) -> None:
+        """Counts a failure that was the worker's own doing; ignores others."""
+        if isinstance(error, InvalidReply):
+            metrics.WORKER_FAULTS.labels(stage).inc()
+            log.warning("invalid reply", worker_id=worker.record.worker_id, stage=stage, reason=error.message)
+            self._found.append((worker, error.message))
+
+    def answered(self, by: WorkerHandle) -> None:
+        """Notes that a worker has answered the request."""
+        if self._found:
+            for worker, reason in self._found:
+                if worker is not by:
+                    worker.suspend(f"its replies are wrong: {reason}")
+            self._found.clear()
+
+
+def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
+    """The error with which a worker has ended a call, as what it is to the request: mostly the same one.
+
+    An error that only a router gives its callers is an InvalidReply, and so is one about what the router sent itself.
+    """
+    if isinstance(error, DeadlineExceeded) and remaining_seconds > _EARLY_SECONDS:
+        return InvalidReply("the worker says that the deadline has passed, long before it")
+    if not isinstance(error, _OF_WORKERS):
+        return InvalidReply(f"the worker ended the call with {error.reason}: {error.message}")
+    if isinstance(error, InvalidRequest):
+        fields = {violation.field.split("[")[0].split(".")[0].split("_id")[0] for violation in error.violations}
+        if fields and fields <= {"handoff"}:
+            return HandoffLost(f"the worker cannot use the handoff: {error.message}")
+        if fields and fields <= set(_ROUTERS_FIELDS):
+            return InvalidReply(f"the worker cannot go on from what was sent: {error.message}")
+    return error
+
+
+def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: int) -> None:
+    """Raises InvalidReply unless a prefill worker may answer this for a prompt of so many tokens."""
+    if not handoff.HasField("first_token"):
+        raise InvalidReply("the handoff has no first token")
+    if not handoff.handoff_id:
+        if not handoff.first_token.finish_reason:
+            raise InvalidReply("nothing is held for a request that goes on")
+        return
+    if (handoff.worker_id, handoff.epoch) != (record.worker_id, record.epoch):
+        raise InvalidReply(f"the handoff is of {handoff.worker_id[:80]!r} in epoch {handoff.epoch}")
+    if handoff.layout_digest != record.layout_digest:
+        raise InvalidReply(f"the handoff has the KV layout {handoff.layout_digest[:12]!r}")
+    if handoff.num_tokens not in (0, tokens):
+        raise InvalidReply(f"the handoff has {handoff.num_tokens} tokens of {tokens}")
+
+
+def reported_logprobs(
+    found: generate_pb2.PromptLogprobs, sampling: prompt_pb2.Sampling, prompt: prompt_pb2.Prompt
+) -> generate_pb2.PromptLogprobs | None:
+    """The log probabilities of a prompt; None if they were not asked for. Raises InvalidReply if they do not fit it."""
+    if not sampling.HasField("prompt_logprobs"):
+        return None
+    alternatives = len(found.logprobs) * found.top
+    fits = len(found.top_token_ids) == len(found.top_logprobs) == alternatives
+    if not fits or len(found.logprobs) != max(0, len(prompt.token_ids) - 1):
+        raise InvalidReply(f"{len(found.logprobs)} log probabilities of a prompt of {len(prompt.token_ids)} tokens")
+    return found
+
+
+def check_embedding(response: encode_pb2.EncodeResponse, worker: WorkerHandle) -> encode_pb2.Embedding:
+    """The embedding of the one image that an encode worker was sent. Raises InvalidReply."""
+    if len(response.embeddings) != 1:
+        raise InvalidReply(f"the encode worker returned {len(response.embeddings)} embeddings for 1 image")
+    embedding, model = response.embeddings[0], worker.model
+    expected = model.images.tokens_per_image if model and model.images else 0
+    longest = min(_LONGEST_EMBEDDING, model.limits.max_context_tokens if model else _LONGEST_EMBEDDING)
+    shape = embedding.shape
+    if len(shape) != 2 or not all(shape) or shape[0] > longest or expected not in (0, shape[0]):
+        raise InvalidReply(f"the encode worker returned an embedding of shape {list(shape)[:8]}")
+    if embedding.WhichOneof("source") is None:
+        raise InvalidReply("the encode worker returned an embedding without its content")
+    size = _ITEM_BYTES.get(embedding.dtype.removeprefix("torch."), 0) * shape[0] * shape[1]
+    if size and embedding.HasField("inline") and len(embedding.inline) != size:
+        raise InvalidReply(f"the encode worker returned {len(embedding.inline)} bytes for {size}")
+    return embedding
+
+
+def check_vectors(
+    found: Sequence[embed_pb2.TextEmbedding], inputs: Sequence[generate_pb2.TokenIds], dimensions: int | None
+) -> None:
+    """Raises InvalidReply unless an embed worker may answer this. Without `dimensions` they are as the model says."""
+    if len(found) != len(inputs):
+        raise InvalidReply(f"the worker returned {len(found)} vectors of {len(inputs)} inputs")
+    expected = dimensions or len(found[0].values)
+    for one in found:
+        if not one.values or len(one.values) != expected:
+            raise InvalidReply(f"the worker returned a vector of {len(one.values)} numbers instead of {expected}")
+        if not math.isfinite(sum(one.values)):
+            raise InvalidReply("the worker returned a vector with a number that is not finite")

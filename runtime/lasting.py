@@ -1,0 +1,48 @@
+"""Tasks that last as long as their process: an error in one ends neither the others nor the process."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import structlog
+from prometheus_client import Counter
+
+from runtime.metrics import REGISTRY
+
+log = structlog.get_logger(__name__)
+
+FAILURES = Counter(
+    "baton_task_failures_total",
+    "Errors that ended a task that lasts as long as its process, and that was started again.",
+    ["task"],
+    registry=REGISTRY,
+)
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 10.0
+# A task that has run for so long pauses as briefly as at first.
+_LASTED_SECONDS = 60.0
+
+
+async def lasting(task: str, work: Callable[[], Awaitable[None]], raised: tuple[type[Exception], ...] = ()) -> None:
+    """Runs `work` until it returns or is cancelled; again, after a growing pause, if it raises. Errors of the classes
+    `raised` are raised.
+
+    What a peer sends is checked where it is read; this is for what was not thought of. `task` names it in the log and
+    in the metric.
+    """
+    loop = asyncio.get_running_loop()
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        started = loop.time()
+        try:
+            return await work()
+        except raised:
+            raise
+        except Exception:
+            FAILURES.labels(task).inc()
+            log.exception("a task has failed and is started again", task=task)
+        if loop.time() - started > _LASTED_SECONDS:
+            pause = _FIRST_PAUSE_SECONDS
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

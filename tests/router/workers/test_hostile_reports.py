@@ -1,0 +1,176 @@
+"""Whatever a worker reports, or a registry record says: the router serves, and the other workers' streams go on."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor
+from google.protobuf.message import Message
+from support.clients.scraping import sample, since
+from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, bench, simulated
+from support.eventually import eventually
+from support.router.worker_views import worker as record_of
+from support.servers.tampering import Reply, tampered
+
+from baton.engine.v1 import worker_pb2
+from baton.inference.v1 import generate_pb2
+from router.config import RoutingConfig
+
+PREDICTING = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
+REQUEST = {"prompt": "hello" * 20, "stopping": {"max_tokens": 3}}
+Event = worker_pb2.SubscribeKvEventsResponse
+
+# What a KV event says: of a worker with one rank and 512 blocks.
+EVENTS: dict[str, dict[str, Any]] = {
+    "a short hash": {"stored": {"block_hashes": [b"1234567"]}},
+    "an empty hash": {"changed": {"stored": [b""]}},
+    "a short hash removed": {"changed": {"removed": [b"123"]}},
+    "a long hash": {"stored": {"block_hashes": [b"1" * 100_000]}},
+    "another rank": {"data_parallel_rank": 1, "stored": {"block_hashes": [b"12345678"]}},
+    "a large rank": {"data_parallel_rank": 2**32 - 1, "snapshot": {}},
+    "too many hashes": {"snapshot": {"block_hashes": [n.to_bytes(16, "little") for n in range(20_000)]}},
+    "more blocks than it has": {"snapshot": {"block_hashes": [n.to_bytes(16, "little") for n in range(9_000)]}},
+}
+
+
+async def serves(running: Bench) -> None:
+    """The router answers a request, on workers that are well."""
+    assert len((await running.generate(**REQUEST)).token_ids) == 3
+
+
+@pytest.mark.parametrize("name", EVENTS)
+async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(name: str) -> None:
+    def changed(reply: Event) -> Iterator[Reply]:
+        yield Event(epoch=reply.epoch, sequence=reply.sequence, **EVENTS[name])
+
+    faults = since("baton_router_worker_faults_total", stage="kv_events")
+    async with bench(PREFILL, DECODE, router=PREDICTING) as running:
+        await serves(running)
+        async with tampered(running, simulated("broken", "prefill", "decode"), multiplexed=True) as broken:
+            await eventually(lambda: broken.worker is not None and running.cluster.workers[-1].load.blocks_total > 0)
+            views = {one.worker_id: one.cache_view for one in await running.list_workers()}
+            broken.changes["SubscribeKvEvents"] = changed
+            await serves(running)
+            await eventually(lambda: faults.grown > 0)
+            assert sample("baton_router_lost_report_streams", reports="kv_events") == 1
+            views = {one.worker_id: one.cache_view for one in await running.list_workers()}
+            assert views["broken"] == generate_pb2.CACHE_VIEW_ESTIMATED
+            assert views["p1"] == generate_pb2.CACHE_VIEW_REPORTED
+            await serves(running)
+        await serves(running)
+
+
+def extremes(message: Message) -> Iterator[tuple[descriptor.FieldDescriptor, Any]]:
+    """Each scalar field of a message, with a value at an end of its range."""
+    for field in message.DESCRIPTOR.fields:
+        match field.cpp_type:
+            case field.CPPTYPE_UINT32:
+                yield field, 2**32 - 1
+            case field.CPPTYPE_UINT64:
+                yield field, 2**64 - 1
+            case field.CPPTYPE_INT32:
+                yield field, -(2**31)
+            case field.CPPTYPE_INT64:
+                yield field, 2**63 - 1
+            case field.CPPTYPE_ENUM:
+                yield field, 77
+            case field.CPPTYPE_DOUBLE | field.CPPTYPE_FLOAT:
+                yield field, float("nan")
+
+
+def exaggerate(message: Message) -> None:
+    """Sets every number in a message, at every depth, to an end of its range."""
+    for field, value in extremes(message):
+        if field.is_repeated:
+            continue
+        setattr(message, field.name, value)
+    for field, value in message.ListFields():
+        if field.cpp_type != field.CPPTYPE_MESSAGE or field.message_type.GetOptions().map_entry:
+            continue
+        for one in value if field.is_repeated else [value]:
+            exaggerate(one)
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "predicted_seconds"])
+@pytest.mark.parametrize(
+    "method", ["WatchLoad", "SubscribeKvEvents", "GetModel", "WatchLoras", "Renew", "Release", "Abort"]
+)
+async def test_numbers_at_the_ends_of_their_ranges_harm_nobody_else(method: str, policy: str) -> None:
+    def changed(reply: Message) -> Iterable[Reply]:
+        exaggerate(reply)
+        return [reply]
+
+    failures = {name: sample("baton_task_failures_total", task=name) for name in TASKS}
+    router = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy=policy)})
+    async with bench(PREFILL, DECODE, router=router) as running:
+        async with tampered(running, simulated("broken", "prefill", "decode"), multiplexed=True) as broken:
+            broken.changes[method] = changed
+            for _ in range(5):
+                await serves(running)
+            await running.list_workers()
+        await serves(running)
+    assert failures == {name: sample("baton_task_failures_total", task=name) for name in TASKS}
+
+
+TASKS = (
+    *("worker_health", "worker_checks", "worker_load", "worker_card", "worker_loras", "registry", "health"),
+    *("admission", "kv_subscriptions", "kv_events", "embedding_cache", "embedding_leases"),
+)
+
+# Records that a registry may hold, as changes of one that is well.
+RECORDS: list[dict[str, Any]] = [
+    {"roles": ()},
+    {"roles": ("conductor", "", "decode", "decode")},
+    {"model": ""},
+    {"model": "x" * 100_000},
+    {"worker_id": "p1", "epoch": 2**64 - 1},
+    {"epoch": 2**64 - 1},
+    {"address": ""},
+    {"address": ":"},
+    {"address": "127.0.0.1:99999999999"},
+    {"address": "\0\n:1"},
+    {"address": "é" * 300 + ":1"},
+    {"layout_digest": "", "capabilities": ("multiplex", "", "future")},
+    {"max_context_tokens": 2**64 - 1, "data_parallel_ranks": 4096},
+    {"max_context_tokens": 0},
+    {"offers": (), "reads": ("carrier pigeon",)},
+    {"capabilities": ("multiplex", "lora", "early_handoff", "allocates_first", "multiplexed_load")},
+]
+
+
+@pytest.mark.parametrize("change", RECORDS, ids=lambda change: "-".join(change))
+async def test_no_record_of_a_registry_stops_the_router(change: dict[str, Any]) -> None:
+    failures = {name: sample("baton_task_failures_total", task=name) for name in TASKS}
+    async with bench(PREFILL, DECODE, router=PREDICTING) as running:
+        record = record_of("odd")
+        record = type(record)(**{**asdict(record), **change})
+        async with running.registry.register(record):
+            await eventually(lambda: record.process in {one.record.process for one in running.cluster.workers})
+            await serves(running)
+            await running.list_workers()
+        await eventually(lambda: {one.record.worker_id for one in running.cluster.workers} == {"p1", "d1"})
+        await serves(running)
+    assert failures == {name: sample("baton_task_failures_total", task=name) for name in TASKS}
+
+
+async def test_a_record_that_changes_its_ranks_keeps_those_it_came_with() -> None:
+    two = simulated("r1", "prefill", "decode", data_parallel_ranks=2)
+    async with bench(router=PREDICTING, proxied=False) as running:
+        worker = await running.start(two)
+        await running.ready(1)
+        record = running.cluster.workers[0].record
+        for ranks in (1, 7, 2):
+            async with running.registry.register(replace(record, data_parallel_ranks=ranks)):
+                for _ in range(6):
+                    await serves(running)
+        assert worker.engine is not None
+
+
+def test_every_field_of_a_report_is_exaggerated() -> None:
+    """The walk reaches what it should: a guard of the tests above."""
+    reply = worker_pb2.WatchLoadResponse()
+    reply.load.SetInParent()
+    exaggerate(reply)
+    assert reply.load.running == 2**32 - 1
+    assert reply.load.waiting_prefill_tokens == 2**64 - 1
