@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import Counter, Gauge
 from pydantic import Field
 
 from rpc.http2.wire.frames import ENHANCE_YOUR_CALM, ConnectionFailure
+from rpc.input_budget import InputLimits
 from runtime.config import Section
 from runtime.metrics import REGISTRY
 
@@ -24,6 +25,7 @@ BUDGETS: Final = (
     "continuations",
     "unread_output",
     "unread_input",
+    "slow_request",
     "slow_reader",
     "connections",
     "handshake",
@@ -43,6 +45,8 @@ for _budget in BUDGETS:
 # An answer of so many bytes earns its reader one more frame: an acknowledgement of each message and of each frame is
 # within it, a window that is opened byte by byte is not.
 BYTES_PER_FRAME: Final = 16
+# An answer of so many bytes, about a token, earns its reader one more early cancel.
+BYTES_PER_CANCEL: Final = 64
 
 
 class Rate(Section):
@@ -57,7 +61,11 @@ class Http2Limits(Section):
 
     resets: Rate = Field(
         default=Rate(burst=2000, per_second=1000),
-        description="Calls cancelled early, of which answers earn more; and as many that the peer makes us reset.",
+        description="Calls cancelled early, of which answers earn more, before new ones are refused for a while; and as"
+        " many that the peer makes us reset.",
+    )
+    resets_multiple: float = Field(
+        default=8.0, ge=1, description="At so many times that rate, after twice that burst, the connection ends."
     )
     premature_seconds: float = Field(
         default=1.0, ge=0, description="Sooner than this after its call, and before any answer, a cancel is early."
@@ -82,7 +90,7 @@ class Http2Limits(Section):
         default=4 * 2**20, ge=65_536, description="Written and not taken by the peer; then calls wait to write more."
     )
     max_unread_input_bytes: int = Field(
-        default=128 * 2**20, ge=65_536, description="Of requests that are not read yet; then calls are refused."
+        default=192 * 2**20, ge=65_536, description="Of requests that are not read yet; then calls are refused."
     )
     max_connections_per_peer: int = Field(default=4096, ge=1, description="From one address.")
     handshake_seconds: float = Field(default=10.0, gt=0, description="For TLS, and again for HTTP/2's first frames.")
@@ -93,7 +101,10 @@ class Http2Limits(Section):
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Everything that bounds the connections of one server. 0 is no limit of `max_age_seconds`."""
+    """Everything that bounds the connections of one server. 0 is no limit of `max_age_seconds`.
+
+    `input` is of requests; without it, what comes is not counted.
+    """
 
     http2: Http2Limits
     max_message_bytes: int = 4 * 2**20
@@ -103,6 +114,7 @@ class ServerLimits:
     keepalive_seconds: float = 10.0
     keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0
+    input: InputLimits | None = field(default_factory=InputLimits)
 
 
 class Bucket:
@@ -127,6 +139,19 @@ class Bucket:
         self._left -= 1.0
         if self._left < 0:
             self._refill()
+            if self._left < 0:
+                raise exceeded(self._budget, f"too many {self._budget}")
+
+    def owe(self) -> None:
+        """Takes one, though there may be none left: `is_overdrawn` until time, or what is earned, has paid for it."""
+        self._left = max(self._left - 1.0, -self._burst)
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more was taken than there was."""
+        if self._left < 0:
+            self._refill()
+        return self._left < 0
 
     def _refill(self) -> None:
         now = time.monotonic()
@@ -137,8 +162,6 @@ class Bucket:
             more += earned - self._earned_before
             self._earned_before = earned
         self._left = min(self._burst, self._left + more)
-        if self._left < 0:
-            raise exceeded(self._budget, f"too many {self._budget}")
 
 
 def exceeded(budget: str, reason: str) -> ConnectionFailure:

@@ -9,6 +9,7 @@ from rpc.http2.endpoint import Endpoint
 from rpc.http2.limits import EXCEEDED
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure
+from rpc.http2.wire.messages import MessageFailure
 
 _KEEPALIVE: Final = b"keepaliv"
 _DRAIN: Final = b"draining"
@@ -43,6 +44,8 @@ class Liveness:
         self._later("handshake", limits.http2.handshake_seconds, self._check_handshake)
         self._later("keepalive", limits.keepalive_seconds, self._check_silence)
         self._later("readers", limits.http2.slow_reader_seconds / 2, self._check_readers)
+        if limits.input is not None:
+            self._later("requests", limits.input.stall_seconds / 3, self._check_requests)
         if limits.max_age_seconds:
             age = limits.max_age_seconds * random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
             self._later("age", age, self.drain)
@@ -126,6 +129,18 @@ class Liveness:
         self._connection.budget_exceeded("keepalive", "a PING was not answered")
         # The peer would not read a GOAWAY.
         self._connection.transport.abort()
+
+    def _check_requests(self) -> None:
+        """Ends the calls whose request does not come, or too slowly."""
+        connection, limits = self._connection, self._limits.input
+        assert limits is not None
+        self._later("requests", limits.stall_seconds / 3, self._check_requests)
+        now = connection.loop.time()
+        for stream_id, stream in tuple(connection.streams.items()):
+            call = connection.calls[stream_id]
+            if stream.is_slow(now, limits, waits_for_first=call.waits_for_message):
+                EXCEEDED.labels("slow_request").inc()
+                call.fail(MessageFailure.too_slow())
 
     def _check_readers(self) -> None:
         # Found twice at the same place, a reader has taken nothing for at least half of its time.

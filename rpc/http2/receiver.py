@@ -5,7 +5,7 @@ from typing import Final
 
 from rpc.http2.control import ControlFrames, require_size
 from rpc.http2.endpoint import Endpoint
-from rpc.http2.limits import Bucket
+from rpc.http2.limits import BYTES_PER_CANCEL, Bucket, Rate
 from rpc.http2.stream import RECEIVE_WINDOW, Stream
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
@@ -29,9 +29,9 @@ class Receiver:
     """
 
     def __init__(self, connection: Endpoint, preface: bytes = b"") -> None:
-        limits = connection.limits.http2
+        limits, output = connection.limits.http2, connection.output
         self._connection = connection
-        self._output = connection.output
+        self._output = output
         self._streams = connection.streams
         self._buffer = b""
         self._is_postponed = False
@@ -41,8 +41,15 @@ class Receiver:
         self._window = CONNECTION_WINDOW
         self._blocks = HeaderBlocks(limits)
         self.opened: list[Stream] = []
-        # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many.
-        self._cancels = Bucket("resets", limits.resets, lambda: connection.output.header_blocks)
+        # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many. And
+        # who reads much of some calls may cancel others.
+        self._cancels = Bucket(
+            "resets", limits.resets, lambda: output.header_blocks + output.sent_bytes / BYTES_PER_CANCEL
+        )
+        # Of those, and of calls that are refused because of them, so many that the peer is no client.
+        resets = limits.resets
+        storm = Rate(burst=2 * resets.burst, per_second=resets.per_second * limits.resets_multiple)
+        self._storm = Bucket("resets", storm, lambda: output.header_blocks)
         # A well-behaved peer makes us reset none, however many of its calls are answered.
         self._faults = Bucket("resets", limits.resets)
         self._premature_seconds = limits.premature_seconds
@@ -66,6 +73,13 @@ class Receiver:
     def initial_window(self) -> int:
         """The peer's for new streams."""
         return self._control.initial_window
+
+    def refuses_calls(self) -> bool:
+        """Whether so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
+        if not self._cancels.is_overdrawn:
+            return False
+        self._storm.spend()
+        return True
 
     def receive(self, data: bytes) -> None:
         """Takes bytes of the connection."""
@@ -224,7 +238,7 @@ class Receiver:
             self.opened.append(stream)
         try:
             if size:
-                stream.receive(payload, size)
+                stream.receive(payload, size, is_last=is_last)
             if is_last:
                 stream.end()
                 call.end()
@@ -237,8 +251,11 @@ class Receiver:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "RST_STREAM is on an idle stream")
         call = self._connection.calls.get(stream_id)
         stream = self._streams.get(stream_id)
-        if stream is None or self._is_premature(stream):
-            self._cancels.spend()
+        # What was ended early was paid for then.
+        counts = self._is_premature(stream) if stream else not self._connection.forget_early(stream_id)
+        if counts:
+            self._storm.spend()
+            self._cancels.owe()
         if stream is not None:
             stream.close()
         if call is not None:

@@ -12,17 +12,21 @@ from typing import Any, Final
 from grpc import aio
 
 from rpc.auth.tls import TlsConfig
-from rpc.http2.call import Call, CallDetails, Refusal
+from rpc.http2.call import Call, CallConnection, CallDetails, Refusal
 from rpc.http2.connection import Connection
 from rpc.http2.limits import ServerLimits, exceeded
-from rpc.http2.security import server_context
+from rpc.http2.security import AuthContext, server_context
 from rpc.http2.stream import Stream
 from rpc.http2.wire.frames import PROTOCOL_ERROR, ConnectionFailure
+from rpc.http2.wire.metadata import Metadata
 from rpc.http2.wire.request import RequestHead
+from rpc.input_budget import InputBudget, InputLimits
 from rpc.turns import CallTurns
 from runtime.aio import timeout
 from runtime.network.listening import open_sockets
 
+# Of a method and its caller: what is served instead of the request; None if the call is allowed.
+Refuse = Callable[[str, "Caller"], object | None]
 Find = Callable[[CallDetails], Awaitable[Any]]
 
 _BACKLOG: Final = 1024
@@ -30,14 +34,43 @@ _BACKLOG: Final = 1024
 _CLOSE_SECONDS: Final = 2.0
 
 
+class Caller:
+    """Who begins a call, as far as its headers and its connection say."""
+
+    __slots__ = ("_metadata", "_peer")
+
+    def __init__(self, metadata: Metadata, peer: CallConnection) -> None:
+        self._metadata = metadata
+        self._peer = peer
+
+    def invocation_metadata(self) -> Metadata:
+        """What the caller sent beside its request."""
+        return self._metadata
+
+    def auth_context(self) -> AuthContext:
+        """Who the caller has proven to be."""
+        return self._peer.auth_context
+
+
 class Http2Server:
     """Serves handlers as `grpc.aio.server` does, and takes what generated code and interceptors give to that one.
 
     `context` holds the context variables that each call starts with: those of the code that creates the server.
+    `refuse` decides at a call's headers, before its message is received; `input` may be shared by several servers.
     """
 
-    def __init__(self, interceptors: Sequence["aio.ServerInterceptor[Any, Any]"], limits: ServerLimits) -> None:
+    def __init__(
+        self,
+        interceptors: Sequence["aio.ServerInterceptor[Any, Any]"],
+        limits: ServerLimits,
+        *,
+        refuse: Refuse | None = None,
+        input: InputBudget | None = None,
+    ) -> None:
         self.limits = limits
+        self.input = input or InputBudget(limits.input or InputLimits())
+        self.inflating = asyncio.Lock()
+        self._refuse = refuse
         self.context = contextvars.copy_context()
         self.turns = CallTurns()
         self._methods: dict[str, Any] = {}
@@ -150,6 +183,10 @@ class Http2Server:
         """Whether the method's request is known to be a single message."""
         handler = self._methods.get(path)
         return handler is not None and not handler.request_streaming
+
+    def refusal(self, head: RequestHead, peer: CallConnection) -> object | None:
+        """What is served instead of the request of a caller who may not call the method; None if it may."""
+        return self._refuse and self._refuse(head.path, Caller(head.metadata, peer))
 
     async def find(self, details: CallDetails) -> Any:
         """The handler of a call, as the interceptors give it; None for an unknown method."""
