@@ -65,9 +65,24 @@ class PeerInput:
         """
         return self._budget.reserve(self, size, decide)
 
-    def hold(self, size: int) -> "InputHold":
-        """Counts bytes until `release`: those of a request that is being parsed."""
-        self.add(size)
+    async def reserved(self, size: int) -> bool:
+        """Waits until the bytes of a large message are counted; False if that takes too long."""
+        decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        waiting = self.reserve(size, decided.set_result)
+        if waiting is None:
+            return True
+        try:
+            return await asyncio.shield(decided)
+        except asyncio.CancelledError:
+            waiting.cancel()
+            if decided.done() and decided.result():
+                self.add(-size)
+            raise
+
+    def hold(self, size: int, *, is_counted: bool = False) -> "InputHold":
+        """Counts bytes until `release`: those of a request that is being parsed. `is_counted` says they are already."""
+        if not is_counted:
+            self.add(size)
         return InputHold(self, size)
 
 
@@ -115,6 +130,29 @@ def claim_hold() -> InputHold | None:
     if hold is not None:
         hold.is_claimed = True
     return hold
+
+
+class Pace:
+    """How fast a message comes: since when, and what had come when its rate was last looked at."""
+
+    __slots__ = ("_began", "_bytes", "_looked", "messages")
+
+    def __init__(self, messages: int, now: float, received: int) -> None:
+        self.messages = messages
+        self._began = self._looked = now
+        self._bytes = received
+
+    def is_slow(self, now: float, received: int, limits: InputLimits) -> bool:
+        """Whether it takes too long, or has come too slowly since the last look, which was a stall's time ago."""
+        if now - self._began > limits.message_seconds:
+            return True
+        seconds = now - self._looked
+        if seconds < limits.stall_seconds:
+            return False
+        if received - self._bytes < seconds * limits.bytes_per_second:
+            return True
+        self._looked, self._bytes = now, received
+        return False
 
 
 class Reservation:

@@ -25,7 +25,7 @@ from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
 from rpc.http2.call import method_of
 from rpc.http2.limits import Http2Limits, ServerLimits
-from rpc.http2.server import Caller, Http2Server, Refuse
+from rpc.http2.server import RESERVED_DESCRIPTORS, Caller, Http2Server, Refuse
 from rpc.input_budget import InputBudget, InputLimits
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.errors import answer_errors
@@ -41,6 +41,7 @@ from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
 from runtime.config import Section
+from runtime.network.descriptors import OpenConnections
 from runtime.network.listening import split_address
 
 log = structlog.get_logger(__name__)
@@ -71,6 +72,11 @@ class ConnectionLimits(Section):
     )
 
     input: InputLimits = Field(default=InputLimits(), description="Of requests that are not read yet.")
+    reserved_descriptors: int = Field(
+        default=RESERVED_DESCRIPTORS,
+        ge=0,
+        description="File descriptors that connections of clients leave free, at most a quarter of the limit.",
+    )
     http2: Http2Limits = Field(default=Http2Limits(), description="Of the server `http2` alone.")
 
     def options(self) -> tuple[tuple[str, int], ...]:
@@ -97,6 +103,19 @@ class ConnectionLimits(Section):
             self.compressed_requests,
             input=self.input,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What the servers of one process share: memory for their requests, and descriptors for their connections."""
+
+    input: InputBudget
+    connections: OpenConnections
+
+    @classmethod
+    def of(cls, limits: ConnectionLimits) -> "SharedLimits":
+        """As configured."""
+        return cls(InputBudget(limits.input), OpenConnections(limits.reserved_descriptors))
 
 
 # Which implementation serves: grpc.aio, or our own HTTP/2.
@@ -139,7 +158,7 @@ async def serve(
     access: Access | None = None,
     connections: ConnectionLimits | None = None,
     kind: ServerKind | None = None,
-    input: InputBudget | None = None,
+    shared: SharedLimits | None = None,
     multiplexed: Sequence[Service] = (),
     shares_port: bool = False,
 ) -> AsyncGenerator[Server, None]:
@@ -148,9 +167,9 @@ async def serve(
     The caller sets `health` when it is ready. At the end everything becomes NOT_SERVING. New calls are accepted for
     another `announce_seconds`, so that load balancers notice first; running calls have `drain_seconds` more, and are
     then cancelled. After that no servicer's code runs. `tracer` records a span for each call of a request; `kind`
-    chooses the implementation; `input` may be that of several servers; the methods of `multiplexed` are also offered
-    over shared streams (rpc/multiplex). With `shares_port` other processes may listen at the same port, and the kernel
-    spreads the connections over them. Raises ConfigError if it cannot listen there.
+    chooses the implementation; `shared` is for several servers of a process; the methods of `multiplexed` are also
+    offered over shared streams (rpc/multiplex). With `shares_port` other processes may listen at the same port, and the
+    kernel spreads the connections over them. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
     wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
@@ -159,7 +178,14 @@ async def serve(
     reading = ThreadPoolExecutor(1, thread_name_prefix="read-requests")
     interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading))
     if (kind or default_server()) == "http2":
-        server: AnyServer = Http2Server([interceptor], limits.server_limits(), refuse=_refuse_by(access), input=input)
+        shared = shared or SharedLimits.of(limits)
+        server: AnyServer = Http2Server(
+            [interceptor],
+            limits.server_limits(),
+            refuse=_refuse_by(access),
+            input=shared.input,
+            open_connections=shared.connections,
+        )
     else:
         # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
         sharing = ("grpc.so_reuseport", int(shares_port))

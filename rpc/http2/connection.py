@@ -247,6 +247,16 @@ class Connection(asyncio.Protocol):
         """Ends the connection, whose peer went over a limit."""
         self.fail(exceeded(budget, reason))
 
+    def idle_since(self) -> float | None:
+        """Since when no call has run on it, in the loop's time; None if one does."""
+        return None if self.streams or self.is_closing else self._idle_since
+
+    def close_idle(self) -> None:
+        """Ends the connection, whose place others need."""
+        EXCEEDED.labels("connections").inc()
+        self.close("too many connections, and none has been idle for longer")
+        self.loop.call_later(_CUT_SECONDS, self.transport.abort, context=self.context)
+
     @property
     def auth_context(self) -> AuthContext:
         """Who the client has proven to be; read once."""

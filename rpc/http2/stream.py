@@ -19,7 +19,7 @@ from rpc.http2.wire.frames import (
     window_update,
 )
 from rpc.http2.wire.messages import Inbox, Received, TakeReceived
-from rpc.input_budget import InputLimits, Reservation
+from rpc.input_budget import InputLimits, Pace, Reservation
 
 # What a peer may send of one request before it is read.
 RECEIVE_WINDOW: Final = 1024 * 1024
@@ -89,7 +89,7 @@ class Stream:
         # Of the message that is being received: bytes that are counted and have not come, and those that wait for it.
         self._reserved = 0
         self._reservation: Reservation | None = None
-        self._pace: _Pace | None = None
+        self._pace: Pace | None = None
         self.id = stream_id
         self.window = window
         self.limits = limits
@@ -174,7 +174,7 @@ class Stream:
             return False
         messages = 0 if self._inbox is None else self._inbox.count
         if self._pace is None or self._pace.messages != messages:
-            self._pace = _Pace(messages, now, self.received_bytes)
+            self._pace = Pace(messages, now, self.received_bytes)
         return self._pace.is_slow(now, self.received_bytes, limits)
 
     def note_reserved(self, size: int) -> None:
@@ -393,26 +393,3 @@ class Stream:
             # The rest of the request is not needed (RFC 9113, 8.1).
             self._output.send(rst_stream(self.id, NO_ERROR))
         self.close(is_early=not self.half_closed)
-
-
-class _Pace:
-    """How fast a message comes: since when, and what had come when its rate was last looked at."""
-
-    __slots__ = ("_began", "_bytes", "_looked", "messages")
-
-    def __init__(self, messages: int, now: float, received: int) -> None:
-        self.messages = messages
-        self._began = self._looked = now
-        self._bytes = received
-
-    def is_slow(self, now: float, received: int, limits: InputLimits) -> bool:
-        """Whether it takes too long, or has come too slowly since the last look, which was a stall's time ago."""
-        if now - self._began > limits.message_seconds:
-            return True
-        seconds = now - self._looked
-        if seconds < limits.stall_seconds:
-            return False
-        if received - self._bytes < seconds * limits.bytes_per_second:
-            return True
-        self._looked, self._bytes = now, received
-        return False
