@@ -61,11 +61,11 @@ class Http2Limits(Section):
 
     resets: Rate = Field(
         default=Rate(burst=2000, per_second=1000),
-        description="Calls cancelled early, of which answers earn more, before new ones are refused for a while; and as"
-        " many that the peer makes us reset.",
+        description="Calls cancelled early, of which answers earn more. Then the connection ends, or new calls are"
+        " refused while others are answered. As many that the peer makes us reset.",
     )
     resets_multiple: float = Field(
-        default=8.0, ge=1, description="At so many times that rate, after twice that burst, the connection ends."
+        default=8.0, ge=1, description="At so many times that rate a connection ends though calls are answered on it."
     )
     premature_seconds: float = Field(
         default=1.0, ge=0, description="Sooner than this after its call, and before any answer, a cancel is early."

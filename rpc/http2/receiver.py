@@ -5,7 +5,7 @@ from typing import Final
 
 from rpc.http2.control import ControlFrames, require_size
 from rpc.http2.endpoint import Endpoint
-from rpc.http2.limits import BYTES_PER_CANCEL, Bucket, Rate
+from rpc.http2.limits import BYTES_PER_CANCEL, Bucket, Rate, exceeded
 from rpc.http2.stream import RECEIVE_WINDOW, Stream
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
@@ -50,6 +50,8 @@ class Receiver:
         resets = limits.resets
         storm = Rate(burst=2 * resets.burst, per_second=resets.per_second * limits.resets_multiple)
         self._storm = Bucket("resets", storm, lambda: output.header_blocks)
+        self._judged_at = -1.0
+        self._is_reader = False
         # A well-behaved peer makes us reset none, however many of its calls are answered.
         self._faults = Bucket("resets", limits.resets)
         self._premature_seconds = limits.premature_seconds
@@ -78,8 +80,18 @@ class Receiver:
         """Whether so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
         if not self._cancels.is_overdrawn:
             return False
+        self._require_reader()
         self._storm.spend()
         return True
+
+    def _require_reader(self) -> None:
+        """Raises ConnectionFailure for a peer that only cancels: nothing is lost with its connection."""
+        heard_at = self._connection.heard_at
+        if self._judged_at != heard_at:
+            self._judged_at = heard_at
+            self._is_reader = any(stream.started for stream in self._streams.values())
+        if not self._is_reader:
+            raise exceeded("resets", "too many resets")
 
     def receive(self, data: bytes) -> None:
         """Takes bytes of the connection."""
@@ -256,6 +268,8 @@ class Receiver:
         if counts:
             self._storm.spend()
             self._cancels.owe()
+            if self._cancels.is_overdrawn:
+                self._require_reader()
         if stream is not None:
             stream.close()
         if call is not None:

@@ -61,7 +61,7 @@ def longest_idle(connections: Collection[OpenConnection]) -> list[OpenConnection
 class OpenConnections:
     """The clients' connections of a process, which leave `reserved` descriptors free, or a quarter of a low limit.
 
-    The kernel gives the lowest number that is free, so the number of a new connection is how many descriptors are open.
+    The kernel gives the lowest number that is free: at least as many as that of a new connection are open.
     """
 
     def __init__(self, reserved: int) -> None:
@@ -83,11 +83,12 @@ class OpenConnections:
 
     def has_room(self, descriptor: int) -> bool:
         """Whether a new connection with this descriptor may stay; others that are idle may be closed for it."""
-        if descriptor < self.most:
-            self._closing = 0
+        # Below the number of one that is new there may be some that are free, of connections that have gone.
+        is_full = len(self._open) >= self.most
+        if descriptor < self.most and not is_full:
             return True
         self._warn()
-        if not self._closing:
+        if is_full or not self._closing:
             self.close_idle()
         if not self._closing or descriptor >= self._never:
             return False
