@@ -18,6 +18,8 @@ CONNECTION_WINDOW: Final = 8 * RECEIVE_WINDOW
 _TURN_FRAMES: Final = 1024
 _FRAMES_A_CALL: Final = 16
 _BYTES_A_FRAME: Final = 64
+# After an answer, its reader may be busy with what comes of it.
+_READER_SECONDS: Final = 5.0
 # A request of more bytes is cut into frames that are longer, but for its last one.
 _SMALL_BYTES: Final = 1024
 
@@ -50,8 +52,8 @@ class Receiver:
         resets = limits.resets
         storm = Rate(burst=2 * resets.burst, per_second=resets.per_second * limits.resets_multiple)
         self._storm = Bucket("resets", storm, lambda: output.header_blocks)
-        self._judged_at = -1.0
-        self._is_reader = False
+        self._reads_until = 0.0
+        self._sent_bytes = 0
         # A well-behaved peer makes us reset none, however many of its calls are answered.
         self._faults = Bucket("resets", limits.resets)
         self._premature_seconds = limits.premature_seconds
@@ -80,17 +82,17 @@ class Receiver:
         """Whether so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
         if not self._cancels.is_overdrawn:
             return False
-        self._require_reader()
+        if self._connection.heard_at >= self._reads_until:
+            self._require_reader()
         self._storm.spend()
         return True
 
     def _require_reader(self) -> None:
         """Raises ConnectionFailure for a peer that only cancels: nothing is lost with its connection."""
-        heard_at = self._connection.heard_at
-        if self._judged_at != heard_at:
-            self._judged_at = heard_at
-            self._is_reader = any(stream.started for stream in self._streams.values())
-        if not self._is_reader:
+        heard_at, sent_bytes = self._connection.heard_at, self._output.sent_bytes
+        if sent_bytes > self._sent_bytes or any(stream.started for stream in self._streams.values()):
+            self._reads_until, self._sent_bytes = heard_at + _READER_SECONDS, sent_bytes
+        if heard_at >= self._reads_until:
             raise exceeded("resets", "too many resets")
 
     def receive(self, data: bytes) -> None:
@@ -268,7 +270,7 @@ class Receiver:
         if counts:
             self._storm.spend()
             self._cancels.owe()
-            if self._cancels.is_overdrawn:
+            if self._connection.heard_at >= self._reads_until and self._cancels.is_overdrawn:
                 self._require_reader()
         if stream is not None:
             stream.close()
