@@ -203,7 +203,7 @@ async def _serve_openai(
     # An extra: not every router has it.
     from router.openai.server import serve_openai
 
-    serving = serve_openai(config.openai, app, shared.connections, config.drain_seconds, shares_port=shares_port)
+    serving = serve_openai(config.openai, app, shared, config.drain_seconds, shares_port=shares_port)
     return await stack.enter_async_context(serving)
 
 

@@ -12,9 +12,10 @@ from baton.connection.credentials import is_loopback
 from baton.errors import ConfigError
 from router.config import OpenAIConfig
 from router.openai.app import OpenAIApp
+from rpc.server import SharedLimits
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.network.accepting import Acceptor
-from runtime.network.descriptors import OpenConnections, longest_idle
+from runtime.network.descriptors import longest_idle
 from runtime.network.listening import open_sockets, split_address
 
 try:
@@ -26,9 +27,6 @@ except ImportError as error:
 log = structlog.get_logger(__name__)
 
 _IDLE_SECONDS = 75
-# For the head of a request, and for the rest of one that is answered already.
-_HEAD_SECONDS = 15.0
-_CHECK_SECONDS = 5.0
 _CUT_SECONDS = 1.0
 # Of `max_connections`, from where idle ones are closed for new ones.
 _CROWDED = 0.9
@@ -59,20 +57,20 @@ class _BoundedHttp(HttpToolsProtocol):
     _receiving_since: float | None = None
     _idle_since = 0.0
     _timer: asyncio.TimerHandle | None = None
-    open_connections: OpenConnections
+    shared: SharedLimits
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self._idle_since = self.loop.time()
-        self.open_connections.add(self)
-        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check)
+        self.shared.connections.add(self)
+        self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
         most = self.limit_concurrency or 0
         if len(self.connections) >= most * _CROWDED:
             for each in longest_idle(self.connections):  # type: ignore[arg-type]  # all of them are of this class
                 each.close_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.open_connections.discard(self)
+        self.shared.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -111,15 +109,19 @@ class _BoundedHttp(HttpToolsProtocol):
         self.transport.close()
         self.loop.call_later(_CUT_SECONDS, self.transport.abort)
 
+    @property
+    def _stall_seconds(self) -> float:
+        return self.shared.input.limits.stall_seconds
+
     def _check(self) -> None:
-        """Closes a connection that sends no request, or the head of one, or what nobody reads of it, too slowly."""
-        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check)
+        """Closes a connection that sends no request, or too slowly a head, or the rest of what is answered already."""
+        self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
         idle, now = self.idle_since(), self.loop.time()
         if idle is None:
             return
         if self._receiving_since is not None:
             seconds = now - max(idle, self._receiving_since)
-            if seconds > _HEAD_SECONDS:
+            if seconds > self._stall_seconds:
                 self.close_idle()
         elif self.cycle is None and now - idle > _IDLE_SECONDS:
             self.close_idle()
@@ -128,21 +130,21 @@ class _BoundedHttp(HttpToolsProtocol):
 class _Server(uvicorn.Server):
     """uvicorn without its own handling of signals, which the process has, and without its accepting."""
 
-    def __init__(self, config: uvicorn.Config, connections: OpenConnections) -> None:
+    def __init__(self, config: uvicorn.Config, shared: SharedLimits) -> None:
         super().__init__(config)
-        self._connections = connections
+        self._shared = shared
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         acceptor = Acceptor(
-            sockets or (), self._make_protocol, self._connections, _refuse_connection, tls=self.config.ssl
+            sockets or (), self._make_protocol, self._shared.connections, _refuse_connection, tls=self.config.ssl
         )
         self.servers = [acceptor]  # type: ignore[list-item]  # of which it uses no more than an acceptor has
         self.started = True
 
     def _make_protocol(self) -> _BoundedHttp:
         protocol = _BoundedHttp(self.config, self.server_state, self.lifespan.state)
-        protocol.open_connections = self._connections
+        protocol.shared = self._shared
         return protocol
 
     def begin_exit(self) -> None:
@@ -163,7 +165,7 @@ def _refuse_connection(accepted: socket.socket) -> None:
 async def serve_openai(
     config: OpenAIConfig,
     app: OpenAIApp,
-    connections: OpenConnections,
+    shared: SharedLimits,
     drain_seconds: float,
     *,
     shares_port: bool = False,
@@ -192,7 +194,7 @@ async def serve_openai(
         settings.ssl = config.tls.server_context("openai.tls")
     elif not is_loopback(host):
         log.warning("listening beyond this host without TLS", listen=config.listen)
-    server = _Server(settings, connections)
+    server = _Server(settings, shared)
     serving = asyncio.create_task(server.serve(sockets=listening))
     try:
         while not (server.started or serving.done()):  # noqa: ASYNC110  # uvicorn has no event for it
