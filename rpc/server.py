@@ -23,9 +23,9 @@ from rpc.auth.access import Access
 from rpc.auth.tls import TlsConfig
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
-from rpc.http2.call import method_of
+from rpc.http2.call import Caller, Refuse, method_of
 from rpc.http2.limits import Http2Limits, ServerLimits
-from rpc.http2.server import RESERVED_DESCRIPTORS, Caller, Http2Server, Refuse
+from rpc.http2.server import RESERVED_DESCRIPTORS, Http2Server
 from rpc.input_budget import InputBudget, InputLimits
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.errors import answer_errors

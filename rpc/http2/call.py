@@ -16,7 +16,7 @@ from rpc.http2.limits import EXCEEDED
 from rpc.http2.security import AuthContext
 from rpc.http2.stream import Stream
 from rpc.http2.wire.hpack import literal
-from rpc.http2.wire.messages import MessageFailure, Received, decompress, whole
+from rpc.http2.wire.messages import INLINE_BYTES, MessageFailure, Received, decompress, whole
 from rpc.http2.wire.metadata import OK_STATUS, Metadata, status_fields
 from rpc.http2.wire.request import RequestHead
 from rpc.input_budget import InputHold, offer_hold
@@ -37,6 +37,28 @@ class CallDetails(grpc.HandlerCallDetails):
         self.invocation_metadata = invocation_metadata  # type: ignore[assignment]  # in its stubs without bytes
 
 
+class Caller:
+    """Who begins a call, as far as its headers and its connection say."""
+
+    __slots__ = ("_metadata", "_peer")
+
+    def __init__(self, metadata: Metadata, peer: "CallConnection") -> None:
+        self._metadata = metadata
+        self._peer = peer
+
+    def invocation_metadata(self) -> Metadata:
+        """What the caller sent beside its request."""
+        return self._metadata
+
+    def auth_context(self) -> AuthContext:
+        """Who the caller has proven to be."""
+        return self._peer.auth_context
+
+
+# Of a method and its caller: what is served instead of the request; None if the call is allowed.
+Refuse = Callable[[str, Caller], object | None]
+
+
 class CallHost(Protocol):
     """The server, as its calls know it."""
 
@@ -47,8 +69,9 @@ class CallHost(Protocol):
     def takes_one_message(self, path: str) -> bool:
         """Whether the method's request is known to be a single message."""
 
-    def refusal(self, head: RequestHead, peer: "CallConnection") -> object | None:
-        """What is served instead of the request of a caller who may not call the method; None if it may."""
+    @property
+    def refuse(self) -> "Refuse | None":
+        """Decides whether a caller may call a method; None if all may."""
 
     async def find(self, details: CallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """The handler of a call, wrapped by the interceptors."""
@@ -110,10 +133,11 @@ class Call:
         # What streams may be answered before anything was asked.
         self.waits_for_message = host.takes_one_message(head.path)
         # Before anything is received: a stranger's request uses no memory.
-        self._refusal = host.refusal(head, peer) if self.waits_for_message else None
-        if self._refusal is not None:
-            self.waits_for_message = False
-            stream.ignores_input = True
+        self._refusal: object | None = None
+        if host.refuse is not None and self.waits_for_message:
+            self._refusal = host.refuse(head.path, Caller(head.metadata, peer))
+            self.waits_for_message = self._refusal is None
+            stream.ignores_input = self._refusal is not None
         self._hold: InputHold | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -192,10 +216,10 @@ class Call:
         received = await self.stream.inbox.next()
         if received is None:
             return EOF
-        if not received.is_plain:
+        if received.is_compressed or len(received.payload) > INLINE_BYTES:
             return await self._read_large(received, method)
         self.stream.was_read(received)
-        return method.deserialize(bytes(received.payload))
+        return method.deserialize(received.payload)  # type: ignore[arg-type]  # a bytearray is longer
 
     async def _read_large(self, received: Received, method: Method) -> Any:
         """A message that counts until it is parsed, with what it becomes."""

@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
         if len(self.streams) >= self.limits.max_streams:
             self._refused_streams.spend()
             raise StreamFailure(h2.REFUSED_STREAM, "too many streams")
-        if self.receiver.refuses_calls():
+        if self.receiver.cancels.left < 0 and self.receiver.refuses_calls():
             self._remember_early(self.last_stream_id, RECEIVE_WINDOW)
             raise StreamFailure(h2.REFUSED_STREAM, "too many calls are cancelled early")
 

@@ -120,15 +120,16 @@ class ServerLimits:
 class Bucket:
     """How much of one budget a connection has left. It costs a subtraction until its burst is used up.
 
-    `earned` tells how much the connection has earned so far by what its peer has taken, where that counts.
+    `earned` tells how much the connection has earned so far by what its peer has taken, where that counts. `left` is
+    without what time and peer have added since it was last below 0.
     """
 
-    __slots__ = ("_at", "_budget", "_burst", "_earned", "_earned_before", "_left", "_per_second")
+    __slots__ = ("_at", "_budget", "_burst", "_earned", "_earned_before", "_per_second", "left")
 
     def __init__(self, budget: str, rate: Rate, earned: Callable[[], float] | None = None) -> None:
         self._budget = budget
         self._burst = float(rate.burst)
-        self._left = float(rate.burst)
+        self.left = float(rate.burst)
         self._per_second = rate.per_second
         self._at = time.monotonic()
         self._earned = earned
@@ -136,22 +137,22 @@ class Bucket:
 
     def spend(self) -> None:
         """Takes one. Raises ConnectionFailure if there is none left."""
-        self._left -= 1.0
-        if self._left < 0:
+        self.left -= 1.0
+        if self.left < 0:
             self._refill()
-            if self._left < 0:
+            if self.left < 0:
                 raise exceeded(self._budget, f"too many {self._budget}")
 
     def owe(self) -> None:
         """Takes one, though there may be none left: `is_overdrawn` until time, or what is earned, has paid for it."""
-        self._left = max(self._left - 1.0, -self._burst)
+        self.left = max(self.left - 1.0, -self._burst)
 
     @property
     def is_overdrawn(self) -> bool:
         """Whether more was taken than there was."""
-        if self._left < 0:
+        if self.left < 0:
             self._refill()
-        return self._left < 0
+        return self.left < 0
 
     def _refill(self) -> None:
         now = time.monotonic()
@@ -161,7 +162,7 @@ class Bucket:
             earned = self._earned()
             more += earned - self._earned_before
             self._earned_before = earned
-        self._left = min(self._burst, self._left + more)
+        self.left = min(self._burst, self.left + more)
 
 
 def exceeded(budget: str, reason: str) -> ConnectionFailure:

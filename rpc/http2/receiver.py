@@ -45,7 +45,7 @@ class Receiver:
         self.opened: list[Stream] = []
         # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many. And
         # who reads much of some calls may cancel others.
-        self._cancels = Bucket(
+        self.cancels = Bucket(
             "resets", limits.resets, lambda: output.header_blocks + output.sent_bytes / BYTES_PER_CANCEL
         )
         # Of those, and of calls that are refused because of them, so many that the peer is no client.
@@ -80,7 +80,7 @@ class Receiver:
 
     def refuses_calls(self) -> bool:
         """Whether so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
-        if not self._cancels.is_overdrawn:
+        if not self.cancels.is_overdrawn:
             return False
         if self._connection.heard_at >= self._reads_until:
             self._require_reader()
@@ -269,8 +269,8 @@ class Receiver:
         counts = self._is_premature(stream) if stream else not self._connection.forget_early(stream_id)
         if counts:
             self._storm.spend()
-            self._cancels.owe()
-            if self._connection.heard_at >= self._reads_until and self._cancels.is_overdrawn:
+            self.cancels.owe()
+            if self._connection.heard_at >= self._reads_until and self.cancels.is_overdrawn:
                 self._require_reader()
         if stream is not None:
             stream.close()

@@ -13,13 +13,12 @@ from typing import Any, Final
 from grpc import aio
 
 from rpc.auth.tls import TlsConfig
-from rpc.http2.call import Call, CallConnection, CallDetails, Refusal
+from rpc.http2.call import Call, CallDetails, Refusal, Refuse
 from rpc.http2.connection import Connection
 from rpc.http2.limits import EXCEEDED, ServerLimits, exceeded
-from rpc.http2.security import AuthContext, server_context
+from rpc.http2.security import server_context
 from rpc.http2.stream import Stream
 from rpc.http2.wire.frames import ENHANCE_YOUR_CALM, PROTOCOL_ERROR, ConnectionFailure, goaway, settings
-from rpc.http2.wire.metadata import Metadata
 from rpc.http2.wire.request import RequestHead
 from rpc.input_budget import InputBudget, InputLimits
 from rpc.turns import CallTurns
@@ -28,8 +27,6 @@ from runtime.network.accepting import Acceptor
 from runtime.network.descriptors import OpenConnections
 from runtime.network.listening import open_sockets
 
-# Of a method and its caller: what is served instead of the request; None if the call is allowed.
-Refuse = Callable[[str, "Caller"], object | None]
 Find = Callable[[CallDetails], Awaitable[Any]]
 
 # Left to everything but clients, where a server is on its own.
@@ -43,24 +40,6 @@ def _refuse_connection(accepted: socket.socket) -> None:
     EXCEEDED.labels("connections").inc()
     with suppress(OSError):
         accepted.send(settings({}) + goaway(0, ENHANCE_YOUR_CALM, "too many connections"))
-
-
-class Caller:
-    """Who begins a call, as far as its headers and its connection say."""
-
-    __slots__ = ("_metadata", "_peer")
-
-    def __init__(self, metadata: Metadata, peer: CallConnection) -> None:
-        self._metadata = metadata
-        self._peer = peer
-
-    def invocation_metadata(self) -> Metadata:
-        """What the caller sent beside its request."""
-        return self._metadata
-
-    def auth_context(self) -> AuthContext:
-        """Who the caller has proven to be."""
-        return self._peer.auth_context
 
 
 class Http2Server:
@@ -84,7 +63,7 @@ class Http2Server:
         self.open_connections = open_connections or OpenConnections(RESERVED_DESCRIPTORS)
         self.input = input or InputBudget(limits.input or InputLimits())
         self.inflating = asyncio.Lock()
-        self._refuse = refuse
+        self.refuse = refuse
         self.context = contextvars.copy_context()
         self.turns = CallTurns()
         self._methods: dict[str, Any] = {}
@@ -202,10 +181,6 @@ class Http2Server:
         """Whether the method's request is known to be a single message."""
         handler = self._methods.get(path)
         return handler is not None and not handler.request_streaming
-
-    def refusal(self, head: RequestHead, peer: CallConnection) -> object | None:
-        """What is served instead of the request of a caller who may not call the method; None if it may."""
-        return self._refuse and self._refuse(head.path, Caller(head.metadata, peer))
 
     async def find(self, details: CallDetails) -> Any:
         """The handler of a call, as the interceptors give it; None for an unknown method."""

@@ -216,7 +216,9 @@ class Stream:
             self._reservation.cancel()
             self._reservation = None
         if self._inbox is not None:
-            self._owner.account_input(-self._inbox.size - self._reserved)
+            held = self._inbox.size + self._reserved
+            if held:
+                self._owner.account_input(-held)
             self._inbox.clear()
         self._reserved = 0
 

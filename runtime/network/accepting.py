@@ -79,12 +79,16 @@ class Acceptor:
                 self._pause(listening, error)
                 return
             accepted.setblocking(False)
-            if self._connections.has_room(accepted.fileno()):
+            descriptor = accepted.fileno()
+            if self._connections.has_room(descriptor):
                 self._start(accepted)
-                continue
-            with accepted:
-                if self._tls is None:
-                    self._refuse(accepted)
+            else:
+                with accepted:
+                    if self._tls is None:
+                        self._refuse(accepted)
+            if descriptor >= self._connections.most:
+                # What is closed for others is closed in the next turn.
+                return
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
         log.warning("connections cannot be accepted", error=str(error))

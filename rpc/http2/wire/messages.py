@@ -16,7 +16,7 @@ _PREFIX_BYTES: Final = 5
 # What a message takes here besides its bytes.
 _MESSAGE_OVERHEAD: Final = 128
 # More is compressed, decompressed and joined in a thread: it would hold the event loop for milliseconds.
-_INLINE_BYTES: Final = 65_536
+INLINE_BYTES: Final = 65_536
 _LARGE_BYTES: Final = 1024 * 1024
 # What is decompressed before it is counted.
 _STEP_BYTES: Final = 4 * 1024 * 1024
@@ -58,11 +58,6 @@ class Received(NamedTuple):
     def size(self) -> int:
         """What it takes here."""
         return len(self.payload) + _MESSAGE_OVERHEAD
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it can be parsed as it is, at once: it is not compressed, and neither large."""
-        return not self.is_compressed and len(self.payload) <= _INLINE_BYTES
 
 
 # Takes a message at once: whether it is compressed, and its bytes.
@@ -226,7 +221,7 @@ async def decompress(message: Received, encoding: str, max_bytes: int, count: Ca
     pieces: list[bytes] = []
     size = 0
     try:
-        while piece := inflating.next(_INLINE_BYTES) if not pieces else await asyncio.to_thread(inflating.next):
+        while piece := inflating.next(INLINE_BYTES) if not pieces else await asyncio.to_thread(inflating.next):
             pieces.append(piece)
             size += len(piece)
             if size > max_bytes:
@@ -273,7 +268,7 @@ class _Inflating:
 
 async def compress(content: bytes, encoding: str) -> bytes:
     """The content in gzip or deflate."""
-    if len(content) <= _INLINE_BYTES:
+    if len(content) <= INLINE_BYTES:
         return _compress(content, encoding)
     return await asyncio.to_thread(_compress, content, encoding)
 
