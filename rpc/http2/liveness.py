@@ -35,6 +35,7 @@ class Liveness:
         self._answers_at_ping = (0, 0)
         self._strikes = 0
         self._unread_before = -1
+        self._requests_looked_at = 0.0
         self.is_draining = False
         self.refuses_calls = False
 
@@ -46,6 +47,7 @@ class Liveness:
         self._later("readers", limits.http2.slow_reader_seconds / 2, self._check_readers)
         if limits.input is not None:
             self._later("requests", limits.input.stall_seconds / 3, self._check_requests)
+            self._requests_looked_at = self._connection.loop.time()
         if limits.max_age_seconds:
             age = limits.max_age_seconds * random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
             self._later("age", age, self.drain)
@@ -136,6 +138,12 @@ class Liveness:
         assert limits is not None
         self._later("requests", limits.stall_seconds / 3, self._check_requests)
         now = connection.loop.time()
+        is_late = now > self._requests_looked_at + limits.stall_seconds / 3 + _LATE_SECONDS
+        self._requests_looked_at = now
+        if is_late:
+            for stream in connection.streams.values():
+                stream.forget_pace()
+            return
         for stream_id, stream in tuple(connection.streams.items()):
             call = connection.calls[stream_id]
             if stream.is_slow(now, limits, waits_for_first=call.waits_for_message):

@@ -177,6 +177,10 @@ class Stream:
             self._pace = Pace(messages, now, self.received_bytes)
         return self._pace.is_slow(now, self.received_bytes, limits)
 
+    def forget_pace(self) -> None:
+        """Measures anew: this process may not have read what came meanwhile."""
+        self._pace = None
+
     def note_reserved(self, size: int) -> None:
         """The bytes that a large message waited for are counted."""
         self._reservation = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -227,3 +228,16 @@ def test_what_holds_a_messages_bytes_frees_them_once() -> None:
     hold.release()
     hold.release()
     assert peer.used == 0
+
+
+async def test_time_in_which_the_server_itself_stood_still_does_not_count() -> None:
+    limits = InputLimits(stall_seconds=1.2, bytes_per_second=1000)
+    async with bounded(limits) as server, peer_of(server.port) as peer:
+        content = message(bytes(5_000))
+        await peer.call(1, "unary", end=False)
+        await peer.send(DataFrame(1, content[:100]))
+        await asyncio.sleep(0.5)
+        time.sleep(1.5)  # noqa: ASYNC251  # as a process that is stopped
+        await asyncio.sleep(0.1)
+        await peer.send(DataFrame(1, content[100:], flags=["END_STREAM"]))
+        assert (await peer.ended(1)).messages == [bytes(5_000)]
