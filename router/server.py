@@ -51,7 +51,7 @@ from rpc.auth.caller import Role
 from rpc.channels import dialer
 from rpc.health import Health
 from rpc.multiplex.peer_stream import StreamDialer, stream_dialer
-from rpc.server import Service, serve
+from rpc.server import Service, SharedLimits, serve
 from rpc.tracing.tracer import configure_tracing
 from runtime.aio import TaskGroup, ungrouped
 from runtime.lasting import lasting
@@ -152,6 +152,7 @@ async def host_router(
         contexts = ContextFactory(config.limits, config.allow_faults, frozenset(config.auth.proxies))
         embed_calls = EmbedCalls(cluster, retries)
         embed_pipeline = EmbedPipeline(contexts, cluster, admission, embed_calls, pipeline.requests, executor.metrics)
+        shared = SharedLimits.of(config.connections)
         app = OpenAIApp(
             contexts,
             pipeline,
@@ -160,10 +161,11 @@ async def host_router(
             access=access,
             tracer=tracer,
             max_body_bytes=config.openai.max_body_bytes,
+            input=shared.input,
         )
         if before_listening is not None:
             await before_listening()
-        openai = await _serve_openai(stack, config, app, shares_port=shares_port)
+        openai = await _serve_openai(stack, config, app, shared, shares_port=shares_port)
         endpoints = EndpointPicker(cluster, placer, requests, config.picker)
         picker = await _serve_picker(stack, config, endpoints, cluster, shares_port=shares_port)
         offer = DeploymentOffer(config, cluster, openai.address if openai else "")
@@ -187,6 +189,7 @@ async def host_router(
                 access=access,
                 connections=config.connections,
                 kind=config.server,
+                shared=shared,
                 shares_port=shares_port,
             )
         )
@@ -205,7 +208,7 @@ def _stream_dialer(config: RouterConfig) -> StreamDialer | None:
 
 
 async def _serve_openai(
-    stack: AsyncExitStack, config: RouterConfig, app: OpenAIApp, *, shares_port: bool
+    stack: AsyncExitStack, config: RouterConfig, app: OpenAIApp, shared: SharedLimits, *, shares_port: bool
 ) -> "OpenAIServer | None":
     """Serves OpenAI's API until the stack is closed, if the configuration asks for it. Raises ConfigError."""
     if not config.openai.listen:
@@ -213,7 +216,7 @@ async def _serve_openai(
     # An extra: not every router has it.
     from router.openai.server import serve_openai
 
-    serving = serve_openai(config.openai, app, config.drain_seconds, shares_port=shares_port)
+    serving = serve_openai(config.openai, app, shared, config.drain_seconds, shares_port=shares_port)
     return await stack.enter_async_context(serving)
 
 

@@ -10,6 +10,7 @@
 | health | `grpc.health.v1` |
 | metadata | what a call carries beside its message |
 | best_effort | calls that may fail |
+| input_budget | memory and time of requests that are not read yet |
 | turns | how many calls begin, or end, in one turn of the event loop |
 | leases | a lease on another worker's blocks: renewal and release |
 | sampling_rules, violations | the ranges of sampling parameters; collects the wrong fields of a request |

@@ -23,14 +23,15 @@ from rpc.auth.access import Access
 from rpc.auth.tls import TlsConfig
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
-from rpc.http2.call import method_of
+from rpc.http2.call import Caller, Refuse, method_of
 from rpc.http2.limits import Http2Limits, ServerLimits
-from rpc.http2.server import Http2Server
+from rpc.http2.server import RESERVED_DESCRIPTORS, Http2Server
+from rpc.input_budget import InputBudget, InputLimits
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.reading import CHANNEL_OPTIONS as READ_OPTIONS
-from rpc.interceptors.reading import Reader, ReadLimits
+from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
@@ -40,6 +41,7 @@ from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
 from runtime.config import Section
+from runtime.network.descriptors import OpenConnections
 from runtime.network.listening import split_address
 
 log = structlog.get_logger(__name__)
@@ -69,6 +71,12 @@ class ConnectionLimits(Section):
         default=0.0, ge=0, description="Then the caller connects again, and running calls go on; 0 is never."
     )
 
+    input: InputLimits = Field(default=InputLimits(), description="Of requests that are not read yet.")
+    reserved_descriptors: int = Field(
+        default=RESERVED_DESCRIPTORS,
+        ge=0,
+        description="File descriptors that connections of clients leave free, at most a quarter of the limit.",
+    )
     http2: Http2Limits = Field(default=Http2Limits(), description="Of the server `http2` alone.")
 
     def options(self) -> tuple[tuple[str, int], ...]:
@@ -88,8 +96,26 @@ class ConnectionLimits(Section):
     def server_limits(self) -> ServerLimits:
         """The same limits, for our own server."""
         return ServerLimits(
-            self.http2, self.max_message_bytes, self.max_streams, self.max_age_seconds, self.compressed_requests
+            self.http2,
+            self.max_message_bytes,
+            self.max_streams,
+            self.max_age_seconds,
+            self.compressed_requests,
+            input=self.input,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What the servers of one process share: memory for their requests, and descriptors for their connections."""
+
+    input: InputBudget
+    connections: OpenConnections
+
+    @classmethod
+    def of(cls, limits: ConnectionLimits) -> "SharedLimits":
+        """As configured."""
+        return cls(InputBudget(limits.input), OpenConnections(limits.reserved_descriptors))
 
 
 # Which implementation serves: grpc.aio, or our own HTTP/2.
@@ -132,6 +158,7 @@ async def serve(
     access: Access | None = None,
     connections: ConnectionLimits | None = None,
     kind: ServerKind | None = None,
+    shared: SharedLimits | None = None,
     multiplexed: Sequence[Service] = (),
     shares_port: bool = False,
 ) -> AsyncGenerator[Server, None]:
@@ -140,9 +167,9 @@ async def serve(
     The caller sets `health` when it is ready. At the end everything becomes NOT_SERVING. New calls are accepted for
     another `announce_seconds`, so that load balancers notice first; running calls have `drain_seconds` more, and are
     then cancelled. After that no servicer's code runs. `tracer` records a span for each call of a request; `kind`
-    chooses the implementation; the methods of `multiplexed` are also offered over shared streams (rpc/multiplex). With
-    `shares_port` other processes may listen at the same port, and the kernel spreads the connections over them.
-    Raises ConfigError if it cannot listen there.
+    chooses the implementation; `shared` is for several servers of a process; the methods of `multiplexed` are also
+    offered over shared streams (rpc/multiplex). With `shares_port` other processes may listen at the same port, and the
+    kernel spreads the connections over them. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
     wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
@@ -150,7 +177,19 @@ async def serve(
     # One thread: parsing holds the interpreter's lock, and several threads would hold it for longer.
     reading = ThreadPoolExecutor(1, thread_name_prefix="read-requests")
     interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading))
-    server = _make(kind or default_server(), interceptor, limits, shares_port=shares_port)
+    if (kind or default_server()) == "http2":
+        shared = shared or SharedLimits.of(limits)
+        server: AnyServer = Http2Server(
+            [interceptor],
+            limits.server_limits(),
+            refuse=_refuse_by(access),
+            input=shared.input,
+            open_connections=shared.connections,
+        )
+    else:
+        # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
+        sharing = ("grpc.so_reuseport", int(shares_port))
+        server = aio.server(interceptors=[interceptor], options=(*_OPTIONS, sharing, *limits.options()))
     if multiplexed:
         services = (*services, _multiplex(multiplexed, interceptor, limits))
     _add(server, services, health)
@@ -166,12 +205,16 @@ async def serve(
             reading.shutdown(wait=False, cancel_futures=True)
 
 
-def _make(kind: ServerKind, interceptor: WrapMethods, limits: ConnectionLimits, *, shares_port: bool) -> AnyServer:
-    if kind == "http2":
-        return Http2Server([interceptor], limits.server_limits())
-    # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
-    sharing = ("grpc.so_reuseport", int(shares_port))
-    return aio.server(interceptors=[interceptor], options=(*_OPTIONS, sharing, *limits.options()))
+def _refuse_by(access: Access | None) -> Refuse | None:
+    """Refuses what `access` does not allow: the interceptors get the error in the request's place, and raise it."""
+    if access is None:
+        return None
+
+    def refuse(method: str, caller: Caller) -> MalformedRequest | None:
+        error = access.refusal(method, caller)
+        return MalformedRequest(error) if error else None
+
+    return refuse
 
 
 class _Methods:

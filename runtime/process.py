@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from runtime.aio import leaf_errors
 from runtime.garbage import collect_rarely, exempt_living_objects
 from runtime.metrics import watched_event_loop
+from runtime.network.descriptors import raise_limit
 
 try:
     from uvloop import run as run_in_loop
@@ -30,6 +31,7 @@ def run(main: Main) -> None:
     ConfigError is one line on stderr and exit code 2, any other error is logged and exit code 1, a cancelled main is
     128 + the signal's number. Returns only if main ended well.
     """
+    raise_limit()
     exempt_living_objects()
     collect_rarely()
     exit_code = run_in_loop(_supervise(main))

@@ -37,6 +37,7 @@ from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
 from router.workers.model import ServedModel
 from rpc.auth.access import Access
+from rpc.input_budget import InputBudget
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.behaviour import Behaviour
@@ -89,6 +90,7 @@ class OpenAIApp:
         access: Access | None,
         tracer: Tracer,
         max_body_bytes: int,
+        input: InputBudget,
     ) -> None:
         self._contexts = contexts
         self._pipeline = pipeline
@@ -97,6 +99,7 @@ class OpenAIApp:
         self._access = access
         self._tracer = tracer
         self._max_body_bytes = max_body_bytes
+        self._input = input
         self._created = now()
         self.running = RunningCalls()
         self._targets = {
@@ -247,12 +250,15 @@ class OpenAIApp:
         self, call: HttpCall, kind: type[_Body], make: Callable[[_Body, str], _Message]
     ) -> tuple[_Body, _Message]:
         """The body as one of the classes, and as the request to the pipeline; made in a thread if it is large."""
-        pieces = await call.read_body(self._max_body_bytes)
-        size = sum(map(len, pieces))
-        note_size(size)
-        if size > _LARGE_BODY_BYTES:
-            return await asyncio.to_thread(_requested, pieces, kind, make, call.request_id)
-        return _requested(pieces, kind, make, call.request_id)
+        body = await call.read_body(self._max_body_bytes, self._input)
+        try:
+            size = sum(map(len, body.pieces))
+            note_size(size)
+            if size > _LARGE_BODY_BYTES:
+                return await asyncio.to_thread(_requested, body.pieces, kind, make, call.request_id)
+            return _requested(body.pieces, kind, make, call.request_id)
+        finally:
+            body.hold.release()
 
     async def _run(
         self, call: HttpCall, request: generate_pb2.GenerateRequest, stream: "AnswerStream | UnaryCollector"

@@ -8,20 +8,33 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from grpc import StatusCode
 
-from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.errors import InvalidRequest, Overloaded
 from router.openai.errors import HttpRefusal
+from rpc.input_budget import InputBudget, InputHold, InputLimits, Pace
 from runtime.aio import timeout
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
-_BODY_SECONDS = 60.0  # for a client to send its request
+# A larger body waits for its memory before it is read.
+_LARGE_BYTES = 1024 * 1024
+_TOO_SLOW = "the body came too slowly"
+_NO_MEMORY = "requests that are not read yet use all memory for them; try again"
 JSON = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body in pieces, which counts as input until `hold` is released."""
+
+    pieces: list[bytes]
+    hold: InputHold
 
 
 class HttpCall:
@@ -31,6 +44,7 @@ class HttpCall:
         self._receive = receive
         self._send = send
         self._metadata = tuple(_decoded(scope["headers"]))
+        self._host = str((scope.get("client") or ("",))[0])
         self._has_left = False
         self.status = StatusCode.OK
         self.response_status = 0  # 0 before the response has begun
@@ -63,26 +77,56 @@ class HttpCall:
 
     # The request and the response.
 
-    async def read_body(self, max_bytes: int) -> list[bytes]:
-        """The whole body, in pieces. Raises HttpRefusal, with 413, for more than `max_bytes`, and DeadlineExceeded."""
-        pieces: list[bytes] = []
-        size = 0
+    async def read_body(self, max_bytes: int, budget: InputBudget) -> "Body":
+        """The whole body, which counts in `budget` until the caller releases it.
+
+        Raises HttpRefusal for one that is too large or too slow, and Overloaded if there is no memory for it.
+        """
+        announced = self._announced_bytes()
+        if announced > max_bytes:
+            raise HttpRefusal(413, f"the body has more than {max_bytes} bytes")
+        peer = budget.of_peer(self._host)
+        if announced > _LARGE_BYTES and not await peer.reserved(announced):
+            raise Overloaded(_NO_MEMORY, retry_after_seconds=1.0)
+        counted = announced if announced > _LARGE_BYTES else 0
+        body = Body([], peer.hold(counted, is_counted=True))
         try:
-            async with timeout(_BODY_SECONDS):
-                while True:
+            await self._receive_all(body, counted, max_bytes, budget.limits)
+        except BaseException:
+            body.hold.release()
+            raise
+        return body
+
+    async def _receive_all(self, body: "Body", counted: int, max_bytes: int, limits: InputLimits) -> None:
+        loop = asyncio.get_running_loop()
+        size, pace = 0, Pace(0, loop.time(), 0)
+        while True:
+            try:
+                async with timeout(limits.stall_seconds):
                     message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self._has_left = True
-                        raise InvalidRequest.of("body", "is incomplete")
-                    piece: bytes = message.get("body", b"")
-                    size += len(piece)
-                    if size > max_bytes:
-                        raise HttpRefusal(413, f"the body has more than {max_bytes} bytes")
-                    pieces.append(piece)
-                    if not message.get("more_body", False):
-                        return pieces
-        except TimeoutError:
-            raise DeadlineExceeded(f"the body was not complete within {_BODY_SECONDS:g} s") from None
+            except asyncio.TimeoutError:
+                raise HttpRefusal(408, _TOO_SLOW) from None
+            if message["type"] == "http.disconnect":
+                self._has_left = True
+                raise InvalidRequest.of("body", "is incomplete")
+            piece: bytes = message.get("body", b"")
+            size += len(piece)
+            if size > max_bytes:
+                raise HttpRefusal(413, f"the body has more than {max_bytes} bytes")
+            if size > counted:
+                if not body.hold.grow(size - counted):
+                    raise Overloaded(_NO_MEMORY, retry_after_seconds=1.0)
+                counted = size
+            body.pieces.append(piece)
+            if not message.get("more_body", False):
+                return
+            if pace.is_slow(loop.time(), size, limits):
+                raise HttpRefusal(408, _TOO_SLOW)
+
+    def _announced_bytes(self) -> int:
+        """Its content-length; 0 for a body that comes in chunks."""
+        value = next((value for key, value in self._metadata if key == "content-length"), "")
+        return int(value) if value.isdecimal() and len(value) < 20 else 0
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncGenerator[None, None]:

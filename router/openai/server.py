@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -12,7 +12,10 @@ from baton.connection.credentials import is_loopback
 from baton.errors import ConfigError
 from router.config import OpenAIConfig
 from router.openai.app import OpenAIApp
+from rpc.server import SharedLimits
 from rpc.timeouts import CLEANUP_SECONDS
+from runtime.network.accepting import Acceptor
+from runtime.network.descriptors import longest_idle
 from runtime.network.listening import open_sockets, split_address
 
 try:
@@ -23,8 +26,10 @@ except ImportError as error:
 
 log = structlog.get_logger(__name__)
 
-_BACKLOG = 2048
 _IDLE_SECONDS = 75
+_CUT_SECONDS = 1.0
+# Of `max_connections`, from where idle ones are closed for new ones.
+_CROWDED = 0.9
 _POLL_SECONDS = 0.01
 _MAX_HEAD_BYTES = 64 * 1024
 
@@ -48,9 +53,32 @@ class _BoundedHttp(HttpToolsProtocol):
     """
 
     _head_bytes = 0
+    # Since when a request is received whose end has not come, and since when none runs; in the loop's time.
+    _receiving_since: float | None = None
+    _idle_since = 0.0
+    _timer: asyncio.TimerHandle | None = None
+    shared: SharedLimits
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._idle_since = self.loop.time()
+        self.shared.connections.add(self)
+        self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
+        most = self.limit_concurrency or 0
+        if len(self.connections) >= most * _CROWDED:
+            for each in longest_idle(self.connections):  # type: ignore[arg-type]  # all of them are of this class
+                each.close_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.shared.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
+        if self._receiving_since is None:
+            self._receiving_since = self.loop.time()
         super().data_received(data)
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The request's headers are too large.")
@@ -63,9 +91,61 @@ class _BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        self._receiving_since = None
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def idle_since(self) -> float | None:
+        """Since when no call has run on it, in the loop's time; None if one does."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return self._idle_since if is_idle and not self.transport.is_closing() else None
+
+    def close_idle(self) -> None:
+        """Closes the connection, whose place others need."""
+        self.transport.close()
+        self.loop.call_later(_CUT_SECONDS, self.transport.abort)
+
+    @property
+    def _stall_seconds(self) -> float:
+        return self.shared.input.limits.stall_seconds
+
+    def _check(self) -> None:
+        """Closes a connection that sends no request, or too slowly a head, or the rest of what is answered already."""
+        self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
+        idle, now = self.idle_since(), self.loop.time()
+        if idle is None:
+            return
+        if self._receiving_since is not None:
+            seconds = now - max(idle, self._receiving_since)
+            if seconds > self._stall_seconds:
+                self.close_idle()
+        elif self.cycle is None and now - idle > _IDLE_SECONDS:
+            self.close_idle()
+
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own handling of signals: the process has one."""
+    """uvicorn without its own handling of signals, which the process has, and without its accepting."""
+
+    def __init__(self, config: uvicorn.Config, shared: SharedLimits) -> None:
+        super().__init__(config)
+        self._shared = shared
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        acceptor = Acceptor(
+            sockets or (), self._make_protocol, self._shared.connections, _refuse_connection, tls=self.config.ssl
+        )
+        self.servers = [acceptor]  # type: ignore[list-item]  # of which it uses no more than an acceptor has
+        self.started = True
+
+    def _make_protocol(self) -> _BoundedHttp:
+        protocol = _BoundedHttp(self.config, self.server_state, self.lifespan.state)
+        protocol.shared = self._shared
+        return protocol
 
     def begin_exit(self) -> None:
         self.should_exit = True
@@ -75,9 +155,20 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _refuse_connection(accepted: socket.socket) -> None:
+    """Says why a connection may not stay."""
+    with suppress(OSError):
+        accepted.send(b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+
+
 @asynccontextmanager
 async def serve_openai(
-    config: OpenAIConfig, app: OpenAIApp, drain_seconds: float, *, shares_port: bool = False
+    config: OpenAIConfig,
+    app: OpenAIApp,
+    shared: SharedLimits,
+    drain_seconds: float,
+    *,
+    shares_port: bool = False,
 ) -> AsyncGenerator[OpenAIServer, None]:
     """Serves until the context is left; then running calls have `drain_seconds` more. Raises ConfigError.
 
@@ -94,7 +185,6 @@ async def serve_openai(
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=_BACKLOG,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=max(1, round(drain_seconds)),
         limit_concurrency=config.max_connections,
@@ -104,7 +194,7 @@ async def serve_openai(
         settings.ssl = config.tls.server_context("openai.tls")
     elif not is_loopback(host):
         log.warning("listening beyond this host without TLS", listen=config.listen)
-    server = _Server(settings)
+    server = _Server(settings, shared)
     serving = asyncio.create_task(server.serve(sockets=listening))
     try:
         while not (server.started or serving.done()):  # noqa: ASYNC110  # uvicorn has no event for it

@@ -178,8 +178,8 @@ def _begin_at_zero() -> None:
     """Creates the series at zero, since a series that begins at one shows no increase."""
     for stage in ROLES:
         RETRIES.labels(stage)
-    for stage in (*ROLES, "kv_events"):
-        WORKER_FAULTS.labels(stage)
+    for faulty in (*ROLES, "kv_events"):
+        WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded):

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from grpc import aio
 from pydantic import Field
 
 from baton.errors import PermissionDenied, Unauthenticated
@@ -31,6 +30,16 @@ class AuthConfig(Section):
     proxies: tuple[str, ...] = Field(default=(), description="Names of callers whose x-baton-tenant is trusted.")
 
 
+class Headers(Protocol):
+    """A call, as far as its headers and its connection say who its caller is."""
+
+    def invocation_metadata(self) -> Any:
+        """What the caller sent beside its request."""
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Who the caller has proven to be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """The rules of one server. A token identifies the caller; without one, its certificate does."""
@@ -50,7 +59,7 @@ class Access:
         prefixes = [prefix for prefix in self.rules if method.startswith(prefix)]
         return self.rules[max(prefixes, key=len)] if prefixes else frozenset()
 
-    def identify(self, context: "aio.ServicerContext[Any, Any]") -> Caller:
+    def identify(self, context: Headers) -> Caller:
         """The caller. Raises Unauthenticated."""
         if self.tokens is not None:
             token = _bearer(context.invocation_metadata() or ())
@@ -60,6 +69,16 @@ class Access:
         if caller is None:
             raise Unauthenticated("credentials are missing: send `authorization: Bearer TOKEN` or a certificate")
         return caller
+
+    def refusal(self, method: str, context: Headers) -> Unauthenticated | PermissionDenied | None:
+        """Why the caller may not call the method; None if it may."""
+        if self.is_open(method):
+            return None
+        try:
+            require(self.identify(context), method, self.roles(method))
+        except (Unauthenticated, PermissionDenied) as error:
+            return error.with_traceback(None)
+        return None
 
 
 def require(caller: Caller, method: str, roles: frozenset[Role]) -> None:

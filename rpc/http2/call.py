@@ -16,11 +16,13 @@ from rpc.http2.limits import EXCEEDED
 from rpc.http2.security import AuthContext
 from rpc.http2.stream import Stream
 from rpc.http2.wire.hpack import literal
-from rpc.http2.wire.messages import MessageFailure, decompress
+from rpc.http2.wire.messages import INLINE_BYTES, MessageFailure, Received, decompress, whole
 from rpc.http2.wire.metadata import OK_STATUS, Metadata, status_fields
 from rpc.http2.wire.request import RequestHead
+from rpc.input_budget import InputHold, offer_hold
 from rpc.interceptors.behaviour import Behaviour, as_coroutine
 from rpc.turns import CallTurns
+from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
 
@@ -35,13 +37,41 @@ class CallDetails(grpc.HandlerCallDetails):
         self.invocation_metadata = invocation_metadata  # type: ignore[assignment]  # in its stubs without bytes
 
 
+class Caller:
+    """Who begins a call, as far as its headers and its connection say."""
+
+    __slots__ = ("_metadata", "_peer")
+
+    def __init__(self, metadata: Metadata, peer: "CallConnection") -> None:
+        self._metadata = metadata
+        self._peer = peer
+
+    def invocation_metadata(self) -> Metadata:
+        """What the caller sent beside its request."""
+        return self._metadata
+
+    def auth_context(self) -> AuthContext:
+        """Who the caller has proven to be."""
+        return self._peer.auth_context
+
+
+# Of a method and its caller: what is served instead of the request; None if the call is allowed.
+Refuse = Callable[[str, Caller], object | None]
+
+
 class CallHost(Protocol):
     """The server, as its calls know it."""
 
     turns: CallTurns
+    # Held by the call whose request is decompressed, until that is parsed: one at a time is in memory.
+    inflating: asyncio.Lock
 
     def takes_one_message(self, path: str) -> bool:
         """Whether the method's request is known to be a single message."""
+
+    @property
+    def refuse(self) -> "Refuse | None":
+        """Decides whether a caller may call a method; None if all may."""
 
     async def find(self, details: CallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """The handler of a call, wrapped by the interceptors."""
@@ -64,6 +94,9 @@ class CallConnection(Protocol):
     def auth_context(self) -> AuthContext:
         """Who the client has proven to be."""
 
+    def hold_input(self, size: int) -> InputHold:
+        """Counts a message that has been read, until it is parsed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -82,7 +115,9 @@ class Call:
     __slots__ = (
         "_callbacks",
         "_context",
+        "_hold",
         "_host",
+        "_refusal",
         "_task",
         "_timer",
         "deadline_at",
@@ -97,6 +132,13 @@ class Call:
         self._host = host
         # What streams may be answered before anything was asked.
         self.waits_for_message = host.takes_one_message(head.path)
+        # Before anything is received: a stranger's request uses no memory.
+        self._refusal: object | None = None
+        if host.refuse is not None and self.waits_for_message:
+            self._refusal = host.refuse(head.path, Caller(head.metadata, peer))
+            self.waits_for_message = self._refusal is None
+            stream.ignores_input = self._refusal is not None
+        self._hold: InputHold | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._callbacks: tuple[Callable[[], None], ...] = ()
@@ -174,12 +216,45 @@ class Call:
         received = await self.stream.inbox.next()
         if received is None:
             return EOF
+        if received.is_compressed or len(received.payload) > INLINE_BYTES:
+            return await self._read_large(received, method)
         self.stream.was_read(received)
+        return method.deserialize(received.payload)  # type: ignore[arg-type]  # a bytearray is longer
+
+    async def _read_large(self, received: Received, method: Method) -> Any:
+        """A message that counts until it is parsed, with what it becomes."""
+        self._release_hold()
+        self.stream.was_read(received)
+        hold = self._hold = self.peer.hold_input(received.size)
         limits = self.stream.limits
-        if received.is_compressed and not limits.accepts_compression:
+        if not received.is_compressed:
+            wire = await whole(received)
+        elif not limits.accepts_compression:
             raise MessageFailure(StatusCode.UNIMPLEMENTED, _NOT_COMPRESSED)
-        wire = await decompress(received, self.head.encoding, limits.max_message_bytes)
-        return method.deserialize(wire)
+        else:
+            await self._wait_to_inflate(hold)
+            wire = await decompress(received, self.head.encoding, limits.max_message_bytes, hold.grow)
+        offer_hold(hold)
+        request = method.deserialize(wire)
+        offer_hold(None)
+        if not hold.is_claimed:
+            hold.release()
+        return request
+
+    async def _wait_to_inflate(self, hold: InputHold) -> None:
+        inflating, limits = self._host.inflating, self.stream.limits.input
+        try:
+            async with timeout(limits.wait_seconds if limits else None):
+                await inflating.acquire()
+        except asyncio.TimeoutError:
+            EXCEEDED.labels("unread_input").inc()
+            raise MessageFailure.no_memory() from None
+        hold.on_release(inflating.release)
+
+    def _release_hold(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
 
     # Its life.
 
@@ -192,11 +267,15 @@ class Call:
             await self._serve(method_of(handler))
         except MessageFailure as failure:
             self.finish(failure.code, failure.details)
+        finally:
+            self._release_hold()
 
     async def _serve(self, method: Method) -> None:
         context = self._context = Context(self, method)
         request: Any = Requests(context)
-        if not method.takes_stream:
+        if self._refusal is not None:
+            request = self._refusal
+        elif not method.takes_stream:
             request = await self.read(method)
             if request is EOF:
                 raise MessageFailure(StatusCode.UNIMPLEMENTED, "the request has no message")
@@ -251,6 +330,8 @@ class Refusal:
     def __init__(self, stream: Stream, head: RequestHead | None) -> None:
         self._stream = stream
         self._head = head
+        # Whatever it is, it is not kept.
+        stream.ignores_input = True
 
     def start(self) -> None:
         """Answers at once where nothing more is needed."""

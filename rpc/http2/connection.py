@@ -20,6 +20,7 @@ from rpc.http2.wire.header_blocks import HeaderBlock
 from rpc.http2.wire.hpack import Field
 from rpc.http2.wire.messages import MessageFailure
 from rpc.http2.wire.request import RequestHead, check_trailers, parse
+from rpc.input_budget import InputBudget, InputHold, PeerInput, Reservation
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +36,8 @@ class ConnectionHost(Protocol):
 
     limits: ServerLimits
     context: Context
+
+    input: InputBudget
 
     def answer(self, connection: "Connection", stream: Stream, head: RequestHead | None) -> StreamHandler:
         """Makes the call of a new stream; without a head it was over the limit."""
@@ -70,6 +73,9 @@ class Connection(asyncio.Protocol):
         self._host = host
         # With what their peers may still have sent on them.
         self._ended_early: dict[int, int] = {}
+        self._input: PeerInput | None = None
+        # Since when no call runs, in the loop's time.
+        self._idle_since = 0.0
         self._auth_context: AuthContext | None = None
         self._refused_streams = Bucket("refused_streams", host.limits.http2.refused_streams)
 
@@ -81,7 +87,8 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         # uvloop's are not asyncio's own.
         self.transport = cast("asyncio.Transport", transport)
-        self.heard_at = self.loop.time()
+        self.heard_at = self._idle_since = self.loop.time()
+        self._input = self._host.input.of_peer(self.peer_host)
         self.output = Output(self.loop, self.transport, self.context, self.limits.http2.max_unread_output_bytes)
         self.liveness = Liveness(self)
         self.receiver = Receiver(self, h2.PREFACE)
@@ -130,6 +137,9 @@ class Connection(asyncio.Protocol):
         if len(self.streams) >= self.limits.max_streams:
             self._refused_streams.spend()
             raise StreamFailure(h2.REFUSED_STREAM, "too many streams")
+        if self.receiver.cancels.left < 0 and self.receiver.refuses_calls():
+            self._remember_early(self.last_stream_id, RECEIVE_WINDOW)
+            raise StreamFailure(h2.REFUSED_STREAM, "too many calls are cancelled early")
 
     def open(self, stream_id: int, window: int, head: RequestHead | None) -> Stream:
         """A new stream, and the call that answers it."""
@@ -145,26 +155,32 @@ class Connection(asyncio.Protocol):
         self.streams.pop(stream.id, None)
         self.calls.pop(stream.id, None)
         if is_early:
-            self._ended_early[stream.id] = stream.receive_window
-            if len(self._ended_early) > _REMEMBERED_STREAMS:
-                del self._ended_early[next(iter(self._ended_early))]
+            self._remember_early(stream.id, stream.receive_window)
         if not self.streams:
+            self._idle_since = self.heard_at
             self.liveness.note_idle()
             self._host.note_idle()
 
     def has_ended_early(self, stream_id: int) -> bool:
         """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
-        return stream_id in self._ended_early
+        return self._ended_early.get(stream_id, -1) >= 0
+
+    def forget_early(self, stream_id: int) -> bool:
+        """The peer has reset a stream: whether we had ended it early, which is not remembered any more."""
+        return self._ended_early.pop(stream_id, None) is not None
+
+    def _remember_early(self, stream_id: int, window: int) -> None:
+        self._ended_early[stream_id] = window
+        if len(self._ended_early) > _REMEMBERED_STREAMS:
+            del self._ended_early[next(iter(self._ended_early))]
 
     def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
         """Whether such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
         window = self._ended_early.get(stream_id, -1)
         if size > window:
             return False
-        if is_last:
-            del self._ended_early[stream_id]
-        else:
-            self._ended_early[stream_id] = window - size
+        # Without a window only its reset is remembered.
+        self._ended_early[stream_id] = -1 if is_last else window - size
         return True
 
     def note_goaway(self, last_stream_id: int) -> None:
@@ -173,9 +189,36 @@ class Connection(asyncio.Protocol):
     def account_input(self, change: int) -> None:
         """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
         self.unread_input += change
+        fits = self._input is None or self._input.add(change)
         if change > 0 and self.unread_input > self.limits.http2.max_unread_input_bytes:
             EXCEEDED.labels("unread_input").inc()
             raise MessageFailure.too_much_unread()
+        if not fits:
+            EXCEEDED.labels("unread_input").inc()
+            raise MessageFailure.no_memory()
+
+    def hold_input(self, size: int) -> InputHold:
+        """Counts a message that has been read, until it is parsed."""
+        assert self._input is not None
+        return self._input.hold(size)
+
+    def reserve(self, stream: Stream, size: int) -> Reservation | None:
+        """Counts what is still to come of a large message; None if that is done, and else the stream hears of it."""
+        assert self._input is not None
+        waiting = self._input.reserve(size, lambda is_granted: self._decide(stream, size, is_granted=is_granted))
+        if waiting is None:
+            self.unread_input += size
+        return waiting
+
+    def _decide(self, stream: Stream, size: int, *, is_granted: bool) -> None:
+        if is_granted:
+            self.unread_input += size
+            stream.note_reserved(size)
+            return
+        EXCEEDED.labels("unread_input").inc()
+        call = self.calls.get(stream.id)
+        if call is not None:
+            call.fail(MessageFailure.no_memory())
 
     # Its end.
 
@@ -203,6 +246,16 @@ class Connection(asyncio.Protocol):
     def budget_exceeded(self, budget: str, reason: str) -> None:
         """Ends the connection, whose peer went over a limit."""
         self.fail(exceeded(budget, reason))
+
+    def idle_since(self) -> float | None:
+        """Since when no call has run on it, in the loop's time; None if one does."""
+        return None if self.streams or self.is_closing else self._idle_since
+
+    def close_idle(self) -> None:
+        """Ends the connection, whose place others need."""
+        EXCEEDED.labels("connections").inc()
+        self.close("too many connections, and none has been idle for longer")
+        self.loop.call_later(_CUT_SECONDS, self.transport.abort, context=self.context)
 
     @property
     def auth_context(self) -> AuthContext:

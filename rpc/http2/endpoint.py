@@ -70,6 +70,9 @@ class Endpoint(Protocol):
     def has_ended_early(self, stream_id: int) -> bool:
         """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
 
+    def forget_early(self, stream_id: int) -> bool:
+        """The peer has reset a stream: whether we had ended it early, which is not remembered any more."""
+
     def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
         """Whether such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
 

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import Counter, Gauge
 from pydantic import Field
 
 from rpc.http2.wire.frames import ENHANCE_YOUR_CALM, ConnectionFailure
+from rpc.input_budget import InputLimits
 from runtime.config import Section
 from runtime.metrics import REGISTRY
 
@@ -24,6 +25,7 @@ BUDGETS: Final = (
     "continuations",
     "unread_output",
     "unread_input",
+    "slow_request",
     "slow_reader",
     "connections",
     "handshake",
@@ -43,6 +45,8 @@ for _budget in BUDGETS:
 # An answer of so many bytes earns its reader one more frame: an acknowledgement of each message and of each frame is
 # within it, a window that is opened byte by byte is not.
 BYTES_PER_FRAME: Final = 16
+# An answer of so many bytes, about a token, earns its reader one more early cancel.
+BYTES_PER_CANCEL: Final = 64
 
 
 class Rate(Section):
@@ -57,7 +61,11 @@ class Http2Limits(Section):
 
     resets: Rate = Field(
         default=Rate(burst=2000, per_second=1000),
-        description="Calls cancelled early, of which answers earn more; and as many that the peer makes us reset.",
+        description="Calls cancelled early, of which answers earn more. Then the connection ends, or new calls are"
+        " refused while others are answered. As many that the peer makes us reset.",
+    )
+    resets_multiple: float = Field(
+        default=8.0, ge=1, description="At so many times that rate a connection ends though calls are answered on it."
     )
     premature_seconds: float = Field(
         default=1.0, ge=0, description="Sooner than this after its call, and before any answer, a cancel is early."
@@ -82,7 +90,7 @@ class Http2Limits(Section):
         default=4 * 2**20, ge=65_536, description="Written and not taken by the peer; then calls wait to write more."
     )
     max_unread_input_bytes: int = Field(
-        default=128 * 2**20, ge=65_536, description="Of requests that are not read yet; then calls are refused."
+        default=192 * 2**20, ge=65_536, description="Of requests that are not read yet; then calls are refused."
     )
     max_connections_per_peer: int = Field(default=4096, ge=1, description="From one address.")
     handshake_seconds: float = Field(default=10.0, gt=0, description="For TLS, and again for HTTP/2's first frames.")
@@ -93,7 +101,10 @@ class Http2Limits(Section):
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Everything that bounds the connections of one server. 0 is no limit of `max_age_seconds`."""
+    """Everything that bounds the connections of one server. 0 is no limit of `max_age_seconds`.
+
+    `input` is of requests; without it, what comes is not counted.
+    """
 
     http2: Http2Limits
     max_message_bytes: int = 4 * 2**20
@@ -103,20 +114,22 @@ class ServerLimits:
     keepalive_seconds: float = 10.0
     keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0
+    input: InputLimits | None = field(default_factory=InputLimits)
 
 
 class Bucket:
     """How much of one budget a connection has left. It costs a subtraction until its burst is used up.
 
-    `earned` tells how much the connection has earned so far by what its peer has taken, where that counts.
+    `earned` tells how much the connection has earned so far by what its peer has taken, where that counts. `left` is
+    without what time and peer have added since it was last below 0.
     """
 
-    __slots__ = ("_at", "_budget", "_burst", "_earned", "_earned_before", "_left", "_per_second")
+    __slots__ = ("_at", "_budget", "_burst", "_earned", "_earned_before", "_per_second", "left")
 
     def __init__(self, budget: str, rate: Rate, earned: Callable[[], float] | None = None) -> None:
         self._budget = budget
         self._burst = float(rate.burst)
-        self._left = float(rate.burst)
+        self.left = float(rate.burst)
         self._per_second = rate.per_second
         self._at = time.monotonic()
         self._earned = earned
@@ -124,9 +137,22 @@ class Bucket:
 
     def spend(self) -> None:
         """Takes one. Raises ConnectionFailure if there is none left."""
-        self._left -= 1.0
-        if self._left < 0:
+        self.left -= 1.0
+        if self.left < 0:
             self._refill()
+            if self.left < 0:
+                raise exceeded(self._budget, f"too many {self._budget}")
+
+    def owe(self) -> None:
+        """Takes one, though there may be none left: `is_overdrawn` until time, or what is earned, has paid for it."""
+        self.left = max(self.left - 1.0, -self._burst)
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more was taken than there was."""
+        if self.left < 0:
+            self._refill()
+        return self.left < 0
 
     def _refill(self) -> None:
         now = time.monotonic()
@@ -136,9 +162,7 @@ class Bucket:
             earned = self._earned()
             more += earned - self._earned_before
             self._earned_before = earned
-        self._left = min(self._burst, self._left + more)
-        if self._left < 0:
-            raise exceeded(self._budget, f"too many {self._budget}")
+        self.left = min(self._burst, self.left + more)
 
 
 def exceeded(budget: str, reason: str) -> ConnectionFailure:

@@ -9,6 +9,7 @@ from rpc.http2.endpoint import Endpoint
 from rpc.http2.limits import EXCEEDED
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure
+from rpc.http2.wire.messages import MessageFailure
 
 _KEEPALIVE: Final = b"keepaliv"
 _DRAIN: Final = b"draining"
@@ -34,6 +35,7 @@ class Liveness:
         self._answers_at_ping = (0, 0)
         self._strikes = 0
         self._unread_before = -1
+        self._requests_looked_at = 0.0
         self.is_draining = False
         self.refuses_calls = False
 
@@ -43,6 +45,9 @@ class Liveness:
         self._later("handshake", limits.http2.handshake_seconds, self._check_handshake)
         self._later("keepalive", limits.keepalive_seconds, self._check_silence)
         self._later("readers", limits.http2.slow_reader_seconds / 2, self._check_readers)
+        if limits.input is not None:
+            self._later("requests", limits.input.stall_seconds / 3, self._check_requests)
+            self._requests_looked_at = self._connection.loop.time()
         if limits.max_age_seconds:
             age = limits.max_age_seconds * random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
             self._later("age", age, self.drain)
@@ -126,6 +131,24 @@ class Liveness:
         self._connection.budget_exceeded("keepalive", "a PING was not answered")
         # The peer would not read a GOAWAY.
         self._connection.transport.abort()
+
+    def _check_requests(self) -> None:
+        """Ends the calls whose request does not come, or too slowly."""
+        connection, limits = self._connection, self._limits.input
+        assert limits is not None
+        self._later("requests", limits.stall_seconds / 3, self._check_requests)
+        now = connection.loop.time()
+        is_late = now > self._requests_looked_at + limits.stall_seconds / 3 + _LATE_SECONDS
+        self._requests_looked_at = now
+        if is_late:
+            for stream in connection.streams.values():
+                stream.forget_pace()
+            return
+        for stream_id, stream in tuple(connection.streams.items()):
+            call = connection.calls[stream_id]
+            if stream.is_slow(now, limits, waits_for_first=call.waits_for_message):
+                EXCEEDED.labels("slow_request").inc()
+                call.fail(MessageFailure.too_slow())
 
     def _check_readers(self) -> None:
         # Found twice at the same place, a reader has taken nothing for at least half of its time.

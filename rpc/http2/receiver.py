@@ -5,7 +5,7 @@ from typing import Final
 
 from rpc.http2.control import ControlFrames, require_size
 from rpc.http2.endpoint import Endpoint
-from rpc.http2.limits import Bucket
+from rpc.http2.limits import BYTES_PER_CANCEL, Bucket, Rate, exceeded
 from rpc.http2.stream import RECEIVE_WINDOW, Stream
 from rpc.http2.wire import frames as h2
 from rpc.http2.wire.frames import ConnectionFailure, StreamFailure
@@ -18,6 +18,8 @@ CONNECTION_WINDOW: Final = 8 * RECEIVE_WINDOW
 _TURN_FRAMES: Final = 1024
 _FRAMES_A_CALL: Final = 16
 _BYTES_A_FRAME: Final = 64
+# After an answer, its reader may be busy with what comes of it.
+_READER_SECONDS: Final = 5.0
 # A request of more bytes is cut into frames that are longer, but for its last one.
 _SMALL_BYTES: Final = 1024
 
@@ -29,9 +31,9 @@ class Receiver:
     """
 
     def __init__(self, connection: Endpoint, preface: bytes = b"") -> None:
-        limits = connection.limits.http2
+        limits, output = connection.limits.http2, connection.output
         self._connection = connection
-        self._output = connection.output
+        self._output = output
         self._streams = connection.streams
         self._buffer = b""
         self._is_postponed = False
@@ -41,8 +43,17 @@ class Receiver:
         self._window = CONNECTION_WINDOW
         self._blocks = HeaderBlocks(limits)
         self.opened: list[Stream] = []
-        # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many.
-        self._cancels = Bucket("resets", limits.resets, lambda: connection.output.header_blocks)
+        # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many. And
+        # who reads much of some calls may cancel others.
+        self.cancels = Bucket(
+            "resets", limits.resets, lambda: output.header_blocks + output.sent_bytes / BYTES_PER_CANCEL
+        )
+        # Of those, and of calls that are refused because of them, so many that the peer is no client.
+        resets = limits.resets
+        storm = Rate(burst=2 * resets.burst, per_second=resets.per_second * limits.resets_multiple)
+        self._storm = Bucket("resets", storm, lambda: output.header_blocks)
+        self._reads_until = 0.0
+        self._sent_bytes = 0
         # A well-behaved peer makes us reset none, however many of its calls are answered.
         self._faults = Bucket("resets", limits.resets)
         self._premature_seconds = limits.premature_seconds
@@ -66,6 +77,23 @@ class Receiver:
     def initial_window(self) -> int:
         """The peer's for new streams."""
         return self._control.initial_window
+
+    def refuses_calls(self) -> bool:
+        """Whether so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
+        if not self.cancels.is_overdrawn:
+            return False
+        if self._connection.heard_at >= self._reads_until:
+            self._require_reader()
+        self._storm.spend()
+        return True
+
+    def _require_reader(self) -> None:
+        """Raises ConnectionFailure for a peer that only cancels: nothing is lost with its connection."""
+        heard_at, sent_bytes = self._connection.heard_at, self._output.sent_bytes
+        if sent_bytes > self._sent_bytes or any(stream.started for stream in self._streams.values()):
+            self._reads_until, self._sent_bytes = heard_at + _READER_SECONDS, sent_bytes
+        if heard_at >= self._reads_until:
+            raise exceeded("resets", "too many resets")
 
     def receive(self, data: bytes) -> None:
         """Takes bytes of the connection."""
@@ -224,7 +252,7 @@ class Receiver:
             self.opened.append(stream)
         try:
             if size:
-                stream.receive(payload, size)
+                stream.receive(payload, size, is_last=is_last)
             if is_last:
                 stream.end()
                 call.end()
@@ -237,8 +265,13 @@ class Receiver:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "RST_STREAM is on an idle stream")
         call = self._connection.calls.get(stream_id)
         stream = self._streams.get(stream_id)
-        if stream is None or self._is_premature(stream):
-            self._cancels.spend()
+        # What was ended early was paid for then.
+        counts = self._is_premature(stream) if stream else not self._connection.forget_early(stream_id)
+        if counts:
+            self._storm.spend()
+            self.cancels.owe()
+            if self._connection.heard_at >= self._reads_until and self.cancels.is_overdrawn:
+                self._require_reader()
         if stream is not None:
             stream.close()
         if call is not None:

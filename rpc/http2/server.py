@@ -6,38 +6,64 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from grpc import aio
 
 from rpc.auth.tls import TlsConfig
-from rpc.http2.call import Call, CallDetails, Refusal
+from rpc.http2.call import Call, CallDetails, Refusal, Refuse
 from rpc.http2.connection import Connection
-from rpc.http2.limits import ServerLimits, exceeded
+from rpc.http2.limits import EXCEEDED, ServerLimits, exceeded
 from rpc.http2.security import server_context
 from rpc.http2.stream import Stream
-from rpc.http2.wire.frames import PROTOCOL_ERROR, ConnectionFailure
+from rpc.http2.wire.frames import ENHANCE_YOUR_CALM, PROTOCOL_ERROR, ConnectionFailure, goaway, settings
 from rpc.http2.wire.request import RequestHead
+from rpc.input_budget import InputBudget, InputLimits
 from rpc.turns import CallTurns
 from runtime.aio import timeout
+from runtime.network.accepting import Acceptor
+from runtime.network.descriptors import OpenConnections
 from runtime.network.listening import open_sockets
 
 Find = Callable[[CallDetails], Awaitable[Any]]
 
-_BACKLOG: Final = 1024
+# Left to everything but clients, where a server is on its own.
+RESERVED_DESCRIPTORS: Final = 256
 # How long closed connections may take to be gone.
 _CLOSE_SECONDS: Final = 2.0
+
+
+def _refuse_connection(accepted: socket.socket) -> None:
+    """Says why a connection may not stay."""
+    EXCEEDED.labels("connections").inc()
+    with suppress(OSError):
+        accepted.send(settings({}) + goaway(0, ENHANCE_YOUR_CALM, "too many connections"))
 
 
 class Http2Server:
     """Serves handlers as `grpc.aio.server` does, and takes what generated code and interceptors give to that one.
 
     `context` holds the context variables that each call starts with: those of the code that creates the server.
+    `refuse` decides at a call's headers, before its message is received; `input` and `open_connections` may be those of
+    several servers.
     """
 
-    def __init__(self, interceptors: Sequence["aio.ServerInterceptor[Any, Any]"], limits: ServerLimits) -> None:
+    def __init__(
+        self,
+        interceptors: Sequence["aio.ServerInterceptor[Any, Any]"],
+        limits: ServerLimits,
+        *,
+        refuse: Refuse | None = None,
+        input: InputBudget | None = None,
+        open_connections: OpenConnections | None = None,
+    ) -> None:
         self.limits = limits
+        self.open_connections = open_connections or OpenConnections(RESERVED_DESCRIPTORS)
+        self.input = input or InputBudget(limits.input or InputLimits())
+        self.inflating = asyncio.Lock()
+        self.refuse = refuse
         self.context = contextvars.copy_context()
         self.turns = CallTurns()
         self._methods: dict[str, Any] = {}
@@ -48,7 +74,7 @@ class Http2Server:
         self._find = find
         self._sockets: list[socket.socket] = []
         self._ssl: ssl.SSLContext | None = None
-        self._listeners: list[asyncio.Server] = []
+        self._acceptor: Acceptor | None = None
         self._connections: set[Connection] = set()
         self._by_peer: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,21 +104,22 @@ class Http2Server:
 
     async def start(self) -> None:
         """Takes connections from now on."""
-        loop = asyncio.get_running_loop()
-        handshake = self.limits.http2.handshake_seconds if self._ssl else None
-        for each in self._sockets:
-            listener = await loop.create_server(
-                lambda: Connection(self), sock=each, ssl=self._ssl, backlog=_BACKLOG, ssl_handshake_timeout=handshake
-            )
-            self._listeners.append(listener)
+        self._acceptor = Acceptor(
+            self._sockets,
+            lambda: Connection(self),
+            self.open_connections,
+            _refuse_connection,
+            tls=self._ssl,
+            handshake_seconds=self.limits.http2.handshake_seconds,
+        )
 
     async def stop(self, grace_seconds: float | None) -> None:
         """Takes no more connections and calls; what runs goes on for so long, and is cancelled then.
 
         It may be called again, with less patience.
         """
-        for listener in self._listeners:
-            listener.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         for each in self._sockets:
             each.close()
         for connection in tuple(self._connections):
@@ -102,6 +129,8 @@ class Http2Server:
         for connection in tuple(self._connections):
             connection.close("the server stops")
         await self._wait_until(lambda: not self._connections, _CLOSE_SECONDS)
+        if self._acceptor is not None:
+            await self._acceptor.wait_closed()
 
     @property
     def _is_busy(self) -> bool:
@@ -121,6 +150,7 @@ class Http2Server:
     def add(self, connection: Connection) -> None:
         """A connection is there. Raises ConnectionFailure if it may not stay."""
         self._connections.add(connection)
+        self.open_connections.add(connection)
         self._by_peer[connection.peer_host] += 1
         if self._by_peer[connection.peer_host] > self.limits.http2.max_connections_per_peer:
             raise exceeded("connections", "too many connections of one peer")
@@ -131,6 +161,7 @@ class Http2Server:
     def discard(self, connection: Connection) -> None:
         """It is not any more."""
         self._connections.discard(connection)
+        self.open_connections.discard(connection)
         self._by_peer[connection.peer_host] -= 1
         if not self._by_peer[connection.peer_host]:
             del self._by_peer[connection.peer_host]

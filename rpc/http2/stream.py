@@ -19,6 +19,7 @@ from rpc.http2.wire.frames import (
     window_update,
 )
 from rpc.http2.wire.messages import Inbox, Received, TakeReceived
+from rpc.input_budget import InputLimits, Pace, Reservation
 
 # What a peer may send of one request before it is read.
 RECEIVE_WINDOW: Final = 1024 * 1024
@@ -41,11 +42,14 @@ class StreamOwner(Protocol):
     def account_input(self, change: int) -> None:
         """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
 
+    def reserve(self, stream: "Stream", size: int) -> Reservation | None:
+        """Counts what is still to come of a large message; None if that is done, and else the stream hears of it."""
+
 
 class Stream:
     """One stream. `window` is the peer's for it; `half_closed` says that the peer has sent its last.
 
-    `opened_at` is in the loop's time.
+    `opened_at` is in the loop's time. With `ignores_input` what comes is dropped.
     """
 
     __slots__ = (
@@ -53,14 +57,18 @@ class Stream:
         "_mark",
         "_output",
         "_owner",
+        "_pace",
         "_pending",
         "_receive_window",
+        "_reservation",
+        "_reserved",
         "_trailers",
         "_writers",
         "closed",
         "content_length",
         "half_closed",
         "id",
+        "ignores_input",
         "limits",
         "opened_at",
         "received_bytes",
@@ -78,6 +86,10 @@ class Stream:
         # Made for the first bytes, or for who waits for them: heads without a message are cheap to send.
         self._inbox: Inbox | None = None
         self._mark: tuple[int, int] | None = None
+        # Of the message that is being received: bytes that are counted and have not come, and those that wait for it.
+        self._reserved = 0
+        self._reservation: Reservation | None = None
+        self._pace: Pace | None = None
         self.id = stream_id
         self.window = window
         self.limits = limits
@@ -85,6 +97,7 @@ class Stream:
         self.opened_at = 0.0
         self.received_bytes = 0
         self.half_closed = False
+        self.ignores_input = False
         self.started = False
         self.closed = False
 
@@ -103,25 +116,40 @@ class Stream:
         """Gives messages to `take` as they come, instead of keeping them for `read`."""
         self._inbox = Inbox(self.limits.max_message_bytes, take)
 
-    def receive(self, payload: bytes, size: int) -> None:
+    def receive(self, payload: bytes, size: int, *, is_last: bool = False) -> None:
         """Takes a DATA frame's payload; `size` counts its padding too. Raises StreamFailure and MessageFailure."""
         self._receive_window -= size
         if self._receive_window < 0:
             raise StreamFailure(FLOW_CONTROL_ERROR, "more was sent than the stream's window allows")
         self.received_bytes += len(payload)
-        inbox = self._inbox or self.inbox
-        more = inbox.feed(payload)
-        if more:
-            self._owner.account_input(more)
+        # Before its messages are looked at: they may end the call, and the error would be missed.
+        if self.content_length >= 0:
+            self._check_length(is_last=is_last)
+        if not self.ignores_input:
+            inbox = self._inbox or self.inbox
+            more = inbox.feed(payload)
+            if more:
+                self._owner.account_input(more if not self._reserved else self._beyond_reserved(more))
         if self._receive_window * 2 < RECEIVE_WINDOW:
             self._grant()
 
     def end(self) -> None:
         """The peer has sent its last. Raises StreamFailure and MessageFailure."""
         self.half_closed = True
-        if self.content_length >= 0 and self.content_length != self.received_bytes:
+        if self.content_length >= 0:
+            self._check_length(is_last=True)
+        if not self.ignores_input:
+            self.inbox.end()
+
+    def _check_length(self, *, is_last: bool) -> None:
+        if self.received_bytes > self.content_length or (is_last and self.received_bytes != self.content_length):
             raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
-        self.inbox.end()
+
+    def _beyond_reserved(self, more: int) -> int:
+        """How many of so many bytes were not counted before."""
+        counted = min(more, self._reserved)
+        self._reserved -= counted
+        return more - counted
 
     @property
     def receive_window(self) -> int:
@@ -134,13 +162,69 @@ class Stream:
             self._owner.account_input(-message.size)
             self._grant()
 
+    def is_slow(self, now: float, limits: InputLimits, *, waits_for_first: bool) -> bool:
+        """Whether a message comes too slowly; asked again and again, it measures from one time to the next.
+
+        `waits_for_first` says that the call needs a message.
+        """
+        is_partial = self._inbox is not None and self._inbox.is_partial
+        waits = is_partial or self.ignores_input or (waits_for_first and not self.received_bytes)
+        if not waits or self.half_closed or self._trailers is not None or self._reservation is not None:
+            self._pace = None
+            return False
+        messages = 0 if self._inbox is None else self._inbox.count
+        if self._pace is None or self._pace.messages != messages:
+            self._pace = Pace(messages, now, self.received_bytes)
+        return self._pace.is_slow(now, self.received_bytes, limits)
+
+    def forget_pace(self) -> None:
+        """Measures anew: this process may not have read what came meanwhile."""
+        self._pace = None
+
+    def note_reserved(self, size: int) -> None:
+        """The bytes that a large message waited for are counted."""
+        self._reservation = None
+        if self.closed or self.ignores_input:
+            self._owner.account_input(-size)
+            return
+        self._reserved += size
+        self._grant()
+
     def _grant(self) -> None:
         used = RECEIVE_WINDOW - self._receive_window
-        if used * 2 <= RECEIVE_WINDOW or self.half_closed or self.closed:
+        if used * 2 <= RECEIVE_WINDOW or self.half_closed or self.closed or self._trailers is not None:
             return
-        if self.inbox.wants_more or self.inbox.size * 2 <= RECEIVE_WINDOW:
-            self._receive_window = RECEIVE_WINDOW
-            self._output.send(window_update(self.id, used))
+        if not self.ignores_input:
+            inbox = self.inbox
+            if not inbox.wants_more and inbox.size * 2 > RECEIVE_WINDOW:
+                return
+            if inbox.partial_length > RECEIVE_WINDOW and not self._has_reserved():
+                return
+        self._receive_window = RECEIVE_WINDOW
+        self._output.send(window_update(self.id, used))
+
+    def _has_reserved(self) -> bool:
+        """Whether all that is still to come of a large message is counted; if not, it waits for that."""
+        missing = self.inbox.partial_length - self.inbox.partial_size
+        if self._reservation is None and missing > self._reserved:
+            size = missing - self._reserved
+            self._reservation = self._owner.reserve(self, size)
+            if self._reservation is None:
+                self._reserved += size
+        return self._reservation is None
+
+    def _drop_input(self) -> None:
+        """What has come is not read any more."""
+        self.ignores_input = True
+        if self._reservation is not None:
+            self._reservation.cancel()
+            self._reservation = None
+        if self._inbox is not None:
+            held = self._inbox.size + self._reserved
+            if held:
+                self._owner.account_input(-held)
+            self._inbox.clear()
+        self._reserved = 0
 
     # What is sent.
 
@@ -214,6 +298,8 @@ class Stream:
         self._trailers = trailers
         if not self._pending:
             self._send_trailers()
+        elif not self.ignores_input:
+            self._drop_input()
 
     def drop_unsent(self) -> None:
         """What waits is not sent any more."""
@@ -235,8 +321,7 @@ class Stream:
         if self._pending:
             self.drop_unsent()
         if self._inbox is not None:
-            self._owner.account_input(-self._inbox.size)
-            self._inbox.clear()
+            self._drop_input()
         self._output.forget(self)
         self._owner.forget(self, is_early=is_early)
         self.notice_room()
@@ -247,7 +332,7 @@ class Stream:
         self.window = 0
         self._pending.clear()
         if self._inbox is not None:
-            self._inbox.clear()
+            self._drop_input()
         self.notice_room()
 
     def widen(self, increment: int) -> None:

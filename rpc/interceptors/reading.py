@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
+from rpc.input_budget import claim_hold
 from rpc.interceptors.arrival import note_size
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.interceptors.counting import count_fields
@@ -55,13 +56,19 @@ class MalformedRequest:
         self.error = error
 
 
-class _Unread:
-    """A request that takes long enough to parse that a thread does it."""
+def _was_read() -> None:
+    """The bytes of the request are gone."""
+    raise RuntimeError("a request is read once")
 
-    __slots__ = ("read",)
+
+class _Unread:
+    """A request that takes long enough to parse that a thread does it; its bytes count until then."""
+
+    __slots__ = ("hold", "read")
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
+        self.hold = claim_hold()
 
 
 class Reader:
@@ -115,9 +122,15 @@ class Reader:
             yield request
 
     async def _resolve(self, request: Any) -> Any:
-        if isinstance(request, _Unread):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, request.read)
-        return request
+        if not isinstance(request, _Unread):
+            return request
+        # Who has called still has the request, for as long as the call runs, and is not to keep its bytes.
+        read, request.read = request.read, _was_read
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+        finally:
+            if request.hold is not None:
+                request.hold.release()
 
     def _read(self, parse: Deserializer, descriptor: Descriptor, wire: bytes) -> Any:
         try:

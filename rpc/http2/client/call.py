@@ -13,6 +13,7 @@ from rpc.http2.wire.frames import CANCEL, ENHANCE_YOUR_CALM, PROTOCOL_ERROR, Str
 from rpc.http2.wire.hpack import Field
 from rpc.http2.wire.messages import MessageFailure
 from rpc.http2.wire.metadata import MalformedMetadata, Metadata, decode, percent_decoded
+from rpc.http2.wire.request import content_length
 
 # Takes a message of the peer at once.
 TakeMessage = Callable[[bytes], None]
@@ -110,6 +111,7 @@ class Call:
                     raise StreamFailure(ENHANCE_YOUR_CALM, "the answer is announced too often")
                 return
             self._has_head = True
+            self._stream.content_length = content_length([value for name, value in fields if name == b"content-length"])
             if http_status != b"200":
                 code = _OF_HTTP.get(http_status or b"", StatusCode.UNKNOWN)
                 self._end(

@@ -112,6 +112,11 @@ class ClientConnection(asyncio.Protocol):
         """The only stream may end at any time, and its peer may not have known when it sent what comes now."""
         return stream_id == _STREAM_ID
 
+    def forget_early(self, stream_id: int) -> bool:
+        """It is remembered: a server has no reason to reset the one stream twice."""
+        del stream_id
+        return False
+
     def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
         """The same; the connection ends with its only stream, and so does what is counted of it."""
         del size, is_last
@@ -119,6 +124,9 @@ class ClientConnection(asyncio.Protocol):
 
     def account_input(self, change: int) -> None:
         """Messages are taken as they come: what waits is at most one that has not come as a whole."""
+
+    def reserve(self, stream: Stream, size: int) -> None:
+        """The same: servers are workers, and there is one message at a time."""
 
     def note_goaway(self, last_stream_id: int) -> None:
         """The server ends the connection; the call goes on, if the server has seen it."""

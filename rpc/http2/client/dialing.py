@@ -19,7 +19,9 @@ from runtime.aio import timeout, wait_until_done
 from runtime.network.listening import split_address
 
 # A server measures its bandwidth by pings; how many come is no reason to leave it.
-DEFAULT_LIMITS: Final = ServerLimits(Http2Limits(), MAX_RECEIVE_BYTES, accepts_compression=False, min_ping_seconds=0.0)
+DEFAULT_LIMITS: Final = ServerLimits(
+    Http2Limits(), MAX_RECEIVE_BYTES, accepts_compression=False, min_ping_seconds=0.0, input=None
+)
 _CONNECT_SECONDS: Final = 10.0
 
 

@@ -15,8 +15,13 @@ _WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}
 _PREFIX_BYTES: Final = 5
 # What a message takes here besides its bytes.
 _MESSAGE_OVERHEAD: Final = 128
-# More is compressed and decompressed in a thread: it would hold the event loop for milliseconds.
-_INLINE_BYTES: Final = 65_536
+# More is compressed, decompressed and joined in a thread: it would hold the event loop for milliseconds.
+INLINE_BYTES: Final = 65_536
+_LARGE_BYTES: Final = 1024 * 1024
+# What is decompressed before it is counted.
+_STEP_BYTES: Final = 4 * 1024 * 1024
+# What one call of zlib reads: it copies what it has not read yet.
+_INPUT_BYTES: Final = 65_536
 
 
 class MessageFailure(Exception):
@@ -32,12 +37,22 @@ class MessageFailure(Exception):
         """The peer's requests together wait for more than its connection may keep here."""
         return cls(StatusCode.RESOURCE_EXHAUSTED, "too much of this connection's requests waits to be read")
 
+    @classmethod
+    def no_memory(cls) -> "MessageFailure":
+        """Requests that are being received use all the memory for them, of this peer or of all."""
+        return cls(StatusCode.RESOURCE_EXHAUSTED, "requests that are not read yet use all memory for them; try again")
+
+    @classmethod
+    def too_slow(cls) -> "MessageFailure":
+        """The peer does not send the message that it has begun."""
+        return cls(StatusCode.DEADLINE_EXCEEDED, "the request's message came too slowly")
+
 
 class Received(NamedTuple):
     """A message as it came."""
 
     is_compressed: bool
-    payload: bytes
+    payload: bytes | bytearray
 
     @property
     def size(self) -> int:
@@ -52,7 +67,7 @@ TakeReceived = Callable[[bool, bytes], None]
 class Inbox:
     """The messages of one call that have come and were not read yet; with `take`, at most a part of one."""
 
-    __slots__ = ("_max_bytes", "_messages", "_partial", "_reader", "_take", "_unread", "is_ended")
+    __slots__ = ("_max_bytes", "_messages", "_partial", "_reader", "_take", "_unread", "count", "is_ended")
 
     def __init__(self, max_bytes: int, take: TakeReceived | None = None) -> None:
         self._max_bytes = max_bytes
@@ -61,12 +76,28 @@ class Inbox:
         self._messages: deque[Received] = deque()
         self._unread = 0
         self._reader: asyncio.Future[None] | None = None
+        self.count = 0  # of the messages that have come as a whole
         self.is_ended = False
 
     @property
     def size(self) -> int:
         """The bytes that are held here."""
         return self._unread + len(self._partial)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a message has begun and not ended."""
+        return bool(self._partial)
+
+    @property
+    def partial_size(self) -> int:
+        """What has come of a message that has begun, with its prefix."""
+        return len(self._partial)
+
+    @property
+    def partial_length(self) -> int:
+        """What it will be as a whole; 0 if that is not known yet."""
+        return _PREFIX_BYTES + PREFIX.unpack_from(self._partial)[1] if len(self._partial) >= _PREFIX_BYTES else 0
 
     @property
     def wants_more(self) -> bool:
@@ -134,15 +165,24 @@ class Inbox:
             end = at + _PREFIX_BYTES + length
             if end > len(partial):
                 break
-            self._add(flag, bytes(partial[at + _PREFIX_BYTES : end]))
+            if end > _LARGE_BYTES and end == len(partial):
+                # As it is, for a copy of it would hold the event loop.
+                self._partial = bytearray()
+                del partial[: at + _PREFIX_BYTES]
+                self._add(flag, partial)
+                return
+            with memoryview(partial) as view:
+                payload = bytes(view[at + _PREFIX_BYTES : end])
+            self._add(flag, payload)
             at = end
         del partial[:at]
 
-    def _add(self, flag: int, payload: bytes) -> None:
+    def _add(self, flag: int, payload: bytes | bytearray) -> None:
         if flag > 1:
             raise MessageFailure(StatusCode.INTERNAL, f"a message has the flags {flag}")
+        self.count += 1
         if self._take is not None:
-            self._take(flag == 1, payload)
+            self._take(flag == 1, bytes(payload))
             return
         self._messages.append(Received(flag == 1, payload))
         self._unread += len(payload) + _MESSAGE_OVERHEAD
@@ -153,34 +193,82 @@ class Inbox:
             self._reader.set_result(None)
 
 
-async def decompress(message: Received, encoding: str, max_bytes: int) -> bytes:
-    """The message's content. Raises MessageFailure for another encoding, and for what is not in it or too large."""
-    if not message.is_compressed:
+async def whole(message: Received) -> bytes:
+    """The bytes of a message that is not compressed."""
+    if isinstance(message.payload, bytes):
         return message.payload
+    return await asyncio.to_thread(_moved, message.payload)
+
+
+def _moved(payload: bytearray) -> bytes:
+    # join() lets the event loop run meanwhile, and bytes() does not.
+    with memoryview(payload) as view:
+        content = b"".join((view,))
+    payload.clear()
+    return content
+
+
+async def decompress(message: Received, encoding: str, max_bytes: int, count: Callable[[int], bool]) -> bytes:
+    """The content of a compressed message, of which `count` says for each piece whether there is room for it.
+
+    Raises MessageFailure for another encoding, for what is not in it, and for what is too large.
+    """
     if encoding not in _WINDOW_BITS:
         if encoding == "identity":
             raise MessageFailure(StatusCode.INTERNAL, "a message is compressed, and grpc-encoding does not say how")
         raise MessageFailure(StatusCode.UNIMPLEMENTED, f"grpc-encoding: {encoding!r} is none of {ACCEPTED_ENCODINGS}")
-    engine = zlib.decompressobj(_WINDOW_BITS[encoding])
-    limit = max_bytes + 1
+    inflating = _Inflating(message.payload, _WINDOW_BITS[encoding])
+    pieces: list[bytes] = []
+    size = 0
     try:
-        content = engine.decompress(message.payload, min(_INLINE_BYTES, limit))
-        if not engine.eof and len(content) < limit:
-            content += await asyncio.to_thread(engine.decompress, engine.unconsumed_tail, limit - len(content))
+        while piece := inflating.next(INLINE_BYTES) if not pieces else await asyncio.to_thread(inflating.next):
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                raise MessageFailure(
+                    StatusCode.RESOURCE_EXHAUSTED,
+                    f"Received message larger than max (over {max_bytes} when decompressed)",
+                )
+            if not count(len(piece)):
+                raise MessageFailure.no_memory()
     except zlib.error:
         raise MessageFailure(StatusCode.INTERNAL, f"a message is not in {encoding}") from None
-    if len(content) > max_bytes:
-        raise MessageFailure(
-            StatusCode.RESOURCE_EXHAUSTED, f"Received message larger than max (over {max_bytes} when decompressed)"
-        )
-    if not engine.eof:
+    if not inflating.is_whole:
         raise MessageFailure(StatusCode.INTERNAL, f"a message is not in {encoding}")
-    return content
+    return b"".join(pieces) if size <= _LARGE_BYTES else await asyncio.to_thread(b"".join, pieces)
+
+
+class _Inflating:
+    """A compressed message that is decompressed piece by piece."""
+
+    def __init__(self, payload: bytes | bytearray, window_bits: int) -> None:
+        self._engine = zlib.decompressobj(window_bits)
+        self._payload = memoryview(payload)
+        self._at = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its end has come."""
+        return self._engine.eof
+
+    def next(self, most: int = _STEP_BYTES) -> bytes:
+        """So many bytes at most; none after the last."""
+        out = bytearray()
+        while len(out) < most and not self._engine.eof:
+            source: bytes | memoryview = self._engine.unconsumed_tail
+            if not source:
+                source = self._payload[self._at : self._at + _INPUT_BYTES]
+                self._at += len(source)
+            got = self._engine.decompress(source, most - len(out))
+            if not got and not source:
+                break
+            out += got
+        return bytes(out)
 
 
 async def compress(content: bytes, encoding: str) -> bytes:
     """The content in gzip or deflate."""
-    if len(content) <= _INLINE_BYTES:
+    if len(content) <= INLINE_BYTES:
         return _compress(content, encoding)
     return await asyncio.to_thread(_compress, content, encoding)
 

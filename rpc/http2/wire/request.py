@@ -51,11 +51,13 @@ def parse(fields: Sequence[Field]) -> RequestHead:
             pseudo[name] = value
         else:
             check_field(name, value)
+            if name == b"content-length" and name in own:
+                raise StreamFailure(PROTOCOL_ERROR, "content-length is sent twice")
             own[name] = value
     path = pseudo.get(b":path")
     if not path or not pseudo.get(b":method") or not pseudo.get(b":scheme"):
         raise StreamFailure(PROTOCOL_ERROR, "pseudo-headers are missing")
-    length = _content_length(own.get(b"content-length"))
+    length = content_length([own[b"content-length"]] if b"content-length" in own else ())
     http_status = _http_status(pseudo[b":method"], own.get(b"content-type", b""))
     if http_status:
         return RequestHead("", (), None, "", "", length, http_status)
@@ -76,6 +78,15 @@ def check_trailers(fields: Sequence[Field]) -> None:
         check_field(name, value)
 
 
+def content_length(values: Sequence[bytes]) -> int:
+    """The number that a head has as `content-length`, or -1. Raises StreamFailure if it has another, or several."""
+    if not values:
+        return -1
+    if len(values) > 1 or not values[0].isdigit() or len(values[0]) > 18:
+        raise StreamFailure(PROTOCOL_ERROR, "content-length is not one number")
+    return int(values[0])
+
+
 def _call(path: str, fields: Sequence[Field], own: dict[bytes, bytes], length: int) -> RequestHead:
     fault = ""
     timeout = None
@@ -94,14 +105,6 @@ def _http_status(method: bytes, content_type: bytes) -> int:
     if method != b"POST":
         return 405
     return 0 if _CONTENT_TYPE.match(content_type) else 415
-
-
-def _content_length(value: bytes | None) -> int:
-    if value is None:
-        return -1
-    if not value.isdigit() or len(value) > 18:
-        raise StreamFailure(PROTOCOL_ERROR, "content-length is not a number")
-    return int(value)
 
 
 def _seconds(timeout: bytes | None) -> float | None:

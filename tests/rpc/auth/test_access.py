@@ -11,7 +11,9 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from hyperframe.frame import HeadersFrame
 from support.certificates import Authority
+from support.http2.peer import head, peer_of
 from support.servers.scripted_router import NAME, service
 
 from baton.errors import ConfigError
@@ -118,6 +120,29 @@ async def test_anything_else_than_a_right_token_is_unauthenticated(
 ) -> None:
     async with serving(access) as server:
         assert await ask(server, metadata=metadata) == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize(
+    ("method", "metadata", "status"),
+    [("ListModels", [], 16), ("ListModels", bearer("wrong-0123456789abcdef"), 16), ("GetModel", bearer(ALICE), 7)],
+)
+async def test_a_stranger_is_refused_before_its_request_has_come(
+    access: Access, method: str, metadata: list[tuple[str, str]], status: int
+) -> None:
+    async with serving(access) as server, peer_of(server.port) as peer:
+        block = peer.block(head("", *metadata, path=f"/{NAME}/{method}"))
+        await peer.send(HeadersFrame(1, block, flags=["END_HEADERS"]))
+        assert (await peer.ended(1)).status == status
+        assert peer.answer(1).headers[0]["grpc-message"]
+
+
+@pytest.mark.parametrize("size", [10, 5 * 2**20])
+async def test_a_refused_caller_gets_the_status_whatever_it_sends(access: Access, size: int) -> None:
+    async with serving(access) as server, open_channel(server.address, None) as channel:
+        for _ in range(5):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/{NAME}/ListModels")(bytes(size), timeout=60)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_method_of_another_role_is_denied(access: Access) -> None:

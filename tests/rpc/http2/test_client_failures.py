@@ -137,6 +137,26 @@ BREACHES: dict[str, tuple[Callable[[Peer], Frames], StatusCode, str]] = {
         StatusCode.INTERNAL,
         "compressed",
     ),
+    "less than its content-length": (
+        lambda peer: [SETTINGS, head(peer, ("content-length", "9")), DataFrame(1, message(b"abc")), trailers(peer, OK)],
+        StatusCode.UNAVAILABLE,
+        "has ended the stream",
+    ),
+    "more than its content-length": (
+        lambda peer: [SETTINGS, head(peer, ("content-length", "7")), DataFrame(1, message(b"abc")), trailers(peer, OK)],
+        StatusCode.UNAVAILABLE,
+        "has ended the stream",
+    ),
+    "a content-length that is no number": (
+        lambda peer: [SETTINGS, head(peer, ("content-length", "+8")), DataFrame(1, message(b"abc"))],
+        StatusCode.UNAVAILABLE,
+        "has ended the stream",
+    ),
+    "two content-lengths": (
+        lambda peer: [SETTINGS, head(peer, *[("content-length", "8")] * 2), DataFrame(1, message(b"abc"))],
+        StatusCode.UNAVAILABLE,
+        "has ended the stream",
+    ),
     "a message over the limit": (
         lambda peer: [SETTINGS, head(peer), DataFrame(1, message(bytes(1001)))],
         StatusCode.RESOURCE_EXHAUSTED,
@@ -190,7 +210,7 @@ async def test_a_breach_ends_the_call_and_the_connection(name: str) -> None:
     ended = await call(script)
     assert ended.code is code
     assert text in ended.status.details()
-    assert ended.messages == []
+    assert ended.messages == ([b"abc"] if name == "less than its content-length" else [])
 
 
 async def test_the_end_of_the_connection_ends_the_call() -> None:

@@ -1,6 +1,8 @@
 """Which cancels count: those of calls that had no time to be answered, and not those that callers make in earnest."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from grpc import aio
 from hyperframe.frame import DataFrame, RstStreamFrame
@@ -11,7 +13,7 @@ from support.http2.server import Echoing, echoing, path
 
 from rpc.http2.limits import Http2Limits, Rate
 
-CANCEL, ENHANCE_YOUR_CALM = 8, 11
+REFUSED_STREAM, CANCEL, ENHANCE_YOUR_CALM = 7, 8, 11
 EXCEEDED = "baton_http2_budget_exceeded_total"
 # That no amount of time earns anything.
 TWO = Rate(burst=2, per_second=0)
@@ -47,6 +49,7 @@ async def test_early_cancels_of_calls_that_run_end_the_connection() -> None:
     async with echoing(STRICT) as server, peer_of(server.port) as peer:
         for stream_id in (1, 3, 5):
             await begin(server, peer, stream_id)
+        for stream_id in (1, 3, 5):
             await reset(peer, stream_id)
         assert await peer.closed() == ENHANCE_YOUR_CALM
     assert counted.grown == 1
@@ -122,6 +125,72 @@ async def test_more_after_the_end_than_the_window_allowed_is_an_error_of_the_str
         await peer.ended(1)
         await peer.send(*[DataFrame(1, bytes(16_000))] * 70)
         await peer.until(lambda: peer.answer(1).reset == 5)
+
+
+# Cancels that are early however long they take, a few a second, and many more before the connection ends.
+OFTEN = Http2Limits(resets=Rate(burst=100, per_second=50), resets_multiple=100, premature_seconds=60)
+
+
+@asynccontextmanager
+async def reading(server: Echoing, limits: range = range(1, 21, 2)) -> AsyncGenerator[Peer, None]:
+    """A peer with calls whose answers have begun."""
+    async with peer_of(server.port, INITIAL_WINDOW_SIZE=2**20) as peer:
+        for stream_id in limits:
+            await peer.call(stream_id, "bidi", b"before", end=False)
+            await peer.until(lambda: bool(peer.answer(stream_id).messages))  # noqa: B023
+        yield peer
+
+
+async def cancel(peer: Peer, streams: range) -> None:
+    for stream_id in streams:
+        await peer.call(stream_id, "hang", b"")
+        await reset(peer, stream_id)
+
+
+async def test_beside_answers_new_calls_are_refused_while_too_many_were_cancelled_and_the_answers_go_on() -> None:
+    counted = since(EXCEEDED, budget="resets")
+    async with echoing(OFTEN) as server, reading(server) as peer:
+        await cancel(peer, range(21, 321, 2))
+        await peer.ping()
+        refused = sum(peer.answer(stream_id).reset == REFUSED_STREAM for stream_id in range(21, 321, 2))
+        assert 10 < refused < 60
+        for stream_id in range(1, 21, 2):
+            await peer.send(DataFrame(stream_id, message(b"after"), flags=["END_STREAM"]))
+            assert (await peer.ended(stream_id)).messages == [b"before", b"after"]
+    assert counted.grown == 0
+
+
+async def test_calls_are_taken_again_once_the_cancels_are_paid() -> None:
+    async with echoing(OFTEN) as server, reading(server) as peer:
+        await cancel(peer, range(21, 321, 2))
+        await peer.ping()
+        assert peer.answer(319).reset == REFUSED_STREAM
+        stream_id = 321
+        async with asyncio.timeout(10):
+            while True:
+                await peer.call(stream_id, "unary", b"hi")
+                if (await peer.ended(stream_id)).messages == [b"hi"]:
+                    break
+                stream_id += 2
+
+
+async def test_what_is_read_of_other_calls_pays_for_cancels() -> None:
+    async with echoing(OFTEN) as server, reading(server) as peer:
+        await peer.send(opened(0, 2**24))
+        await peer.call(21, "large", b"500000")
+        await peer.ended(21)
+        await cancel(peer, range(23, 383, 2))
+        await peer.ping()
+        assert all(peer.answer(stream_id).reset is None for stream_id in range(23, 383, 2))
+
+
+async def test_many_times_as_many_cancels_end_a_connection_with_answers_too() -> None:
+    counted = since(EXCEEDED, budget="resets")
+    limits = Http2Limits(resets=Rate(burst=20, per_second=0.1), premature_seconds=60)
+    async with echoing(limits) as server, reading(server) as peer:
+        await cancel(peer, range(21, 1021, 2))
+        assert await peer.closed() == ENHANCE_YOUR_CALM
+    assert counted.grown == 1
 
 
 async def test_hundreds_of_cancels_of_running_streams_leave_the_other_streams_of_a_connection_alone() -> None:

@@ -32,6 +32,11 @@ MALFORMED: dict[str, list[tuple[str, str]]] = {
     "upgrade": head("unary", ("upgrade", "h2c")),
     "te that is not trailers": head("unary", te="gzip"),
     "content-length that is not a number": head("unary", ("content-length", "x")),
+    "content-length that is negative": head("unary", ("content-length", "-1")),
+    "content-length that is empty": head("unary", ("content-length", "")),
+    "content-length that is too long": head("unary", ("content-length", "1" * 19)),
+    "content-length twice": head("unary", ("content-length", "0"), ("content-length", "0")),
+    "content-length of another request": head("unary", ("content-length", "1"), **{":method": "GET"}),
 }
 
 
@@ -57,6 +62,35 @@ async def test_a_content_length_that_is_wrong_is_a_protocol_error(length: int) -
         await peer.send(DataFrame(1, message(b"four"), flags=["END_STREAM"]))
         assert (await peer.ended(1)).reset == PROTOCOL_ERROR
         assert await works(peer, 3)
+
+
+# Bytes that are no message of gRPC's must not hide it.
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(("length", "pieces"), [(1, [b"test", b"test"]), (9, [b"test", b"test"]), (3, [b"test"])])
+async def test_a_content_length_is_held_to_whatever_is_sent(length: int, pieces: list[bytes], method: str) -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        block = peer.block(head("unary", ("content-length", str(length)), **{":method": method}))
+        frames = [DataFrame(1, piece) for piece in pieces]
+        frames[-1].flags.add("END_STREAM")
+        await peer.send(HeadersFrame(1, block, flags=["END_HEADERS"]), *frames)
+        assert (await peer.ended(1)).reset == PROTOCOL_ERROR
+        assert await works(peer, 3)
+
+
+async def test_more_than_the_content_length_is_an_error_before_the_end() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        block = peer.block(head("gather", ("content-length", "3")))
+        await peer.send(HeadersFrame(1, block, flags=["END_HEADERS"]), DataFrame(1, message(b"four")))
+        assert (await peer.ended(1)).reset == PROTOCOL_ERROR
+        assert await works(peer, 3)
+
+
+async def test_trailers_do_not_hide_a_content_length_that_is_wrong() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        block = peer.block(head("unary", ("content-length", "10")))
+        await peer.send(HeadersFrame(1, block, flags=["END_HEADERS"]), DataFrame(1, message(b"four")))
+        await peer.send(HeadersFrame(1, peer.block([("a", "b")]), flags=["END_HEADERS", "END_STREAM"]))
+        assert (await peer.ended(1)).reset == PROTOCOL_ERROR
 
 
 async def test_a_content_length_that_is_right_is_taken() -> None:

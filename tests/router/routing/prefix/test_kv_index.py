@@ -5,6 +5,7 @@ import time
 import tracemalloc
 
 import pytest
+from support.calibration import here
 
 from router.routing.prefix.kv_index import KvIndex, block_keys
 
@@ -123,8 +124,8 @@ def test_no_change_takes_long_however_many_blocks_there_are() -> None:
         longest = max(longest, time.thread_time() - started)
     started = time.thread_time()
     index.clear(0)
-    assert time.thread_time() - started < 0.005
-    assert longest < 0.02
+    assert time.thread_time() - started < here(0.005)
+    assert longest < here(0.02)
 
 
 def test_a_repeated_block_of_one_message_counts_once() -> None:

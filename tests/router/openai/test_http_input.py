@@ -1,0 +1,132 @@
+"""What a client may use of memory and time, and of connections, before its request to OpenAI's API is read."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from support.clients.openai_api import OPENAI_ROUTER, openai_bench
+from support.cluster.in_process import DECODE, PREFILL, Bench
+from support.lifetimes import in_one_task
+
+from router.config import ClientConnections, OpenAIConfig
+from rpc.input_budget import InputLimits
+
+MIB = 2**20
+LIMITS = InputLimits(
+    process_bytes=8 * MIB, peer_bytes=8 * MIB, wait_seconds=0.3, stall_seconds=0.5, bytes_per_second=1000
+)
+BODY = json.dumps({"model": "demo", "prompt": "hi", "max_tokens": 3}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture
+async def bounded() -> AsyncIterator[Bench]:
+    """A router with little memory and time for requests, and few connections."""
+    config = OPENAI_ROUTER.model_copy(
+        update={
+            "connections": ClientConnections(input=LIMITS),
+            "openai": OpenAIConfig(listen="127.0.0.1:0", max_connections=20),
+        }
+    )
+    async with in_one_task(openai_bench(PREFILL, DECODE, router=config)) as running:
+        yield running
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def drip(self, data: bytes) -> bytes:
+        """Sends byte by byte until something comes, or the connection is closed: what came."""
+        answer = asyncio.create_task(self.reader.read(4096))
+        for at in range(len(data)):
+            await self.send(data[at : at + 1])
+            if (await asyncio.wait([answer], timeout=0.02))[0]:
+                break
+        return await asyncio.wait_for(answer, 20)
+
+
+async def client_of(bench: Bench) -> Client:
+    host, _, port = bench.openai_address.rpartition(":")
+    return Client(*await asyncio.open_connection(host, int(port)))
+
+
+def head(size: int) -> bytes:
+    return HEAD + b"content-length: %d\r\n\r\n" % size
+
+
+async def test_a_body_that_comes_byte_by_byte_is_refused_with_408(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    await client.send(head(5000))
+    assert (await client.drip(b" " * 5000)).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_body_that_does_not_come_is_refused_with_408(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    await client.send(head(5000))
+    assert (await asyncio.wait_for(client.reader.read(4096), 20)).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_slow_body_that_keeps_the_rate_is_answered(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    body = BODY + b" " * 3000
+    await client.send(head(len(body)))
+    for at in range(0, len(body), 200):
+        await client.send(body[at : at + 200])
+        await asyncio.sleep(0.05)
+    assert (await asyncio.wait_for(client.reader.read(4096), 20)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_head_that_comes_byte_by_byte_ends_the_connection(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    assert await client.drip(HEAD + b"x" * 5000) == b""
+
+
+async def test_a_connection_is_used_again_after_pauses(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    for _ in range(2):
+        await client.send(head(len(BODY)) + BODY)
+        assert (await asyncio.wait_for(client.reader.read(4096), 20)).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(1.2)
+
+
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    await client.send(head(17 * MIB))
+    assert (await asyncio.wait_for(client.reader.read(4096), 20)).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_bodies_that_are_not_read_use_no_more_than_the_budget(bounded: Bench, is_chunked: bool) -> None:
+    clients = [await client_of(bounded) for _ in range(4)]
+    size = 4 * MIB
+    for each in clients:
+        each.writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % size if is_chunked else head(size))
+        each.writer.write(b" " * (3 * MIB))
+    answers = [asyncio.create_task(each.reader.read(4096)) for each in clients]
+    done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+    first = done.pop().result()
+    assert first.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in first
+    assert b"use all memory for them" in first
+    for each in clients:
+        each.writer.transport.abort()
+    await asyncio.wait(answers)
+
+
+async def test_idle_connections_leave_room_for_new_ones(bounded: Bench) -> None:
+    idle = [await client_of(bounded) for _ in range(60)]
+    client = await client_of(bounded)
+    await client.send(head(len(BODY)) + BODY)
+    assert (await asyncio.wait_for(client.reader.read(4096), 20)).startswith(b"HTTP/1.1 200 ")
+    assert await asyncio.wait_for(idle[0].reader.read(), 20) == b""
+    for each in idle:
+        each.writer.close()
