@@ -105,6 +105,9 @@ class Connection(asyncio.Protocol):
         self.liveness.stop()
         self._host.discard(self)
         self._leave_calls()
+        # They refer to this connection: only a garbage collection would free what refers to one another.
+        self.receiver.close()
+        del self.heads, self.liveness, self.receiver
 
     def pause_writing(self) -> None:
         """The transport holds enough for now."""
@@ -148,7 +151,7 @@ class Connection(asyncio.Protocol):
             self._ended_early[stream.id] = stream.receive_window
             if len(self._ended_early) > _REMEMBERED_STREAMS:
                 del self._ended_early[next(iter(self._ended_early))]
-        if not self.streams:
+        if not self.streams and not self.is_closing:
             self.liveness.note_idle()
             self._host.note_idle()
 

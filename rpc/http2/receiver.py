@@ -42,7 +42,8 @@ class Receiver:
         self._blocks = HeaderBlocks(limits)
         self.opened: list[Stream] = []
         # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many.
-        self._cancels = Bucket("resets", limits.resets, lambda: connection.output.header_blocks)
+        output = connection.output
+        self._cancels = Bucket("resets", limits.resets, lambda: output.header_blocks)
         # A well-behaved peer makes us reset none, however many of its calls are answered.
         self._faults = Bucket("resets", limits.resets)
         self._premature_seconds = limits.premature_seconds
@@ -72,6 +73,10 @@ class Receiver:
         self._buffer = self._buffer + data if self._buffer else data
         if not self._is_postponed:
             self._read()
+
+    def close(self) -> None:
+        """Reads nothing more: the connection is lost."""
+        self._handlers = ()
 
     def _read(self) -> None:
         try:

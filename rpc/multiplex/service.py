@@ -15,7 +15,7 @@ from rpc.http2.call import Method
 from rpc.multiplex.call import ServedCall
 from rpc.multiplex.response_queue import ResponseQueue
 from rpc.turns import CallTurns
-from runtime.aio import wait_until_done
+from runtime.aio import ended_with, wait_until_done
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["MultiplexService"].full_name
 
@@ -104,7 +104,11 @@ class _Stream:
             return
         task = variables.run(call.start, method)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        ended_with(task)
 
     async def _write(self) -> None:
         while True:
