@@ -5,6 +5,7 @@ A full collection looks at every object of the process: 60 ms in an idle router,
 """
 
 import asyncio
+import ctypes
 import gc
 import os
 import time
@@ -31,6 +32,10 @@ _LOOK_SECONDS: Final = 1.0
 _OBJECT_SECONDS: Final = 1e-7
 _STATM: Final = Path("/proc/self/statm")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+# Options of mallopt, and what is large: not what streams of tokens send.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_LARGE_BYTES: Final = 2**20
 
 
 def exempt_living_objects() -> None:
@@ -99,6 +104,18 @@ class FullCollections:
             self._object_seconds = (time.perf_counter() - began) / objects
         self._collected_at, self._left = now, self._memory()
         return True
+
+
+def return_large_memory() -> None:
+    """Has glibc give the memory of large messages back as soon as it is free.
+
+    Otherwise it keeps up to 64 MiB of it for each thread that has read or written one. Not for processes that compute
+    with large arrays, which would get them from the system each time.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        set_option(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
 
 
 def resident_bytes() -> int:

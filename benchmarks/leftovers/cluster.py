@@ -23,7 +23,7 @@ from router.config import (
 )
 from router.server import host_router
 from rpc.server import ServerKind
-from runtime.garbage import resident_bytes
+from runtime.garbage import resident_bytes, return_large_memory
 from services.config import HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
@@ -86,6 +86,7 @@ def _run_workers(pipe: Pipe, server: ServerKind) -> None:
 
 def _run_router(pipe: Pipe, server: ServerKind, records: list[WorkerRecord]) -> None:
     async def serve() -> None:
+        return_large_memory()
         registry = MemoryRegistry("leftovers")
         async with AsyncExitStack() as stack:
             for record in records:

@@ -25,6 +25,7 @@ _CHANNELS = 4
 _TOKENS = 8
 # So long a request runs before it is cancelled, or late: it is where it hangs by then.
 _HUNG_SECONDS = 0.05
+_IMAGE = picture()
 _OWN_CONNECTION = {"grpc.use_local_subchannel_pool": 1}
 
 Act = Callable[["Clients"], Awaitable[str]]
@@ -86,9 +87,9 @@ def _request(tokens: int = _TOKENS, **fields: Any) -> generate_pb2.GenerateReque
 
 
 def _with_image(**fields: Any) -> generate_pb2.GenerateRequest:
-    # Another one each time, which no cache has.
-    image = picture(width=16 + random.randrange(48), height=16 + random.randrange(48))
-    return _request(prompt=f"{random.random()} <image>", media=[{"data": image}], **fields)
+    # With a salt, so that no cache has it.
+    routing = {"cache_salt": f"{random.random()}"}
+    return _request(prompt=f"{random.random()} <image>", media=[{"data": _IMAGE}], routing=routing, **fields)
 
 
 def _metadata(fault: str) -> tuple[tuple[str, str], ...]:

@@ -1,11 +1,14 @@
 """The garbage collector does not stop the event loop to look at what lives."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from support.clock import ManualClock
+from support.cluster.processes import ROOT
 
 from runtime import garbage
 from runtime.garbage import FullCollections, collect_rarely
@@ -101,3 +104,35 @@ def test_a_collection_that_would_stop_the_loop_waits_until_memory_has_grown_by_m
         assert not process.collects(after=61)
         process.megabytes += 256
         assert process.collects(after=11)
+
+
+# What two threads keep of large messages, one after the other, once these are freed.
+LARGE_MESSAGES = """
+import sys, threading
+from runtime.garbage import resident_bytes, return_large_memory
+
+def copy():
+    for _ in range(4):
+        b"".join([bytes(b"x" * (24 << 20))])
+
+if sys.argv[1] == "True":
+    return_large_memory()
+before = resident_bytes()
+for _ in range(4):
+    threads = [threading.Thread(target=copy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_a_process_that_returns_large_memory_keeps_none_of_what_threads_have_read() -> None:
+    command = [sys.executable, "-c", LARGE_MESSAGES]
+    kept = {
+        returns: int(subprocess.run([*command, str(returns)], capture_output=True, check=True, cwd=ROOT).stdout)
+        for returns in (False, True)
+    }
+    assert kept[True] < 4 * MEBIBYTE < kept[False]
