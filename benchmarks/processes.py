@@ -15,7 +15,7 @@ from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
 from router.server import host_router
-from runtime.garbage import collect_rarely, exempt_living_objects
+from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects
 from runtime.logs import configure_logging
 
 _PATIENCE_SECONDS = 60.0
@@ -59,7 +59,12 @@ def run_like_real(main: Callable[[], Awaitable[None]]) -> None:
     configure_logging("json", "info")
     exempt_living_objects()
     collect_rarely()
-    uvloop.run(main())  # type: ignore[arg-type]
+    uvloop.run(_supervised(main))
+
+
+async def _supervised(main: Callable[[], Awaitable[None]]) -> None:
+    async with collected_as_memory_grows():
+        await main()
 
 
 async def until_told(pipe: Connection) -> None:

@@ -8,7 +8,7 @@ import structlog
 from router.config import RouterConfig
 from router.processes.supervisor import supervise
 from runtime.command_line import Process
-from runtime.garbage import exempt_living_objects
+from runtime.garbage import exempt_living_objects, return_large_memory
 from runtime.logs import configure_logging
 from runtime.monitor import serve_monitor
 from runtime.process import run
@@ -33,6 +33,7 @@ def main() -> None:
         return
     config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
+    return_large_memory()
     run(partial(_serve if config.processes == 1 else supervise, config))
 
 

@@ -96,10 +96,14 @@ class SeveralAnswers:
             ctx.timings.first_token_sent,
             pace=Pace.of(ctx.request.response),
         )
-        async with writer as stream:
-            await self.executor.run(ctx, prompt, completion, stream)
-        if index == 0:
-            shared.fill_finished = writer.fill_finished
+        try:
+            async with writer as stream:
+                await self.executor.run(ctx, prompt, completion, stream)
+            if index == 0:
+                shared.fill_finished = writer.fill_finished
+        finally:
+            # It refers to the execution, which refers to its writer.
+            writer.fill_finished = None
 
 
 class _AnswerWriter(StreamWriter):
@@ -171,7 +175,8 @@ class _SharedReply:
 
     async def finish(self) -> None:
         """Sends the end of the stream."""
-        assert self.fill_finished is not None
+        fill_finished, self.fill_finished = self.fill_finished, None
+        assert fill_finished is not None
         message = generate_pb2.GenerateResponse(request_id=self._request_id)
-        self.fill_finished(message.finished)
+        fill_finished(message.finished)
         await self.send(message)

@@ -54,24 +54,24 @@ class Cancellation:
             work.close()
             raise Cancelled(self.reason)
         # In the caller's own task, which a task for each request would only wait for.
-        task = self._task = asyncio.current_task()
-        assert task is not None
+        self._task = asyncio.current_task()
+        assert self._task is not None
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._expire)
         try:
             await work
         except (asyncio.CancelledError, Cancelled) as error:
             # Not if the caller has cancelled the task, beside us.
-            if self._has_expired and isinstance(error, asyncio.CancelledError) and cancellations(task) <= 1:
+            if self._has_expired and isinstance(error, asyncio.CancelledError) and cancellations(self._task) <= 1:
                 raise TimeoutError from None
             if self.reason:
                 raise Cancelled(self.reason) from None
             raise
         finally:
-            self._task = None
             if timer is not None:
                 timer.cancel()
             if self._is_stopped:
-                uncancel(task)
+                uncancel(self._task)
+            self._task = None
 
     def add_worker(self, worker: WorkerHandle) -> None:
         """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""

@@ -16,6 +16,9 @@ __all__ = [
     "TaskGroup",
     "Timeout",
     "cancellations",
+    "ended_with",
+    "forget_cancellation",
+    "forget_frames",
     "gather_or_cancel",
     "leaf_errors",
     "run_to_completion",
@@ -56,8 +59,11 @@ async def wait_until_done(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # Retrieved, so that asyncio does not log it as lost.
-    if cancelled is not None:
-        raise cancelled
+    try:
+        if cancelled is not None:
+            raise cancelled
+    finally:
+        cancelled = None  # It refers to this frame.
 
 
 async def run_to_completion(work: Coroutine[Any, Any, Result]) -> Result:
@@ -106,6 +112,38 @@ def uncancel(task: "asyncio.Task[Any]") -> int:
     if sys.version_info >= (3, 11):
         return task.uncancel()
     return 0
+
+
+def forget_frames(error: BaseException) -> None:
+    """Frees the frames that an error, and those that led to it, have passed through. Call it where an error ends.
+
+    What those frames know often refers to the error, or to the task that it has ended: only a garbage collection would
+    free such a cycle, with the whole request in it.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            waiting += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+
+
+def ended_with(task: "asyncio.Future[Any]") -> BaseException | None:
+    """The error that has ended a task, without its frames; None if it ended well."""
+    try:
+        task.result()  # A cancelled task keeps its error until it is asked.
+    except BaseException as error:
+        forget_frames(error)
+        return error
+    return None
+
+
+def forget_cancellation(task: "asyncio.Future[Any]") -> None:
+    """Frees the frames of a task that was cancelled, which it keeps until it is asked. A callback for its end."""
+    if task.cancelled():
+        ended_with(task)
 
 
 def leaf_errors(error: BaseException) -> list[BaseException]:

@@ -4,7 +4,14 @@ A full collection looks at every object of the process: 60 ms in an idle router,
 (2 cores, Python 3.11), while no stream gets a token. Nearly all of these objects live as long as the process.
 """
 
+import asyncio
+import ctypes
 import gc
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 # So many objects more than at the last collection begin one of the youngest; by default 700, which a few requests make.
@@ -13,6 +20,22 @@ _YOUNG_OBJECTS: Final = 5_000
 _YOUNG_COLLECTIONS: Final = 2
 # After so many of those everything is. With 1,024 running streams that takes a router 30 to 80 ms, and frees nothing.
 _MIDDLE_COLLECTIONS: Final = 300
+# Everything is collected, too, when memory has grown by so much since the last time, and after so long.
+_GROWN_BYTES: Final = 32 * 2**20
+_LONGEST_SECONDS: Final = 60.0
+# But at most so often, and, until memory has grown by much more, only while it does not stop the loop for longer.
+_LEAST_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.005
+_MUCH_GROWN_BYTES: Final = 256 * 2**20
+_LOOK_SECONDS: Final = 1.0
+# Of a collection, for each object that it looks at; measured by the collections.
+_OBJECT_SECONDS: Final = 1e-7
+_STATM: Final = Path("/proc/self/statm")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+# Options of mallopt, and what is large: not what streams of tokens send.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_LARGE_BYTES: Final = 2**20
 
 
 def exempt_living_objects() -> None:
@@ -28,7 +51,76 @@ def exempt_living_objects() -> None:
 def collect_rarely() -> None:
     """Begins a collection after more objects than by default, and looks at few of them, and seldom at all.
 
-    A request leaves no cycles, and its objects live for milliseconds: each of the many collections during a burst of
-    requests would only look at what lives. So would full ones while streams run, whose objects live for seconds.
+    A request leaves no cycles, however it ends, and its objects live for milliseconds: each of the many collections
+    during a burst of requests would only look at what lives. So would full ones while streams run, whose objects live
+    for seconds. What a library or a mistake leaves is found by `collected_as_memory_grows`.
     """
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _MIDDLE_COLLECTIONS)
+
+
+@asynccontextmanager
+async def collected_as_memory_grows() -> AsyncIterator[None]:
+    """Collects everything, now and then, while the context is open: so what is left in cycles cannot pile up."""
+
+    async def collect() -> None:
+        collections = FullCollections()
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            collections.look()
+
+    task = asyncio.create_task(collect())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class FullCollections:
+    """Decides when everything is collected. `memory` returns how much the process has, in bytes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, memory: "Callable[[], int] | None" = None) -> None:
+        self._clock = clock
+        self._memory = memory or resident_bytes
+        self._left = self._memory()  # the least since the last collection
+        self._collected_at = self._tried_at = clock()
+        self._object_seconds = _OBJECT_SECONDS
+
+    def look(self) -> bool:
+        """Collects if it is time to. Returns whether it was."""
+        now, memory = self._clock(), self._memory()
+        self._left = min(self._left, memory)
+        grown = memory - self._left
+        is_due = grown >= _GROWN_BYTES or now - self._collected_at >= _LONGEST_SECONDS
+        if not is_due or now - self._tried_at < _LEAST_SECONDS:
+            return False
+        self._tried_at = now
+        objects = len(gc.get_objects())
+        if objects * self._object_seconds > _PAUSE_SECONDS and grown < _MUCH_GROWN_BYTES:
+            return False
+        began = time.perf_counter()
+        gc.collect()
+        if objects > 10_000:  # fewer tell nothing of the time for each
+            self._object_seconds = (time.perf_counter() - began) / objects
+        self._collected_at, self._left = now, self._memory()
+        return True
+
+
+def return_large_memory() -> None:
+    """Has glibc give the memory of large messages back as soon as it is free.
+
+    Otherwise it keeps up to 64 MiB of it for each thread that has read or written one. Not for processes that compute
+    with large arrays, which would get them from the system each time.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        set_option(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
+
+
+def resident_bytes() -> int:
+    """The memory of this process; 0 where the system does not tell."""
+    try:
+        return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0

@@ -10,7 +10,7 @@ import structlog
 
 from baton.errors import ConfigError
 from runtime.aio import leaf_errors
-from runtime.garbage import collect_rarely, exempt_living_objects
+from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects
 from runtime.metrics import watched_event_loop
 from runtime.network.descriptors import raise_limit
 
@@ -55,7 +55,7 @@ async def _supervise(main: Main) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     try:
-        async with watched_event_loop():
+        async with watched_event_loop(), collected_as_memory_grows():
             await task
     except asyncio.CancelledError:
         return 128 + signals[-1] if signals else 1

@@ -21,6 +21,7 @@ from router.routing.encoders import EncoderVersion
 from router.telemetry import metrics
 from router.workers.aborts import abort
 from router.workers.handle import WorkerHandle
+from runtime.aio import forget_cancellation
 from runtime.lasting import lasting
 
 _SWEEP_SECONDS = 0.5
@@ -227,6 +228,7 @@ class EmbeddingCache:
         inflight.task = task = asyncio.create_task(self._run(key, encode, inflight))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(forget_cancellation)
         return inflight
 
     async def _run(self, key: EmbeddingKey, encode: Encode, inflight: InflightEncode) -> _Entry:
@@ -236,18 +238,21 @@ class EmbeddingCache:
         return entry
 
     async def _join(self, inflight: InflightEncode) -> _Entry:
-        assert inflight.task is not None
+        task = inflight.task
+        assert task is not None
         inflight.waiters += 1
         try:
-            entry = await asyncio.shield(inflight.task)
+            entry = await asyncio.shield(task)
             entry.users += 1
             return entry
         finally:
             inflight.waiters -= 1
-            if not inflight.waiters:
-                self._finish(inflight.task)
-            if inflight.task.done() or not inflight.waiters:
+            if task.done() or not inflight.waiters:
                 inflight.forget(inflight)
+            if not inflight.waiters:
+                self._finish(task)
+                # Its frames refer to `inflight`.
+                inflight.task = None
 
     def _finish(self, task: "asyncio.Task[_Entry]") -> None:
         """Ends the call, because its last waiter has its result or has left."""

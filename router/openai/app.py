@@ -47,7 +47,7 @@ from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
-from runtime.aio import leaf_errors
+from runtime.aio import forget_frames, leaf_errors
 from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
@@ -304,15 +304,24 @@ def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
         except Exception as error:
             if call.cancelled():
                 # The client has left.
+                forget_frames(error)
                 return
-            found = leaf_errors(error)
-            known = [one for one in found if isinstance(one, BatonError)]
-            if len(known) < len(found):
-                log.error("call failed", method=method, exc_info=error)
-                known = [BatonError("internal error")]
-            await _respond(call, known[0])
+            try:
+                await _respond(call, _known(method, error))
+            finally:
+                forget_frames(error)
 
     return guarded
+
+
+def _known(method: str, error: Exception) -> BatonError:
+    """The error that the client gets to know of."""
+    found = leaf_errors(error)
+    known = [one for one in found if isinstance(one, BatonError)]
+    if len(known) < len(found):
+        log.error("call failed", method=method, exc_info=error)
+        return BatonError("internal error")
+    return known[0]
 
 
 async def _respond(call: HttpCall, error: BatonError) -> None:

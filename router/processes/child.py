@@ -21,7 +21,7 @@ from router.processes.messages import AnyMessage
 from router.processes.siblings import LinkedSiblings, stop_here
 from router.server import Router, host_router
 from runtime.aio import leaf_errors
-from runtime.garbage import exempt_living_objects
+from runtime.garbage import exempt_living_objects, return_large_memory
 from runtime.logs import configure_logging
 from runtime.metrics import NETWORK, REGISTRY
 from runtime.monitor import status
@@ -38,6 +38,7 @@ def main() -> None:
     """Exits as `python -m router` does."""
     config = RouterConfig.model_validate_json(sys.stdin.buffer.read())
     configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
+    return_large_memory()
     run(partial(_serve, config, socket.socket(fileno=int(sys.argv[1]))))
 
 

@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from baton.inference.v1 import timing_pb2
 
-# The time constant of the weights of older measurements, in seconds with work.
+# The time constant of the weights of older measurements, in seconds.
 _HORIZON_SECONDS = 10.0
 # After this time without a measurement the value is unknown.
 _FRESH_SECONDS = 5.0
@@ -18,14 +19,25 @@ _ENOUGH = 4
 Clock = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens that were sent to be computed, after others: `ahead` counts both."""
+
+    tokens: int
+    ahead: int
+    began: float
+
+
 class Throughput:
-    """Tokens a second while there is work. Concurrent requests share the time."""
+    """Tokens a second that leave the queue of a worker, as each prompt that was computed has found.
+
+    A prompt's sample is how long it took to be computed after all that was sent before it. Those that were cancelled
+    have no sample of their own, and no time of theirs is charged to others.
+    """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.waiting_tokens = 0
         self._clock = clock
-        self._running = 0
-        self._since = 0.0
         self._tokens = self._seconds = 0.0
         self._count = 0
         self._measured_at = -math.inf
@@ -37,37 +49,34 @@ class Throughput:
             return None
         return self._tokens / max(self._seconds, 1e-9)
 
-    def begin(self, tokens: int) -> None:
-        """Notes that work was sent."""
-        if not self._running:
-            self._since = self._clock()
-        self._running += 1
+    def begin(self, tokens: int) -> Work:
+        """Notes that work was sent. Give what it returns to `end`."""
         self.waiting_tokens += tokens
+        return Work(tokens, self.waiting_tokens, self._clock())
 
-    def end(self, tokens: int, *, is_done: bool) -> None:
+    def end(self, work: Work, *, is_done: bool) -> None:
         """Notes that work has ended, done or not."""
-        self._running -= 1
-        self.waiting_tokens -= tokens
+        self.waiting_tokens -= work.tokens
         if not is_done:
             return
         now = self._clock()
-        elapsed, self._since = now - self._since, now
-        kept = math.exp(-elapsed / _HORIZON_SECONDS)
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + elapsed
+        # By time, also without work: what was measured in a bad minute must not outlast it.
+        kept = math.exp((self._measured_at - now) / _HORIZON_SECONDS)
+        self._tokens = self._tokens * kept + work.ahead
+        self._seconds = self._seconds * kept + now - work.began
         self._count += 1
         self._measured_at = now
 
     @contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
         """Measures the body as work."""
-        self.begin(tokens)
+        work = self.begin(tokens)
         is_done = False
         try:
             yield
             is_done = True
         finally:
-            self.end(tokens, is_done=is_done)
+            self.end(work, is_done=is_done)
 
 
 class Average:
@@ -116,23 +125,21 @@ class DecodeTimer:
     def __init__(self, latency: WorkerLatency, prompt_tokens: int, emitted: int) -> None:
         self._latency = latency
         self._emitted = emitted
-        self._prompt_tokens = prompt_tokens
+        self._prompt = latency.prompts.begin(prompt_tokens) if prompt_tokens else None  # until it is computed
         self._started = latency.clock()
         self._waiting_since: float | None = None  # for tokens after the first ones
-        if prompt_tokens:
-            latency.prompts.begin(prompt_tokens)
 
     def accepted(self) -> None:
         """Notes that the worker has taken over the KV. Without a handoff this means nothing yet."""
-        if not self._prompt_tokens:
+        if self._prompt is None:
             self._latency.entry_seconds.add(self._latency.clock() - self._started)
 
     def got_tokens(self, count: int) -> None:
         """Notes tokens, which also end the prompt."""
         if self._waiting_since is not None and count:
             self._latency.recent_token_seconds.add((self._latency.clock() - self._waiting_since) / count)
-        if self._prompt_tokens:
-            self._end_prompt(is_done=True)
+        if self._prompt is not None:
+            self._end_prompt(self._prompt, is_done=True)
 
     def took_token(self) -> None:
         """Notes one token that is passed on at once."""
@@ -163,9 +170,9 @@ class DecodeTimer:
 
     def end(self) -> None:
         """Notes the end of the call, also after a failure."""
-        if self._prompt_tokens:
-            self._end_prompt(is_done=False)
+        if self._prompt is not None:
+            self._end_prompt(self._prompt, is_done=False)
 
-    def _end_prompt(self, *, is_done: bool) -> None:
-        tokens, self._prompt_tokens = self._prompt_tokens, 0
-        self._latency.prompts.end(tokens, is_done=is_done)
+    def _end_prompt(self, work: Work, *, is_done: bool) -> None:
+        self._prompt = None
+        self._latency.prompts.end(work, is_done=is_done)

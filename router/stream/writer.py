@@ -18,6 +18,7 @@ from router.stream.messages import ParsedParts
 from router.stream.reply import AT_ONCE, Pace, Reply
 from router.stream.single_tokens import SingleTokens
 from router.text.completion import TokenDelta
+from runtime.aio import ended_with, forget_cancellation
 
 # Fills the last message, just before it is sent, since it includes the time that the others took.
 FillFinished = Callable[[generate_pb2.Finished], None]
@@ -96,7 +97,8 @@ class StreamWriter:
         if error is None:
             await writer
         else:
-            await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.wait([writer])
+            ended_with(writer)
 
     @property
     def has_room(self) -> bool:
@@ -192,6 +194,7 @@ class StreamWriter:
             # The time before this was spent waiting for tokens, not for the client.
             self._written_at = self._clock()
             self._writer = asyncio.create_task(self._write())
+            self._writer.add_done_callback(forget_cancellation)
         self._wake.set()
 
     async def _write(self) -> None:

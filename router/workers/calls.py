@@ -145,7 +145,7 @@ class WorkerCalls:
             self._prefills += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
             is_done = False
-            prompts.begin(tokens)
+            work = prompts.begin(tokens)
             try:
                 with worker.fail_if_hung(waiting):
                     call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
@@ -160,7 +160,7 @@ class WorkerCalls:
                 await abort_unanswered(worker, self._ctx.call_id)
                 raise
             finally:
-                prompts.end(tokens, is_done=is_done)
+                prompts.end(work, is_done=is_done)
             if calling.span.is_recording:
                 calling.span.set(prefill_attributes(response))
             self._prefill_span = calling.span.context

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import grpc
 import structlog
-from grpc import StatusCode
+from grpc import StatusCode, aio
 
 from rpc.http2.context import EOF, RESPONSE, Context, Requests
 from rpc.http2.limits import EXCEEDED
@@ -22,7 +22,7 @@ from rpc.http2.wire.request import RequestHead
 from rpc.input_budget import InputHold, offer_hold
 from rpc.interceptors.behaviour import Behaviour, as_coroutine
 from rpc.turns import CallTurns
-from runtime.aio import timeout
+from runtime.aio import ended_with, timeout
 
 log = structlog.get_logger(__name__)
 
@@ -267,6 +267,9 @@ class Call:
             await self._serve(method_of(handler))
         except MessageFailure as failure:
             self.finish(failure.code, failure.details)
+        except aio.AbortError:
+            if not self.is_over:
+                raise
         finally:
             self._release_hold()
 
@@ -285,16 +288,14 @@ class Call:
         context.finish()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
+        self._task = None
         self._host.ended(task)
-        if task.cancelled():
+        if not self.is_over and not task.cancelled() and (error := task.exception()) is not None:
+            log.error("call failed", method=self.head.path, exc_info=error)
+            self.finish(StatusCode.INTERNAL, "internal error")
+        if isinstance(ended_with(task), asyncio.CancelledError):
             # By whom is not known: the peer and the deadline leave the call with a status.
             self.finish(StatusCode.CANCELLED, "the call was cancelled")
-            return
-        error = task.exception()
-        if error is None or self.is_over:
-            return
-        log.error("call failed", method=self.head.path, exc_info=error)
-        self.finish(StatusCode.INTERNAL, "internal error")
 
     def _expire(self) -> None:
         if not self.is_over:

@@ -112,6 +112,9 @@ class Connection(asyncio.Protocol):
         self.liveness.stop()
         self._host.discard(self)
         self._leave_calls()
+        # They refer to this connection: only a garbage collection would free what refers to one another.
+        self.receiver.close()
+        del self.heads, self.liveness, self.receiver
 
     def pause_writing(self) -> None:
         """The transport holds enough for now."""
@@ -156,7 +159,7 @@ class Connection(asyncio.Protocol):
         self.calls.pop(stream.id, None)
         if is_early:
             self._remember_early(stream.id, stream.receive_window)
-        if not self.streams:
+        if not self.streams and not self.is_closing:
             self._idle_since = self.heard_at
             self.liveness.note_idle()
             self._host.note_idle()

@@ -101,6 +101,10 @@ class Receiver:
         if not self._is_postponed:
             self._read()
 
+    def close(self) -> None:
+        """Reads nothing more: the connection is lost."""
+        self._handlers = ()
+
     def _read(self) -> None:
         try:
             self._buffer = self._parse(self._buffer)

@@ -10,7 +10,7 @@ from grpc import aio
 from baton.errors import BatonError
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.status import to_status
-from runtime.aio import leaf_errors
+from runtime.aio import forget_frames, leaf_errors
 from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
@@ -26,7 +26,10 @@ def answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
         try:
             return await behaviour(request, context)
         except Exception as error:
-            await _answer(method, error, context)
+            try:
+                await _answer(method, error, context)
+            finally:
+                forget_frames(error)
         except asyncio.CancelledError as error:
             if not _has_leaked(context):
                 raise

@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
+from grpc import aio
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from rpc.input_budget import claim_hold
@@ -109,7 +110,12 @@ class Reader:
                 request = await self._resolve(request)
             elif not isinstance(request, Message) and hasattr(request, "__aiter__"):
                 request = self._each(request)
-            return await behaviour(request, context)
+            try:
+                return await behaviour(request, context)
+            except aio.AbortError as error:
+                # grpc.aio keeps it with the context, to which its frames refer, of which this is the last one.
+                del request, context
+                raise error.with_traceback(None) from error.__cause__
 
         return reading
 

@@ -121,6 +121,7 @@ class ServedCall(aio.ServicerContext[Any, Any]):
         finally:
             code = CODES[self._code] if isinstance(self._code, int) else self._code
             self._finish(code or StatusCode.OK, self._details, self._trailing)
+            self._task = None
 
     def _finish(self, code: StatusCode, details: str = "", trailing: Metadata = ()) -> None:
         if self._is_over:
@@ -181,6 +182,8 @@ class ServedCall(aio.ServicerContext[Any, Any]):
         finally:
             self._tokens = None
             self._queue.forget(tokens)
+            # It refers to what it calls when it is ready.
+            tokens.source = None
 
     async def read(self) -> Any:
         """Methods with a stream of requests are not multiplexed."""

@@ -71,9 +71,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
     async def __anext__(self) -> Response:
         """The next response; tokens that have come one after another are one."""
         while not self._arrived:
-            if self._error is not None:
-                raise self._error
             if self._is_over:
+                self._raise_error()
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
             if self._taker is not None:
@@ -112,8 +111,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
                 await self._reader
             finally:
                 self._reader = None
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         last = self._arrived.pop() if self._arrived else None
         if not isinstance(last, bytes):
             raise Unavailable("the call ended without a response")
@@ -121,6 +119,14 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
             return self._parse(last)
         except DecodeError as error:
             raise InvalidReply(_NO_MESSAGE) from error
+
+    def _raise_error(self) -> None:
+        """Raises the error that the call has ended with, once: it refers to what it passes through, and that to us."""
+        try:
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._error = None
 
     def stop(self) -> None:
         """Cancels the call; who reads it finds its end."""

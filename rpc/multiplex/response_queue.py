@@ -35,13 +35,13 @@ class RelayedTokens:
 
     def __init__(self, call: int, source: TokenSource, *, is_paused: bool) -> None:
         self.call = call
-        self.source = source
+        self.source: TokenSource | None = source  # until nobody waits for the end of it
         self.is_paused = is_paused
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self) -> Sequence[int]:
         """The ids since the last time. What the source raises becomes the result of `done`."""
-        if self.done.done():
+        if self.source is None or self.done.done():
             return ()
         try:
             ids, is_last = self.source.take()

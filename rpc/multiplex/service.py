@@ -6,6 +6,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
+import structlog
 from grpc import StatusCode
 
 from baton.engine.v1 import multiplex_pb2 as pb
@@ -15,7 +16,9 @@ from rpc.http2.call import Method
 from rpc.multiplex.call import ServedCall
 from rpc.multiplex.response_queue import ResponseQueue
 from rpc.turns import CallTurns
-from runtime.aio import wait_until_done
+from runtime.aio import ended_with, wait_until_done
+
+log = structlog.get_logger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["MultiplexService"].full_name
 
@@ -104,7 +107,13 @@ class _Stream:
             return
         task = variables.run(call.start, method)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("call failed", exc_info=error)
+        ended_with(task)
 
     async def _write(self) -> None:
         while True:

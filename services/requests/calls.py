@@ -38,6 +38,11 @@ class RunningCall:
             self.stopped_by = error
             self._task.cancel()
 
+    def end(self) -> None:
+        """Notes that it runs no longer."""
+        self._task = None
+        self.ended.set()
+
 
 class Calls:
     """All running calls, by kind and request id."""
@@ -72,7 +77,7 @@ class Calls:
                 raise
             finally:
                 del self._calls[kind, request_id]
-                call.ended.set()
+                call.end()
         except BatonError as error:
             error.stage = error.stage or kind
             error.worker_id = error.worker_id or self._identity.worker_id

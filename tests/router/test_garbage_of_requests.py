@@ -1,24 +1,72 @@
-"""What a request leaves behind for the garbage collector: nothing, since it would have to look for it."""
+"""What a request leaves behind for the garbage collector, however it ends: nothing."""
 
-import gc
+import asyncio
+from collections.abc import AsyncIterator
 
-from support.cluster.in_process import Bench
+import pytest
+import pytest_asyncio
+from support.eventually import PATIENCE_SECONDS
+from support.lifetimes import in_one_task
 
-# The router's side of a call; workers run in this process, too.
-OURS = ("router.", "rpc.http2.call", "rpc.http2.context", "rpc.http2.sender", "rpc.multiplex.replies")
+from benchmarks.leftovers.cluster import Cluster, running_cluster
+from benchmarks.leftovers.outcomes import OUTCOMES, Clients, Outcome
+from runtime.aio import timeout
+
+REQUESTS = 4
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
-async def test_the_objects_of_a_request_are_freed_without_the_garbage_collector(pair: Bench) -> None:
-    await pair.generate(prompt="hello", stopping={"max_tokens": 20})
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        await pair.generate(prompt="hello", stopping={"max_tokens": 20})
-        gc.collect()
-        left = {f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage}
-    finally:
-        gc.set_debug(0)
-        gc.enable()
-        gc.garbage.clear()
-    assert {name for name in left if name.startswith(OURS)} == set()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    """A router and workers of each role on our own HTTP/2, in two processes."""
+    async with in_one_task(running_cluster("http2")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grpcio_cluster() -> AsyncIterator[Cluster]:
+    """The same on grpcio's server."""
+    async with in_one_task(running_cluster("grpcio")) as running:
+        yield running
+
+
+async def send(outcome: Outcome, clients: Clients) -> None:
+    ends = await asyncio.gather(*(outcome.act(clients) for _ in range(REQUESTS)))
+    assert set(ends) <= outcome.right
+
+
+async def cycles(cluster: Cluster, outcome: Outcome) -> list[str]:
+    """The cycles that some requests with this outcome have left in the router, and in the workers."""
+    async with timeout(PATIENCE_SECONDS):
+        # What the first one makes lives on, such as caches.
+        async with Clients(cluster) as clients:
+            await send(outcome, clients)
+        await cluster.settled()
+        await cluster.ask("watch")
+        async with Clients(cluster) as clients:
+            await send(outcome, clients)
+        await cluster.settled()
+        (_, router), (_, workers) = await cluster.ask("garbage")
+    return [*router, *workers]
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.name)
+async def test_a_request_leaves_no_cycle_in_the_router_and_none_in_the_workers(
+    cluster: Cluster, outcome: Outcome
+) -> None:
+    assert await cycles(cluster, outcome) == []
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        each
+        for each in OUTCOMES
+        if each.name in ("answered", "cancelled in decode", "refused: too long", "late in held")
+    ],
+    ids=lambda outcome: outcome.name,
+)
+async def test_on_grpcio_only_its_own_objects_are_left_in_cycles(grpcio_cluster: Cluster, outcome: Outcome) -> None:
+    left = await cycles(grpcio_cluster, outcome)
+    assert [cycle for cycle in left if "grpc._cython.cygrpc.__pyx_scope_struct" not in cycle] == []

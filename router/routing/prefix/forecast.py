@@ -103,7 +103,7 @@ class Forecast(Generic[W]):
     def close(self) -> None:
         """See Progress."""
         if self._ticket is not None and not self._has_first_token:
-            self._work.queue.done(self._ticket)
+            self._work.queue.give_up(self._ticket)
         self._ticket = None
         self._arrive()
         if self._reader is not None:

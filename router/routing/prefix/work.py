@@ -26,6 +26,7 @@ class PromptQueue:
         self.seconds = 0.0  # of all prompts
         self.head_seconds = 0.0  # of the first one
         self.head_since = 0.0  # when that began
+        self._has_head_begun = True  # whether it is known that it began then
 
     @property
     def wait_seconds(self) -> float:
@@ -40,14 +41,31 @@ class PromptQueue:
     def add(self, seconds: float) -> Ticket:
         """Adds a prompt that is predicted to take so long."""
         if not self._tickets:
-            self.head_since, self.head_seconds = self._clock(), seconds
+            self.head_since, self.head_seconds, self._has_head_begun = self._clock(), seconds, True
         ticket = Ticket(seconds)
         self._tickets[id(ticket)] = ticket
         self.seconds += seconds
         return ticket
 
     def done(self, ticket: Ticket) -> float | None:
-        """Removes a prompt that is computed or given up. Returns how long it took if it was the first one."""
+        """Removes a prompt that is computed. Returns how long it took if it was the first one.
+
+        Not of one that followed a prompt that was given up: how much of it was computed before that is not known.
+        """
+        has_begun = self._has_head_begun
+        since = self._remove(ticket)
+        if since is None:
+            return None
+        self._has_head_begun = True
+        return self.head_since - since if has_begun else None
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Removes a prompt that will not be computed."""
+        if self._remove(ticket) is not None:
+            self._has_head_begun = False
+
+    def _remove(self, ticket: Ticket) -> float | None:
+        """Returns when it began if it was the first one."""
         if self._tickets.get(id(ticket)) is not ticket:
             return None
         is_head = next(iter(self._tickets.values())) is ticket
@@ -56,9 +74,8 @@ class PromptQueue:
         if not is_head:
             return None
         self.head_seconds = next(iter(self._tickets.values())).seconds if self._tickets else 0.0
-        now = self._clock()
-        took, self.head_since = now - self.head_since, now
-        return took
+        since, self.head_since = self.head_since, self._clock()
+        return since
 
 
 class ArrivalRate:

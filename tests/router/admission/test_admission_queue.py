@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -313,6 +314,30 @@ async def test_what_others_wait_for_counts() -> None:
         error = await refusal(running, prompt="y" * 60, timeout=1.5)
         assert reason(error) == ("RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE")
         await asyncio.gather(*others)
+
+
+async def test_a_storm_of_cancelled_requests_does_not_make_others_hopeless() -> None:
+    async with bench(simulated("p1", "prefill", prefill_base_seconds=0.3), DECODE) as running:
+        calls: list[Any] = []
+
+        async def storm() -> None:
+            # Each is cancelled before its prompt is computed, and there is never a moment without one that runs.
+            while True:
+                calls.append(running.stub.Generate(request(prompt="y" * 4000)))
+                if len(calls) > 20:
+                    calls.pop(0).cancel()
+                await asyncio.sleep(0.005)
+
+        storming = asyncio.create_task(storm())
+        try:
+            for letter in "abcde":
+                await run(running, prompt=letter)
+            for letter in "klmno":
+                await run(running, prompt=letter, timeout=30)
+        finally:
+            storming.cancel()
+            for call in calls:
+                call.cancel()
 
 
 async def test_the_answer_s_length_counts() -> None:

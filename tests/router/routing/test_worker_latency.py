@@ -34,12 +34,11 @@ def test_idle_time_does_not_count() -> None:
 def test_requests_side_by_side_are_one_stretch_of_work() -> None:
     clock = ManualClock()
     speed = Throughput(clock)
-    for _ in range(4):
-        speed.begin(100)
+    work = [speed.begin(100) for _ in range(4)]
     assert speed.waiting_tokens == 400
-    for _ in range(4):
+    for each in work:
         clock.advance(0.1)
-        speed.end(100, is_done=True)
+        speed.end(each, is_done=True)
     assert speed.waiting_tokens == 0
     assert speed.per_second == pytest.approx(1000)
 
@@ -52,6 +51,50 @@ def test_work_that_failed_measures_nothing() -> None:
             raise ValueError("lost")
     assert speed.per_second is None
     assert speed.waiting_tokens == 0
+
+
+def test_the_time_of_cancelled_work_is_charged_to_no_other() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    cancelled = speed.begin(100)
+    for _ in range(4):
+        # One of them always runs.
+        clock.advance(60)
+        following = speed.begin(100)
+        speed.end(cancelled, is_done=False)
+        cancelled = following
+        work(speed, clock, 100, 0.2)
+    # 200 tokens, of which 100 were given up, were 0.2 s.
+    assert speed.per_second == pytest.approx(1000)
+    assert speed.waiting_tokens == 100
+
+
+def test_small_work_among_much_that_is_cancelled_predicts_the_wait_that_it_has_had() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for _ in range(8):
+        others = [speed.begin(10_000) for _ in range(100)]
+        mine = speed.begin(10)
+        clock.advance(0.2)
+        speed.end(mine, is_done=True)
+        clock.advance(0.3)
+        for other in others:
+            speed.end(other, is_done=False)
+    for _ in range(100):
+        speed.begin(10_000)
+    assert speed.per_second is not None
+    assert (speed.waiting_tokens + 10) / speed.per_second == pytest.approx(0.2)
+
+
+def test_a_bad_minute_is_forgotten_with_time() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for _ in range(100):
+        work(speed, clock, 100, 10.0)
+    clock.advance(60)
+    for _ in range(4):
+        work(speed, clock, 100, 0.1)
+    assert speed.per_second == pytest.approx(1000, rel=0.3)
 
 
 def test_a_throughput_follows_a_change_of_speed() -> None:

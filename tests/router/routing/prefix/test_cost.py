@@ -56,6 +56,29 @@ def test_a_prompt_waits_for_those_before_it_and_less_as_time_goes_by() -> None:
     assert queue.wait_seconds == 0.0
 
 
+def test_a_prompt_behind_one_that_was_given_up_is_not_measured() -> None:
+    clock = ManualClock()
+    queue = PromptQueue(clock)
+    first, second, third = queue.add(1.0), queue.add(1.0), queue.add(1.0)
+    clock.advance(30.0)
+    queue.give_up(first)
+    # It may have been computed beside the first one.
+    clock.advance(0.01)
+    assert queue.done(second) is None
+    clock.advance(1.0)
+    assert queue.done(third) == pytest.approx(1.0)
+
+
+def test_a_prompt_after_those_that_were_given_up_is_measured() -> None:
+    clock = ManualClock()
+    queue = PromptQueue(clock)
+    queue.give_up(queue.add(1.0))
+    clock.advance(30.0)
+    next_one = queue.add(1.0)
+    clock.advance(1.5)
+    assert queue.done(next_one) == pytest.approx(1.5)
+
+
 def test_a_slow_worker_is_known_and_a_new_one_is_taken_for_the_usual() -> None:
     costs = Costs()
     for _ in range(200):

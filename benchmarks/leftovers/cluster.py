@@ -1,0 +1,152 @@
+"""A router and simulated workers of all roles, in two processes that say what they hold."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, Literal
+
+from benchmarks.leftovers import garbage
+from benchmarks.processes import child, received, run_process
+from discovery.memory import MemoryRegistry
+from discovery.record import WorkerRecord
+from router.config import (
+    AdmissionConfig,
+    OpenAIConfig,
+    ProbeConfig,
+    QuotaConfig,
+    QuotasConfig,
+    RetryConfig,
+    RouterConfig,
+    RoutingConfig,
+)
+from router.server import host_router
+from rpc.server import ServerKind
+from runtime.garbage import resident_bytes, return_large_memory
+from services.config import HandoffConfig, WorkerConfig
+from services.engines.simulated.config import SimulatedConfig
+from services.server import host_worker
+
+MODEL = "leftovers"
+REFUSED_TENANT = "refused"
+_WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
+
+Command = Literal["memory", "tasks", "watch", "garbage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The running processes, and how many tasks they have without requests."""
+
+    address: str
+    openai_address: str
+    pipes: tuple[Pipe, ...]
+    tasks: tuple[int, ...]
+
+    async def settled(self) -> None:
+        """Waits until no task of a request is left."""
+        while any(now > idle for now, idle in zip(await self.ask("tasks"), self.tasks, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def ask(self, command: Command) -> tuple[Any, Any]:
+        """The answers of the router and of the workers.
+
+        "memory" is in bytes, "tasks" a number, and "garbage" what only a collection frees of what was made since
+        "watch"; see garbage.py.
+        """
+        for pipe in self.pipes:
+            pipe.send(command)
+        router, workers = [await received(pipe) for pipe in self.pipes]
+        return router, workers
+
+
+@asynccontextmanager
+async def running_cluster(server: ServerKind) -> AsyncIterator[Cluster]:
+    """A router, and one encode, two prefill and two decode workers, on this kind of server."""
+    async with child(_run_workers, server) as (workers, _):
+        records = await received(workers)
+        async with child(_run_router, server, records) as (router, _):
+            address, openai_address = await received(router)
+            idle = Cluster(address, openai_address, (router, workers), (0, 0))
+            yield replace(idle, tasks=await idle.ask("tasks"))
+
+
+def _run_workers(pipe: Pipe, server: ServerKind) -> None:
+    async def serve() -> None:
+        registry = MemoryRegistry("leftovers")
+        async with AsyncExitStack() as stack:
+            for each in _WORKERS:
+                await stack.enter_async_context(host_worker(_worker(each, server), registry))
+            pipe.send(registry.workers())
+            await _answer(pipe)
+
+    run_process(serve)
+
+
+def _run_router(pipe: Pipe, server: ServerKind, records: list[WorkerRecord]) -> None:
+    async def serve() -> None:
+        return_large_memory()
+        registry = MemoryRegistry("leftovers")
+        async with AsyncExitStack() as stack:
+            for record in records:
+                await stack.enter_async_context(registry.register(record))
+            router = await stack.enter_async_context(host_router(_router(server), registry))
+            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            pipe.send((router.address, router.openai_address))
+            await _answer(pipe)
+
+    run_process(serve)
+
+
+async def _answer(pipe: Pipe) -> None:
+    """Answers commands until it is told to stop."""
+    answers: dict[str, Callable[[], object]] = {
+        "memory": resident_bytes,
+        "tasks": _tasks,
+        "watch": garbage.watch,
+        "garbage": garbage.found,
+    }
+    while (command := await asyncio.to_thread(pipe.recv)) != "stop":
+        pipe.send(answers[command]())
+
+
+def _tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+def _router(server: ServerKind) -> RouterConfig:
+    return RouterConfig(
+        listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
+        server=server,
+        openai=OpenAIConfig(listen="127.0.0.1:0"),
+        # Several workers compute in one process: a late answer means busy, not lost.
+        probe=ProbeConfig(interval_seconds=0.1, timeout_seconds=20, hung_seconds=60),
+        drain_seconds=0,
+        allow_faults=True,
+        admission=AdmissionConfig(predict_deadlines=False),
+        quotas=QuotasConfig(tenants={REFUSED_TENANT: QuotaConfig(requests_per_second=1e-9, burst_seconds=1e-9)}),
+        retry=RetryConfig(wait_seconds=0.5, budget_floor=1_000_000),
+        # Each prompt is prefilled on one worker and decoded on another.
+        routing=RoutingConfig(policy="least_loaded"),
+    )
+
+
+def _worker(worker_id: str, server: ServerKind) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=worker_id,
+        server=server,
+        roles=(worker_id.partition("-")[0],),  # type: ignore[arg-type]
+        engine=SimulatedConfig(
+            name=MODEL,
+            num_blocks=4096,
+            block_bytes=64,
+            max_context_tokens=8192,
+            allow_faults=True,
+            image_tokens=4,
+        ),
+        handoff=HandoffConfig(lease_seconds=5.0),
+        drain_seconds=0,
+    )
