@@ -41,6 +41,7 @@ from router.service import ClusterServicer, InferenceServicer
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
 from router.text.tokenization import Tokenization
+from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster, watch_cluster
 from router.workers.offer import DeploymentOffer
 from rpc.auth.access import Rules, open_access
@@ -139,6 +140,7 @@ async def host_router(
         contexts = ContextFactory(config.limits, config.allow_faults, frozenset(config.auth.proxies))
         embed_calls = EmbedCalls(cluster, retries)
         embed_pipeline = EmbedPipeline(contexts, cluster, admission, embed_calls, pipeline.requests, executor.metrics)
+        texts = LongestTexts(cluster, config.limits.max_embed_inputs, config.media.max_bytes)
         app = OpenAIApp(
             contexts,
             pipeline,
@@ -146,6 +148,7 @@ async def host_router(
             cluster,
             access=access,
             tracer=tracer,
+            texts=texts,
             max_body_bytes=config.openai.max_body_bytes,
         )
         if before_listening is not None:
@@ -175,6 +178,7 @@ async def host_router(
                 connections=config.connections,
                 kind=config.server,
                 shares_port=shares_port,
+                texts=texts.limits,
             )
         )
         if openai is not None:

@@ -70,7 +70,7 @@ class Method:
     """A handler, as it is called."""
 
     behaviour: Behaviour
-    deserialize: Callable[[bytes], Any]
+    deserialize: Callable[[bytes | bytearray], Any]
     serialize: Callable[[Any], bytes]
     takes_stream: bool
     gives_stream: bool

@@ -37,7 +37,7 @@ class Received(NamedTuple):
     """A message as it came."""
 
     is_compressed: bool
-    payload: bytes
+    payload: bytes | bytearray
 
     @property
     def size(self) -> int:
@@ -134,16 +134,27 @@ class Inbox:
             end = at + _PREFIX_BYTES + length
             if end > len(partial):
                 break
-            self._add(flag, bytes(partial[at + _PREFIX_BYTES : end]))
+            if length > _INLINE_BYTES and end == len(partial) and self._take is None:
+                # As it is: a copy of many megabytes would hold the event loop.
+                del partial[: at + _PREFIX_BYTES]
+                self._partial = bytearray()
+                self._keep(flag, partial)
+                return
+            with memoryview(partial) as whole:
+                payload = bytes(whole[at + _PREFIX_BYTES : end])
+            self._add(flag, payload)
             at = end
         del partial[:at]
 
     def _add(self, flag: int, payload: bytes) -> None:
+        if self._take is None or flag > 1:
+            self._keep(flag, payload)
+        else:
+            self._take(flag == 1, payload)
+
+    def _keep(self, flag: int, payload: bytes | bytearray) -> None:
         if flag > 1:
             raise MessageFailure(StatusCode.INTERNAL, f"a message has the flags {flag}")
-        if self._take is not None:
-            self._take(flag == 1, payload)
-            return
         self._messages.append(Received(flag == 1, payload))
         self._unread += len(payload) + _MESSAGE_OVERHEAD
         self._wake()
@@ -153,7 +164,7 @@ class Inbox:
             self._reader.set_result(None)
 
 
-async def decompress(message: Received, encoding: str, max_bytes: int) -> bytes:
+async def decompress(message: Received, encoding: str, max_bytes: int) -> bytes | bytearray:
     """The message's content. Raises MessageFailure for another encoding, and for what is not in it or too large."""
     if not message.is_compressed:
         return message.payload
