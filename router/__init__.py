@@ -6,6 +6,7 @@ pipeline.py      a request: validate, tokenize, admit, encode, execute
 execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails
 answers.py       several answers to one prompt
 validation.py    checks of requests, defaults of sampling
+text_limits.py   limits on the texts of large requests, before they are parsed
 cancellation.py  stops a request on all its workers
 server.py        assembles a router and serves it; config.py is its configuration
 

@@ -44,6 +44,7 @@ from router.telemetry import metrics
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
 from router.text.tokenization import Tokenization
+from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster, watch_cluster
 from router.workers.offer import DeploymentOffer
 from rpc.auth.access import Rules, open_access
@@ -153,6 +154,7 @@ async def host_router(
         embed_calls = EmbedCalls(cluster, retries)
         embed_pipeline = EmbedPipeline(contexts, cluster, admission, embed_calls, pipeline.requests, executor.metrics)
         shared = SharedLimits.of(config.connections)
+        texts = LongestTexts(cluster, config.limits.max_embed_inputs, config.media.max_bytes)
         app = OpenAIApp(
             contexts,
             pipeline,
@@ -160,6 +162,7 @@ async def host_router(
             cluster,
             access=access,
             tracer=tracer,
+            texts=texts,
             max_body_bytes=config.openai.max_body_bytes,
             input=shared.input,
         )
@@ -191,6 +194,7 @@ async def host_router(
                 kind=config.server,
                 shared=shared,
                 shares_port=shares_port,
+                texts=texts.limits,
             )
         )
         if openai is not None:

@@ -22,6 +22,7 @@ _LONGEST_DELAY_SECONDS = 10.0
 # Of options that are remembered: how many, and how long each may be.
 _REMEMBERED_OPTIONS = 256
 _LONGEST_OPTIONS = 1024
+_REMEMBERED_PROMPT = 16 * 1024  # characters; of a longer one the copy costs more than the check
 # In one message: the values and ids of a prompt's log probabilities.
 _MOST_PROMPT_LOGPROBS = 131_072
 # Sampling parameters that equal the default.
@@ -47,7 +48,7 @@ class OptionChecks:
 
     def check(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
         """Raises InvalidRequest naming every wrong field, or Unsupported naming what the model lacks."""
-        if request.WhichOneof("input") != "prompt":
+        if request.WhichOneof("input") != "prompt" or len(request.prompt) > _REMEMBERED_PROMPT:
             check(request, model, self._limits)
             return
         options = _options(request)

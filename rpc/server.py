@@ -31,7 +31,7 @@ from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.reading import CHANNEL_OPTIONS as READ_OPTIONS
-from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits
+from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits, TextLimitsOf
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
@@ -161,6 +161,7 @@ async def serve(
     shared: SharedLimits | None = None,
     multiplexed: Sequence[Service] = (),
     shares_port: bool = False,
+    texts: TextLimitsOf | None = None,
 ) -> AsyncGenerator[Server, None]:
     """Serves at `listen`, a `host:port` where port 0 is any free port, until the context is left.
 
@@ -169,14 +170,15 @@ async def serve(
     then cancelled. After that no servicer's code runs. `tracer` records a span for each call of a request; `kind`
     chooses the implementation; `shared` is for several servers of a process; the methods of `multiplexed` are also
     offered over shared streams (rpc/multiplex). With `shares_port` other processes may listen at the same port, and the
-    kernel spreads the connections over them. Raises ConfigError if it cannot listen there.
+    kernel spreads the connections over them. `texts` limits the texts of large requests before they are parsed.
+    Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
     wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
     limits = connections or ConnectionLimits()
     # One thread: parsing holds the interpreter's lock, and several threads would hold it for longer.
     reading = ThreadPoolExecutor(1, thread_name_prefix="read-requests")
-    interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading))
+    interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading, texts))
     if (kind or default_server()) == "http2":
         shared = shared or SharedLimits.of(limits)
         server: AnyServer = Http2Server(

@@ -33,6 +33,7 @@ from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseS
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
 from router.stream.reply import Reply
+from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
 from router.workers.model import ServedModel
@@ -41,6 +42,7 @@ from rpc.input_budget import InputBudget
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.behaviour import Behaviour
+from rpc.interceptors.counting import TextLimits
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
 from rpc.status import code_of
@@ -89,6 +91,7 @@ class OpenAIApp:
         *,
         access: Access | None,
         tracer: Tracer,
+        texts: LongestTexts,
         max_body_bytes: int,
         input: InputBudget,
     ) -> None:
@@ -98,6 +101,7 @@ class OpenAIApp:
         self._cluster = cluster
         self._access = access
         self._tracer = tracer
+        self._texts = texts
         self._max_body_bytes = max_body_bytes
         self._input = input
         self._created = now()
@@ -119,7 +123,9 @@ class OpenAIApp:
         note_arrival()
         call: Any = HttpCall(scope, receive, send)
         target = self._find(scope["path"])
-        behaviour = target.methods.get(scope["method"]) or target.methods["*"]
+        # The server sends no body in answer to HEAD.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        behaviour = target.methods.get(method) or target.methods["*"]
         try:
             await behaviour(_Request(call.request_id, unquote(scope["path"])), call)
         except asyncio.CancelledError:
@@ -136,11 +142,11 @@ class OpenAIApp:
 
     def _target(self, name: str, **methods: Callable[[HttpCall, str], Awaitable[None]]) -> Target:
         behaviours = {verb: self._surround(name, handler) for verb, handler in methods.items()}
-        expected = " or ".join(methods)
 
         async def refuse(_call: HttpCall, path: str) -> None:
-            if expected:
-                raise HttpRefusal(405, f"{path} expects {expected}")
+            if methods:
+                allowed = ("GET", "HEAD") if "GET" in methods else tuple(methods)
+                raise HttpRefusal(405, f"{path} expects {' or '.join(methods)}", allowed)
             raise HttpRefusal(404, f"unknown path {path!r}")
 
         return Target(name, {**behaviours, "*": self._surround(name, refuse)})
@@ -255,7 +261,8 @@ class OpenAIApp:
             size = sum(map(len, body.pieces))
             note_size(size)
             if size > _LARGE_BODY_BYTES:
-                return await asyncio.to_thread(_requested, body.pieces, kind, make, call.request_id)
+                limits = self._texts.limits(embeds=kind is EmbeddingsRequest)
+                return await asyncio.to_thread(_requested, body.pieces, kind, make, call.request_id, limits)
             return _requested(body.pieces, kind, make, call.request_id)
         finally:
             body.hold.release()
@@ -286,9 +293,13 @@ class OpenAIApp:
 
 
 def _requested(
-    pieces: Sequence[bytes], kind: type[_Body], make: Callable[[_Body, str], _Message], request_id: str
+    pieces: Sequence[bytes],
+    kind: type[_Body],
+    make: Callable[[_Body, str], _Message],
+    request_id: str,
+    texts: TextLimits | None = None,
 ) -> tuple[_Body, _Message]:
-    body = read(kind, parse(b"".join(pieces)))
+    body = read(kind, parse(b"".join(pieces), texts))
     try:
         return body, make(body, request_id)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

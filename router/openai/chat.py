@@ -1,5 +1,6 @@
 """/v1/chat/completions."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -30,6 +31,50 @@ class NamedTool(Fields):
 
     type: Literal["function"]
     function: ToolName
+
+
+class PlainText(Fields):
+    """No format."""
+
+    type: Literal["text"]
+
+
+class AnyObject(Fields):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Fields):
+    """A schema. It is always followed, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchema(Fields):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class FlatJsonSchema(NamedSchema):
+    """The same in /v1/responses, where the schema is beside the type."""
+
+    type: Literal["json_schema"]
+
+
+# By their types, and where one is another, by the field too.
+_FORMATS: Mapping[tuple[str, str], type[PlainText | AnyObject | JsonSchema | NamedSchema | StructuralTags]] = {
+    ("", "text"): PlainText,
+    ("", "json_object"): AnyObject,
+    ("", "json_schema"): JsonSchema,
+    ("text.format", "json_schema"): FlatJsonSchema,
+    ("", "structural_tag"): StructuralTags,
+}
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -85,24 +130,26 @@ class ChatCompletionRequest(SamplingFields):
             chat.tool_choice.is_required = True
 
 
-def guide(request: generate_pb2.GenerateRequest, field: str, wanted: dict[str, Any] | None) -> None:
+def guide(request: generate_pb2.GenerateRequest, field: str, wanted: Mapping[str, Any] | None) -> None:
     """Sets the grammar that `response_format` asks for. Raises Unsupported for an unknown type, and InvalidRequest."""
-    kind = wanted.get("type") if wanted else "text"
-    if kind == "text" or wanted is None:
+    if wanted is None:
         return
-    if request.HasField("guided"):
-        raise InvalidRequest.of(field, "cannot be combined with structured_outputs")
-    if kind == "json_object":
-        request.guided.json_schema = ANY_OBJECT
-    elif kind == "json_schema":
-        # In /v1/responses the schema is beside the type.
-        inner = wanted.get("json_schema", wanted)
-        schema = inner.get("schema", {}) if isinstance(inner, dict) else {}
-        request.guided.json_schema = json_text(schema, field)
-    elif kind == "structural_tag":
-        read(StructuralTags, wanted, field).set_in(request, field)
-    else:
+    named = wanted.get("type")
+    kind = _FORMATS.get((field, named)) or _FORMATS.get(("", named)) if isinstance(named, str) else None
+    if kind is None:
         raise refuse(f"{field}.type", "expected text, json_object, json_schema or structural_tag")
+    form = read(kind, wanted, field)
+    if not isinstance(form, PlainText) and request.HasField("guided"):
+        raise InvalidRequest.of(field, "cannot be combined with structured_outputs")
+    match form:
+        case AnyObject():
+            request.guided.json_schema = ANY_OBJECT
+        case JsonSchema():
+            request.guided.json_schema = json_text(form.json_schema.json_schema, f"{field}.json_schema.schema")
+        case NamedSchema():
+            request.guided.json_schema = json_text(form.json_schema, f"{field}.schema")
+        case StructuralTags():
+            form.set_in(request, field)
 
 
 def format_field(field: str, wanted: dict[str, Any] | None) -> str:

@@ -39,7 +39,7 @@ class Answering:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
     def logprobs(self, delta: generate_pb2.TokenDelta, offset: int = 0) -> dict[str, Any] | None:
-        """The log probabilities of a delta's tokens; None if there are none."""
+        """The log probabilities of a delta's tokens, which begin at `offset`; None if there are none."""
         if not delta.logprobs:
             return None
         if self.kind == "chat":
@@ -83,6 +83,7 @@ class ChoiceStream:
         self._answering = answering
         self._wants_usage = wants_usage
         self._calls: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # the characters of each answer's tokens with log probabilities
         self._ended: set[int] = set()
         self._opened: set[int] = set()
         self._head: dict[str, Any] = {}
@@ -125,8 +126,11 @@ class ChoiceStream:
         return opening + self._choice(delta.index, f'{name}, "logprobs": null, "finish_reason": null')
 
     def _rare_delta(self, delta: generate_pb2.TokenDelta) -> bytes:
-        logprobs = json.dumps(self._answering.logprobs(delta))
+        found = self._answering.logprobs(delta, self._offsets.get(delta.index, 0))
+        logprobs = json.dumps(found)
         if self._answering.kind == "text":
+            if found:
+                self._offsets[delta.index] = found["text_offset"][-1] + len(found["tokens"][-1])
             text = json.dumps(delta.text)
             return self._choice(delta.index, f'"text": {text}, "logprobs": {logprobs}, "finish_reason": null')
         fields: dict[str, Any] = {}

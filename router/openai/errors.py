@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import (
@@ -73,9 +74,10 @@ class HttpRefusal(BatonError):
 
     reason = "INVALID_HTTP_REQUEST"
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, allowed: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.status = status
+        self.allowed = allowed  # the methods of a path that has not this one
 
 
 class UnsupportedField(Unsupported):
@@ -102,6 +104,8 @@ def failure_of(error: BatonError, guided_field: str = "") -> OpenAiError:
     if isinstance(error, (Overloaded, QuotaExceeded)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
         headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
+    if isinstance(error, HttpRefusal) and error.allowed:
+        headers.append((b"allow", ", ".join(error.allowed).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
     return OpenAiError(status, json.dumps({"error": describe(error, guided_field)}).encode(), tuple(headers))

@@ -12,6 +12,7 @@ from router.openai.errors import UnsupportedField
 
 _UINT32 = 2**32 - 1
 _MAX_VIOLATIONS = 16
+_LONGEST_NAME = 80  # of a field in an error
 Uint32 = Annotated[int, Field(ge=0, le=_UINT32)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
 _PART_TYPES = ("text", "input_text", "output_text", "image_url", "input_image")
@@ -47,7 +48,7 @@ def _path(location: tuple[int | str, ...], path: str = "") -> str:
         elif isinstance(before, int) and part in _PART_TYPES:
             continue
         elif part.isidentifier() and part not in ("str", "list", "int", "dict") and not part[0].isupper():
-            path += f".{part}" if path else part
+            path += f".{part[:_LONGEST_NAME]}" if path else part[:_LONGEST_NAME]
     return path or "body"
 
 

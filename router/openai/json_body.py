@@ -1,22 +1,47 @@
-"""Parses a JSON body. The number of its values is bounded first: parsing holds the interpreter, whatever the thread."""
+"""Parses a JSON body without a long hold of the interpreter, which would delay every stream whatever the thread.
+
+The number of its values is bounded first. Of a large body the long strings are read by themselves, in pieces, and
+bounded in length; what is left of it is small.
+"""
 
 import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from baton.errors import InvalidRequest
+from rpc.interceptors.counting import TextLimits
 
 MAX_VALUES = 65_536
+MAX_BYTES_BESIDE_TEXTS = 2 * 2**20
+_PIECE = 64 * 1024  # takes at most a millisecond, whatever is in it, and has no more values than may be
+_LONG_STRING = 64  # bytes; a longer one is read by itself
 _STRUCTURE = (b",", b"[", b"{", b":")
 _SURROGATE = (b"\\ud", b"\\uD")
+_FIRST_OF_A_PAIR = re.compile(rb"\\u[dD][89abAB]..")
+_IS_NAME = re.compile(rb"[ \t\r\n]*:")  # what follows the name of a field
+_ESCAPE_BYTES = 6  # the longest, as \u00e4
+# Stands for a long string. No JSON that is right has it.
+_STAND_IN = b"-Infinity"
+_IMAGE = re.compile(rb'"(?:url|image_url)"[ \t\r\n]*:[ \t\r\n]*"data:$')  # what is up to the content of an image
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """The object in a body. Raises InvalidRequest, of the field `body`."""
-    _bound_values(body)
+@dataclass(frozen=True, slots=True)
+class _TooLong:
+    """Stands for a string over its limit."""
+
+    description: str
+
+
+def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
+    """The object in a body. Call it in a thread for a large one.
+
+    Raises InvalidRequest, of the field `body`, or of the one whose text is over the limits.
+    """
     try:
-        value = json.loads(body, parse_constant=_refuse)
-        if any(escape in body for escape in _SURROGATE):
-            json.dumps(value, ensure_ascii=False).encode()
+        value = _load(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
     except UnicodeError:
         raise InvalidRequest.of("body", "is not valid UTF-8, or has half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
@@ -26,33 +51,146 @@ def parse(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _load(body: bytes) -> Any:
+    value = json.loads(body, parse_constant=_refuse)
+    if any(escape in body for escape in _SURROGATE):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _bound_values(body: bytes) -> None:
-    """Raises InvalidRequest for more than MAX_VALUES values; what is within strings does not count."""
-    if sum(body.count(one) for one in _STRUCTURE) <= MAX_VALUES:
-        return
-    values, position = 0, 0
-    while position < len(body):
-        begin = body.find(b'"', position)
-        begin = len(body) if begin < 0 else begin
-        values += sum(body.count(one, position, begin) for one in _STRUCTURE)
-        if values > MAX_VALUES:
+class _LargeBody:
+    """A body that is read in pieces, between which other threads run."""
+
+    def __init__(self, body: bytes, texts: TextLimits | None) -> None:
+        self._body = body
+        self._texts = texts
+        self._characters_left = texts.together if texts else 0
+        self._strings: list[str | _TooLong] = []  # the long ones, in order
+        self._values = 0
+
+    def load(self) -> Any:
+        """Raises InvalidRequest, or ValueError for what is no JSON."""
+        rest = self._without_long_strings()
+        strings = iter(self._strings)
+
+        def stand_in(constant: str) -> str | _TooLong:
+            found = next(strings, None) if constant.encode() == _STAND_IN else None
+            return _refuse(constant) if found is None else found
+
+        value = json.loads(rest, parse_constant=stand_in)
+        if next(strings, None) is not None:
+            raise ValueError("a string is where none may be")
+        for path, found in _too_long("", value):
+            raise InvalidRequest.of(path or "body", found.description)
+        if any(escape in rest for escape in _SURROGATE):
+            _require_pairs(value)
+        return value
+
+    def _without_long_strings(self) -> bytes:
+        body, rest, copied, begin, count = self._body, bytearray(), 0, -1, 0
+        for start, piece in self._pieces():
+            at = 0
+            while True:
+                quote = piece.find(b'"', at)
+                if begin < 0:
+                    self._count(piece, at, len(piece) if quote < 0 else quote)
+                if quote < 0:
+                    break
+                at = quote + 1
+                if begin < 0:
+                    begin = start + at
+                    continue
+                count += 1
+                end = start + quote
+                if end - begin > _LONG_STRING and not _IS_NAME.match(body, end + 1):
+                    rest += body[copied : begin - 1] + _STAND_IN
+                    copied = end + 1
+                    self._strings.append(self._string(begin, end))
+                begin = -1
+            self._bound(count, len(rest) + (begin if begin >= 0 else start + len(piece)) - copied)
+        return bytes(rest + body[copied:])
+
+    def _bound(self, strings: int, bytes_beside_texts: int) -> None:
+        if max(self._values, strings - 1) > MAX_VALUES:
             raise InvalidRequest.of("body", f"has more than {MAX_VALUES} values")
-        position = _end_of_string(body, begin + 1)
+        if bytes_beside_texts > MAX_BYTES_BESIDE_TEXTS:
+            raise InvalidRequest.of("body", f"has more than {MAX_BYTES_BESIDE_TEXTS} bytes beside its long strings")
+
+    def _count(self, piece: bytes, begin: int, end: int) -> None:
+        self._values += sum(piece.count(one, begin, end) for one in _STRUCTURE)
+
+    def _pieces(self) -> Iterator[tuple[int, bytes]]:
+        """The body in pieces that end with no part of an escape, and where each begins; without escaped quotes."""
+        body, at = self._body, 0
+        while at < len(body):
+            piece = body[at : at + _PIECE]
+            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+                piece = body[at : at + _PIECE + 1]
+            yield at, piece.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+            at += len(piece)
+            time.sleep(0)
+
+    def _string(self, begin: int, end: int) -> str | _TooLong:
+        """The string between two quotes, or what it has too much of."""
+        texts, most = self._texts, end - begin
+        if texts is not None:
+            is_image = texts.media and _IMAGE.search(self._body[max(0, begin - 64) : begin + 5])
+            most = texts.media_bytes if is_image else min(texts.each, self._characters_left)
+        parts, characters = [], 0
+        while begin < end and characters <= most:
+            stop = end if end - begin <= _PIECE else self._end_of_part(begin, begin + _PIECE)
+            part = json.loads(f'"{self._body[begin:stop].decode()}"')
+            part.encode()  # raises for half of a pair
+            parts.append(part)
+            characters += len(part)
+            begin = stop
+            if begin < end:
+                time.sleep(0)
+        if characters > most:
+            return _TooLong(f"is too long: with the texts before it, no model here takes more than {most} characters")
+        if texts is not None and not is_image:
+            self._characters_left -= characters
+        return "".join(parts)
+
+    def _end_of_part(self, begin: int, stop: int) -> int:
+        """The last place up to `stop` that is within no escape, pair of surrogates, or character."""
+        plain = self._body[begin:stop].replace(b"\\\\", b"__")
+        escape = plain.rfind(b"\\", len(plain) - _ESCAPE_BYTES)
+        if escape >= 0:
+            before = plain[escape - _ESCAPE_BYTES : escape]
+            return begin + escape - (_ESCAPE_BYTES if _FIRST_OF_A_PAIR.fullmatch(before) else 0)
+        for back in range(4):
+            if self._body[stop - back] & 0xC0 != 0x80:
+                return stop - back
+        return stop
 
 
-def _end_of_string(body: bytes, position: int) -> int:
-    """The position after the string that begins before `position`."""
-    while True:
-        end = body.find(b'"', position)
-        if end < 0:
-            return len(body)
-        start = end
-        while start > 0 and body[start - 1] == 0x5C:
-            start -= 1
-        position = end + 1
-        if (end - start) % 2 == 0:
-            return position
+def _too_long(path: str, value: Any) -> Iterator[tuple[str, _TooLong]]:
+    """The strings over their limits, each with its path. As deep as json.loads can read."""
+    match value:
+        case _TooLong():
+            yield path, value
+        case dict():
+            for name, inner in value.items():
+                yield from _too_long(f"{path}.{name}" if path else name, inner)
+        case list():
+            for index, inner in enumerate(value):
+                yield from _too_long(f"{path}[{index}]", inner)
+
+
+def _require_pairs(value: Any) -> None:
+    """Raises UnicodeError for a short string with half of a surrogate pair, wherever it is."""
+    match value:
+        case str() if len(value) <= _LONG_STRING:
+            value.encode()
+        case dict():
+            for name, inner in value.items():
+                name.encode()
+                _require_pairs(inner)
+        case list():
+            for inner in value:
+                _require_pairs(inner)

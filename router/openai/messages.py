@@ -183,10 +183,12 @@ def _add_content(turn: generate_pb2.ChatMessage, content: "str | list[Any] | Non
             case TextPart():
                 turn.parts.add(text=part.text)
             case ImageUrlPart():
-                turn.parts.add(media=_image(part.image_url.url))
+                _set_image(turn.parts.add().media, part.image_url.url)
             case InputImagePart():
-                turn.parts.add(media=_image(part.image_url))
+                _set_image(turn.parts.add().media, part.image_url)
 
 
-def _image(url: str) -> media_pb2.MediaItem:
-    return media_pb2.MediaItem(uri=url, modality=media_pb2.MODALITY_IMAGE)
+def _set_image(item: media_pb2.MediaItem, url: str) -> None:
+    """Sets it in place: a message as an argument would be copied, and a URL may hold megabytes."""
+    item.uri = url
+    item.modality = media_pb2.MODALITY_IMAGE

@@ -163,7 +163,8 @@ class ResponseStream:
     async def fail(self, error: BatonError) -> None:
         """Ends the stream with an event that OpenAI's clients raise as an error."""
         described = describe(error, self._call.guided_field)
-        await self._call.end(self._event("error", {"error": described, **described}))
+        about = {name: value for name, value in described.items() if name != "type"}
+        await self._call.end(self._event("error", {**about, "error": described}))
 
     async def _start(self, started: generate_pb2.Started) -> None:
         self._model = started.model

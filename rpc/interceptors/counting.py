@@ -16,10 +16,26 @@ from baton.errors import InvalidRequest
 # Numbers of a packed list parse this many times faster than other fields.
 _NUMBERS_A_FIELD = 16
 _NUMBERS_A_TURN = 64 * 1024
+_TEXT_A_TURN = 64 * 1024
 _FIELDS_A_TURN = 1024
 _CONTINUED = bytes(range(128, 256))
+_LONGEST_CHARACTER = 4  # bytes, in UTF-8
+_WITHIN_CHARACTERS = bytes(range(128, 192))  # in UTF-8, every byte of a character but its first
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """The most characters of a message's texts and bytes: of each, and of all together.
+
+    The fields `media`, by their full names, count for neither: each has a limit of its own, in bytes.
+    """
+
+    each: int
+    together: int
+    media: frozenset[str] = frozenset()
+    media_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -29,6 +45,7 @@ class _Shape:
     messages: dict[int, "_Shape"]
     packed: frozenset[int]
     name: str
+    full_name: str
     names: dict[int, str]
 
 
@@ -36,24 +53,26 @@ class _Malformed(Exception):
     """The bytes are not a message."""
 
 
-def count_fields(descriptor: Descriptor, wire: bytes, most: int) -> bool:
+def count_fields(descriptor: Descriptor, wire: bytes | bytearray, most: int, texts: TextLimits | None = None) -> bool:
     """Whether `wire` is well-formed, as far as counting can tell; otherwise it must not be parsed.
 
     Counts every field at every depth, and 16 numbers of a packed list as one. Lets other threads run meanwhile. Raises
-    InvalidRequest naming the field at which the count exceeded `most`.
+    InvalidRequest naming the field at which the count exceeded `most`, or that is too long for `texts`.
     """
     try:
-        _Count(wire, most).message(_shape(descriptor))
+        _Count(wire, most, texts).message(_shape(descriptor))
     except (_Malformed, IndexError):
         return False
     return True
 
 
 class _Count:
-    def __init__(self, wire: bytes, most: int) -> None:
+    def __init__(self, wire: bytes | bytearray, most: int, texts: TextLimits | None) -> None:
         self._wire = wire
         self._most = most
         self._left = most
+        self._texts = texts
+        self._characters_left = texts.together if texts else 0
 
     def message(self, shape: _Shape) -> None:
         """One loop over all depths: a function call for each message would cost more than the rest."""
@@ -86,6 +105,8 @@ class _Count:
                     continue
                 if tag >> 3 in shape.packed:
                     self._numbers(shape, tag >> 3, position, position + length)
+                elif self._texts is not None:
+                    self._text(self._texts, shape, tag >> 3, position, length)
                 position += length
             elif kind == _VARINT:
                 position = _varint(wire, position)[1]
@@ -100,18 +121,45 @@ class _Count:
             part = self._wire[position : min(end, position + _NUMBERS_A_TURN)]
             self._take(len(part.translate(None, _CONTINUED)) // _NUMBERS_A_FIELD, shape, number)
 
+    def _text(self, limits: TextLimits, shape: _Shape, number: int, start: int, length: int) -> None:
+        if limits.media and f"{shape.full_name}.{shape.names.get(number)}" in limits.media:
+            if length > limits.media_bytes:
+                raise InvalidRequest.of(_path(shape, number), f"has {length} bytes of at most {limits.media_bytes}")
+            return
+        most = min(limits.each, self._characters_left)
+        characters = length
+        if most < length <= most * _LONGEST_CHARACTER:
+            # What is no UTF-8 may have no first bytes.
+            characters = max(self._characters(start, start + length, most), length // _LONGEST_CHARACTER)
+        if characters > most:
+            text = f"has {length} bytes; the texts of no request that a model here can answer are so long"
+            raise InvalidRequest.of(_path(shape, number), text)
+        self._characters_left -= characters
+
+    def _characters(self, start: int, end: int, most: int) -> int:
+        """The characters of a text in UTF-8; no more are counted than the first above `most`."""
+        found = 0
+        for position in range(start, end, _TEXT_A_TURN):
+            found += len(self._wire[position : min(end, position + _TEXT_A_TURN)].translate(None, _WITHIN_CHARACTERS))
+            if found > most:
+                break
+            time.sleep(0)
+        return found
+
     def _take(self, fields: int, shape: _Shape, number: int) -> None:
         before, self._left = self._left, self._left - fields
         if self._left < 0:
-            field = shape.names.get(number, "")
-            path = ".".join(name for name in (shape.name, field) if name) or "request"
-            raise InvalidRequest.of(path, f"the request has more than {self._most} fields in all")
+            raise InvalidRequest.of(_path(shape, number), f"the request has more than {self._most} fields in all")
         if before // _FIELDS_A_TURN != self._left // _FIELDS_A_TURN:
             # Otherwise the event loop waits until the interpreter takes the lock from this thread.
             time.sleep(0)
 
 
-def _varint(wire: bytes, position: int) -> tuple[int, int]:
+def _path(shape: _Shape, number: int) -> str:
+    return ".".join(name for name in (shape.name, shape.names.get(number, "")) if name) or "request"
+
+
+def _varint(wire: bytes | bytearray, position: int) -> tuple[int, int]:
     """The number at `position`, and where it ends."""
     number = 0
     for index in range(10):
@@ -127,16 +175,17 @@ def _shape(descriptor: Descriptor) -> _Shape:
     return _shape_below(descriptor, "", {})
 
 
-def _shape_below(descriptor: Descriptor, name: str, known: dict[Descriptor, _Shape]) -> _Shape:
+def _shape_below(descriptor: Descriptor, name: str, outer: dict[Descriptor, _Shape]) -> _Shape:
     """Messages may be recursive; then the first path to one is its name."""
-    if descriptor in known:
-        return known[descriptor]
+    if descriptor in outer:
+        return outer[descriptor]
     fields = descriptor.fields
-    shape = known[descriptor] = _Shape({}, frozenset(_packed(fields)), name, {f.number: f.name for f in fields})
+    names = {field.number: field.name for field in fields}
+    shape = _Shape({}, frozenset(_packed(fields)), name, descriptor.full_name, names)
     for field in fields:
         if field.message_type is not None:
             path = f"{name}.{field.name}" if name else field.name
-            shape.messages[field.number] = _shape_below(field.message_type, path, known)
+            shape.messages[field.number] = _shape_below(field.message_type, path, {**outer, descriptor: shape})
     return shape
 
 

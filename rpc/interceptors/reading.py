@@ -19,10 +19,12 @@ from baton.errors import BatonError, InvalidRequest, Unsupported
 from rpc.input_budget import claim_hold
 from rpc.interceptors.arrival import note_size
 from rpc.interceptors.behaviour import Behaviour, Context
-from rpc.interceptors.counting import count_fields
+from rpc.interceptors.counting import TextLimits, count_fields
 from rpc.interceptors.wire import find_fault
 
 Deserializer = Callable[[bytes], Any]
+# The limits of the texts in a message; None if there are none. Called for each large message, in another thread.
+TextLimitsOf = Callable[[Descriptor], TextLimits | None]
 
 # Parsing this much takes at most 2 ms, and so does finding a fault in that much.
 _PARSED_AT_ONCE = 64 * 1024
@@ -75,9 +77,10 @@ class _Unread:
 class Reader:
     """Parses the requests of one server; the large ones in `threads`, which the caller owns."""
 
-    def __init__(self, limits: ReadLimits, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, limits: ReadLimits, threads: ThreadPoolExecutor, texts: TextLimitsOf | None = None) -> None:
         self._limits = limits
         self._threads = threads
+        self._texts = texts
 
     def deserializer(self, given: Deserializer | None) -> Deserializer | None:
         """Replaces a message's `FromString`; returns any other deserializer unchanged.
@@ -141,7 +144,8 @@ class Reader:
     def _read(self, parse: Deserializer, descriptor: Descriptor, wire: bytes) -> Any:
         try:
             plain = self._decompressed(wire) if wire.startswith(_GZIP) else wire
-            if not count_fields(descriptor, plain, self._limits.fields):
+            texts = self._texts(descriptor) if self._texts else None
+            if not count_fields(descriptor, plain, self._limits.fields, texts):
                 return _fault(descriptor, plain)
             return parse(plain)
         except BatonError as error:

@@ -29,8 +29,25 @@ async def test_unknown_paths_and_methods_are_refused_in_openais_shape(served: Be
     assert (await post(served, "/audio/speech", {})).status_code == 404
     async with httpx2.AsyncClient(trust_env=False) as http:
         answer = await http.get(f"{url_of(served)}/completions")
-    assert answer.status_code == 405
+        others = [
+            await http.request(method, f"{url_of(served)}{path}")
+            for method, path in (("HEAD", "/completions"), ("OPTIONS", "/completions"), ("POST", "/models/demo"))
+        ]
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["message"] == "/v1/completions expects POST"
+    assert [(one.status_code, one.headers["allow"]) for one in others] == [
+        (405, "POST"),
+        (405, "POST"),
+        (405, "GET, HEAD"),
+    ]
+
+
+async def test_head_is_get_without_its_body(served: Bench) -> None:
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        for path, status in (("/models", 200), ("/models/demo", 200), ("/models/none", 404)):
+            whole, head = await http.get(f"{url_of(served)}{path}"), await http.head(f"{url_of(served)}{path}")
+            assert (whole.status_code, head.status_code, head.content) == (status, status, b"")
+            assert head.headers["content-length"] == str(len(whole.content))
 
 
 BODIES = [
@@ -63,6 +80,10 @@ def chat(**fields: object) -> bytes:
     return json.dumps({"messages": [TURN], **fields}).encode()
 
 
+def picture(url: str) -> dict[str, object]:
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
 SIZE = 15 * 2**20
 TURN = {"role": "user", "content": "hi"}
 # CPU time of the loop's thread in one piece: up to 5 ms here, of 30 to 130 ms for the work as a whole. A busy machine
@@ -74,6 +95,9 @@ LARGE: list[tuple[str, str, bytes, int]] = [
     ("escapes", "completions", b'{"prompt": "' + b"\\u00e9" * (SIZE // 6) + b'"}', 400),
     ("ids", "completions", b'{"prompt": [' + b"1," * (SIZE // 2) + b"1]}", 400),
     ("brackets", "completions", b"[" * SIZE, 400),
+    ("structure in a string", "completions", b'{"prompt": "' + rb"\",[" * (SIZE // 4) + b'"}', 400),
+    ("line breaks", "completions", b'{"prompt": "' + rb"\n" * (SIZE // 2) + b'"}', 400),
+    ("image", "chat/completions", chat(messages=[picture("data:image/png;base64," + "A" * SIZE)]), 400),
     ("chat", "chat/completions", chat(messages=[{"role": "user", "content": "x " * (SIZE // 2)}]), 400),
     ("turns", "chat/completions", chat(messages=[TURN] * 9000), 400),
     ("variables", "chat/completions", chat(max_tokens=3, chat_template_kwargs={"a": [0] * 60_000}), 200),

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from structlog.testing import capture_logs
-from support.clients.openai_api import ALONE, OPENAI_ROUTER, client_of, openai_bench
+from support.clients.openai_api import ALONE, OPENAI_ROUTER, client_of, openai_bench, url_of
 from support.cluster.in_process import Bench, bench, simulated
 from support.engines.written_engine import REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
@@ -366,6 +367,36 @@ async def test_a_failure_within_a_stream_is_raised_by_the_client() -> None:
         with pytest.raises(openai.APIError) as failed:
             [chunk async for chunk in stream]
         assert failed.value.code in ("worker_unavailable", "no_worker")
+
+
+async def test_a_failure_within_a_response_is_an_event_of_the_type_error() -> None:
+    slow = {"decode_step_seconds": 0.02}
+    workers = simulated("p1", "prefill", **slow), simulated("d1", "decode", **slow)
+    async with openai_bench(*workers, proxied=True) as running, httpx2.AsyncClient(trust_env=False, timeout=30) as http:
+        body = {"model": "demo", "input": "hi", "max_output_tokens": 4000, "stream": True}
+        async with http.stream("POST", f"{url_of(running)}/responses", json=body) as answer:
+            events: list[dict[str, Any]] = []
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    events.append(json.loads(line.removeprefix("data: ")))
+                    if events[-1]["type"] == "response.output_text.delta":
+                        await running.proxies["d1"].cut()
+    numbers = [event["sequence_number"] for event in events]
+    assert (events[-1]["type"], numbers) == ("error", [*range(len(events))])
+    assert events[-1]["code"] in ("worker_unavailable", "no_worker")
+    assert events[-1]["message"] == events[-1]["error"]["message"]
+
+
+async def test_the_offsets_of_a_stream_are_those_of_the_whole_text(served: Bench) -> None:
+    client = client_of(served)
+    asked: dict[str, Any] = {"model": "demo", "prompt": "hello", "max_tokens": 12, "logprobs": 1, "n": 2, **SEEDED}
+    whole = await client.completions.create(**asked)
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    async for chunk in await client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += (choice.logprobs and choice.logprobs.text_offset) or []
+    assert streamed == {one.index: one.logprobs and one.logprobs.text_offset for one in whole.choices}
+    assert len(set(streamed[0])) > 1
 
 
 async def test_a_router_without_the_option_serves_no_http() -> None:

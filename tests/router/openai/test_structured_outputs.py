@@ -10,7 +10,7 @@ import pydantic
 import pytest
 import pytest_asyncio
 from pydantic import BaseModel, ConfigDict, Field
-from support.clients.openai_api import client_of, openai_bench
+from support.clients.openai_api import client_of, openai_bench, post
 from support.cluster.in_process import Bench
 from support.engines.checkpoints import DEMO
 from support.engines.guided import check_json
@@ -284,6 +284,35 @@ async def test_what_cannot_be_followed_is_named(model: Bench, fields: dict[str, 
     with pytest.raises(openai.BadRequestError) as refused:
         await client_of(model).chat.completions.create(model="demo", messages=MESSAGES, **fields)
     assert refused.value.param == param
+
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({}, "type"),
+    ({"type": ["json_object"]}, "type"),
+    ({"type": "text", "schema": {}}, "schema"),
+    ({"type": "json_object", "schema": {"type": "object"}}, "schema"),
+    ({"type": "json_schema"}, "json_schema"),
+    ({"type": "json_schema", "json_schema": {"name": "a"}}, "json_schema.schema"),
+    ({"type": "json_schema", "json_schema": {"name": "a", "schema": None}}, "json_schema.schema"),
+    ({"type": "json_schema", "json_schema": {"name": "a", "shema": {}, "schema": {}}}, "json_schema.shema"),
+    ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}}, "strict": True}, "strict"),
+    ({"type": "json_schema", "name": "a", "schema": {}}, "json_schema"),
+]
+
+
+@in_shared_loop
+@pytest.mark.parametrize(("wanted", "param"), MALFORMED)
+async def test_a_format_that_is_not_as_it_should_be_is_named(model: Bench, wanted: dict[str, Any], param: str) -> None:
+    answer = await post(model, "/chat/completions", {"messages": MESSAGES, "response_format": wanted})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"response_format.{param}")
+
+
+@in_shared_loop
+async def test_the_format_of_a_response_has_its_schema_beside_the_type(model: Bench) -> None:
+    nested = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+    for wanted, param in ((nested, "schema"), ({"type": "json_schema", "name": "a"}, "schema")):
+        answer = await post(model, "/responses", {"input": "hi", "text": {"format": wanted}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"text.format.{param}")
 
 
 def test_the_check_of_answers_finds_wrong_ones() -> None:

@@ -21,7 +21,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import model_pb2, tokenize_pb2
-from rpc.interceptors.counting import count_fields
+from rpc.interceptors.counting import TextLimits, count_fields
 from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits
 from rpc.server import ConnectionLimits
 
@@ -213,3 +213,40 @@ def test_gzip_that_is_broken_is_refused(wire: bytes, problem: str) -> None:
         malformed = deserialize(wire).read()
     assert isinstance(malformed, MalformedRequest)
     assert malformed.error.message == f"request: {problem}"
+
+
+# Texts.
+
+MEDIA = frozenset({"baton.inference.v1.MediaItem.data", "baton.inference.v1.MediaItem.uri"})
+TEXTS = TextLimits(each=1000, together=1500, media=MEDIA, media_bytes=3000)
+TOO_LONG: dict[str, bytes] = {
+    "prompt": pb.GenerateRequest(prompt="x" * 1001).SerializeToString(),
+    "chat.messages.parts.text": pb.GenerateRequest(
+        chat={"messages": [{"parts": [{"text": "x" * 800}, {"text": "x" * 800}]}]}
+    ).SerializeToString(),
+    "guided.json_schema": pb.GenerateRequest(guided={"json_schema": "日" * 1001}).SerializeToString(),
+    "media.data": pb.GenerateRequest(media=[{"data": bytes(3001)}]).SerializeToString(),
+    "chat.messages.parts.media.uri": pb.GenerateRequest(
+        chat={"messages": [{"parts": [{"media": {"uri": "x" * 3001}}]}]}
+    ).SerializeToString(),
+    "stopping.stop": field(7, field(3, b"x" * 100) * 16),
+    "sampling.bad_words": field(
+        6, pb.GenerateRequest(sampling={"bad_words": ["x" * 1600]}).sampling.SerializeToString()
+    ),
+    "request": field(14, bytes(1001)),  # a field that there is none of
+    "lora_name": field(11, b"\x80" * 5000),  # no UTF-8, and no characters
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_texts_that_no_model_takes_are_refused_by_their_name_and_never_parsed(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        count_fields(pb.GenerateRequest.DESCRIPTOR, TOO_LONG[name], MOST, TEXTS)
+    assert refused.value.violations[0].field == name
+
+
+def test_texts_are_counted_in_characters_and_media_apart() -> None:
+    request = pb.GenerateRequest(prompt="日" * 1000, media=[{"data": bytes(3000)}] * 3, token_ids=None)
+    assert count_fields(pb.GenerateRequest.DESCRIPTOR, request.SerializeToString(), MOST, TEXTS)
+    ids = pb.GenerateRequest(token_ids={"ids": [5] * 5000}).SerializeToString()
+    assert count_fields(pb.GenerateRequest.DESCRIPTOR, ids, MOST, TEXTS)

@@ -1,0 +1,123 @@
+"""Large bodies: read in pieces as if they were read as a whole, and their texts bounded by name."""
+
+import json
+import random
+import threading
+import time
+
+import pytest
+
+from baton.errors import InvalidRequest
+from router.openai.json_body import parse
+from rpc.interceptors.counting import TextLimits
+
+PIECE = 64 * 1024
+LONG = b"x" * 70_000
+LIMITS = TextLimits(100_000, 150_000, frozenset({"uri"}), 400_000)
+
+
+@pytest.mark.parametrize("ensure_ascii", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_large_body_is_what_it_is_as_a_whole(seed: int, *, ensure_ascii: bool) -> None:
+    chance = random.Random(seed)
+    letters = ["a", '"', "\\", "\n", "é", "日", "😀", "\u0001", " ", ",[{:"]
+
+    def text(length: int) -> str:
+        return "".join(chance.choices(letters, k=length))
+
+    value = {
+        "a": text(chance.choice([10, 63, 65, PIECE, 3 * PIECE])),
+        "b": [text(chance.choice([3, 100, PIECE + 1])) for _ in range(5)],
+        text(80): {"number": 1.5, "none": None},
+        "c": "end" * PIECE,
+    }
+    body = b" " * seed + json.dumps(value, ensure_ascii=ensure_ascii, indent=seed % 3 or None).encode()
+    assert parse(body) == value
+
+
+def test_a_pair_of_surrogates_is_one_character_wherever_a_piece_ends() -> None:
+    for before in range(13):
+        body = b'{"a": "' + b"x" * before + rb"\ud83d\ude00" * 20_000 + b'"}'
+        assert parse(body)["a"] == "x" * before + "😀" * 20_000
+
+
+BAD = {
+    "a constant before": b'{"b": -Infinity, "a": "' + LONG + b'"}',
+    "a constant behind": b'{"a": "' + LONG + b'", "b": -Infinity}',
+    "another constant": b'{"a": "' + LONG + b'", "b": NaN}',
+    "no end": b'{"a": "' + LONG,
+    "an escape at the end": b'{"a": "' + LONG + b"\\",
+    "no comma": b'{"a": "' + LONG + b'" "b": 1}',
+    "a string alone": b'"' + LONG + b'"',
+    "two strings": b'"' + LONG + b'""' + LONG + b'"',
+    "quotes": b'"' * 70_000,
+    "half of a pair": b'{"a": "\\ud83d", "b": "' + LONG + b'"}',
+    "half of a pair in a name": b'{"\\ud83d": "' + LONG + b'"}',
+    "half of a pair in a long string": b'{"a": "' + LONG + b'\\ud83d"}',
+    "no UTF-8": b'{"a": "' + b"\x80" * 70_000 + b'"}',
+    "a line break": b'{"a": "\n' + LONG + b'"}',
+    "spaces": b'{"a": ' + b" " * 2**22 + b"1}",
+    "a long name": b'{"' + b"a" * 2**22 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_large_body_that_is_wrong_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(BAD[name])
+    assert refused.value.violations[0].field == "body"
+
+
+TOO_LONG = {
+    "prompt": {"prompt": "x" * 100_001},
+    "messages[1].content": {"messages": [{"content": "x" * 100_000}, {"content": "x" * 60_000}]},
+    "data:": {"data:": "data:" + "x" * 100_000},
+    "url": {"url": "data:" + "x" * 400_000},
+}
+
+
+@pytest.mark.parametrize("field", TOO_LONG)
+def test_a_text_over_the_limit_is_named(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="is too long") as refused:
+        parse(json.dumps(TOO_LONG[field]).encode(), LIMITS)
+    assert refused.value.violations[0].field == field
+
+
+def test_texts_are_counted_in_characters_and_images_apart() -> None:
+    value = {"prompt": "日" * 100_000, "image_url": {"url": "data:" + "x" * 390_000}}
+    assert parse(json.dumps(value).encode(), LIMITS) == value
+
+
+HOLDING = {
+    "escapes": b'{"prompt": "' + rb"\n" * 8 * 2**20 + b'"}',
+    "structure in a string": b'{"prompt": "' + rb"\",[" * 4 * 2**20 + b'"}',
+    "pairs": b'{"prompt": "' + rb"\ud83d\ude00" * 2**20 + b'"}',
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_other_threads_run_while_a_large_body_is_read(name: str) -> None:
+    longest, ended = 0.0, threading.Event()
+
+    def other() -> None:
+        nonlocal longest
+        while not ended.is_set():
+            before = time.perf_counter()
+            time.sleep(0.0005)
+            longest = max(longest, time.perf_counter() - before)
+
+    def share() -> float:
+        nonlocal longest
+        ended.clear()
+        thread = threading.Thread(target=other)
+        thread.start()
+        longest, before = 0.0, time.perf_counter()
+        try:
+            parse(HOLDING[name])
+            return longest / (time.perf_counter() - before)
+        finally:
+            ended.set()
+            thread.join()
+
+    # A busy machine may stop the other thread, but not at each of several tries.
+    assert min(share() for _ in range(5)) < 0.25
