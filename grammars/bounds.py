@@ -1,8 +1,8 @@
 """Bounds of numbers in JSON Schemas, rewritten where the grammar compiler would follow them wrongly."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, floor, nextafter
-from typing import Any
+from math import floor, nextafter
+from typing import Any, TypeGuard
 
 from baton.errors import FieldViolation
 
@@ -64,24 +64,29 @@ def _avoid_excluded_integers(schema: dict[str, Any], lower: Sequence[float], upp
 
     `lower` and `upper` are of all subschemas, since those of references and of `allOf` are joined.
     """
-    excluded = schema.get("exclusiveMinimum")
-    if _is_number(excluded) and (others := [one for one in upper if 0 < one - excluded < 1]) and excluded >= 0:
-        if excluded == floor(excluded):
-            del schema["exclusiveMinimum"]
-            schema["minimum"] = max(schema.get("minimum", excluded), _beside(excluded, min(others)))
-    excluded = schema.get("exclusiveMaximum")
-    if _is_number(excluded) and (others := [one for one in lower if 0 < excluded - one < 1]) and excluded <= 0:
-        if excluded == ceil(excluded):
-            del schema["exclusiveMaximum"]
-            schema["maximum"] = min(schema.get("maximum", excluded), _beside(excluded, max(others)))
+    excluded = _integer(schema.get("exclusiveMinimum"))
+    near = [one for one in upper if excluded is not None and excluded >= 0 and 0 < one - excluded < 1]
+    if excluded is not None and near:
+        del schema["exclusiveMinimum"]
+        schema["minimum"] = max(schema.get("minimum", excluded), _beside(excluded, min(near)))
+    excluded = _integer(schema.get("exclusiveMaximum"))
+    near = [one for one in lower if excluded is not None and excluded <= 0 and 0 < excluded - one < 1]
+    if excluded is not None and near:
+        del schema["exclusiveMaximum"]
+        schema["maximum"] = min(schema.get("maximum", excluded), _beside(excluded, max(near)))
 
 
-def _beside(excluded: float, other: float) -> float:
+def _integer(value: object) -> int | None:
+    """A bound that is an integer, such as 1 and 1.0; None for others."""
+    return int(value) if _is_number(value) and value == floor(value) else None
+
+
+def _beside(excluded: int, other: float) -> float:
     """A bound next to an integer, in the direction of another bound."""
     if excluded:
         return nextafter(excluded, other)
     return min(_CLOSEST_TO_ZERO, other / 1000) if other > 0 else max(-_CLOSEST_TO_ZERO, other / 1000)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -100,7 +100,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 @example(schema={"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, seed=0)
 @example(schema={"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, seed=2)
@@ -113,7 +113,8 @@ def test_any_answer_that_a_schema_allows_is_valid(schema: dict[str, Any], seed: 
     choose = Random(seed)
     for _ in range(5):
         text = wander(matcher, choose)
-        if text is not None:
+        # jsonschema computes multiples with floating-point numbers, which end at 1e308.
+        if text is not None and len(text) < 250:
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
