@@ -113,8 +113,8 @@ def test_any_answer_that_a_schema_allows_is_valid(schema: dict[str, Any], seed: 
     choose = Random(seed)
     for _ in range(5):
         text = wander(matcher, choose)
-        # jsonschema computes multiples with floating-point numbers, which end at 1e308.
-        if text is not None and len(text) < 250:
+        # jsonschema computes with floating-point numbers, which end at 1e308.
+        if text is not None and len(text) < 250 and "Infinity" not in json.dumps(json.loads(text)):
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
