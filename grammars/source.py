@@ -67,7 +67,12 @@ def spells_any(guide: Guide, special_ids: Mapping[str, int]) -> bool:
     """Whether a schema, an expression, a choice or a grammar has the text of a special token in it."""
     schemas = [guide.text] if guide.kind is GuideKind.JSON_SCHEMA else [tag.schema for tag in guide.tags]
     # Written again, schemas are without JSON's escapes, and expressions without theirs.
-    texts = [guide.text, guide.text.replace("\\", ""), *guide.choices, *(_schema_source(schema, guide.field) for schema in schemas)]
+    texts = [
+        guide.text,
+        guide.text.replace("\\", ""),
+        *guide.choices,
+        *(_schema_source(schema, guide.field) for schema in schemas),
+    ]
     return any(name in text for name in special_ids for text in texts)
 
 
