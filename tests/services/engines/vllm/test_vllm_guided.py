@@ -42,7 +42,7 @@ def test_gbnf_and_tags_become_larks_notation() -> None:
     "guide",
     [
         Guide(GuideKind.CHOICE, choices=("<image>",)),
-        Guide(GuideKind.REGEX, r"a/\<image\>[0-9]?"),
+        Guide(GuideKind.REGEX, "a/<image>[0-9]?"),
         Guide(GuideKind.JSON_SCHEMA, '{"const": "\\u003cimage>"}'),
         Guide(GuideKind.GRAMMAR, 'start: "<image>"'),
         Guide(GuideKind.STRUCTURAL_TAGS, tags=(Tag("a", '{"const": "<image>"}', "b", "a"),), needs_tag=True),
