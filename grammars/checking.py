@@ -1,5 +1,7 @@
 """Everything that can be wrong with a guide, found without a vocabulary."""
 
+import re
+
 from llguidance import LLMatcher, LLParserLimits
 
 from baton.errors import InvalidRequest
@@ -29,4 +31,6 @@ def check_guide(guide: Guide) -> None:
 
 def refusal(guide: Guide, error: str) -> InvalidRequest:
     """The error for a guide that llguidance refuses."""
-    return InvalidRequest.of(guide.field, error.strip()[:_LONGEST_ERROR])
+    # llguidance lists the special tokens by the names that it has for them.
+    reason = re.sub("; following special tokens are available: [^\n]*", "", error)
+    return InvalidRequest.of(guide.field, reason.strip()[:_LONGEST_ERROR])

@@ -1,11 +1,14 @@
 """JSON Schemas: their size, and the keywords that cannot be followed, each with its path."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
+from grammars.bounds import LARGEST_INTEGER, is_inexact, out_of_range, rewrite_bounds
 
 MAX_DEPTH = 64
 MAX_PROPERTIES = 1000
@@ -44,6 +47,24 @@ _LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems")
 
 
+class _Repeating(dict[str, Any]):
+    """An object that gives `key` more than once."""
+
+    key: str
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    repeating = _Repeating(found)
+    repeating.key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+    return repeating
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A subschema, and where it is."""
@@ -58,7 +79,7 @@ def read_schema(text: str, path: str) -> dict[str, Any] | bool:
     cannot be followed.
     """
     try:
-        schema = json.loads(text) if text else {"type": "object"}
+        schema = _DECODER.decode(text) if text else {"type": "object"}
     except RecursionError:
         raise InvalidRequest.of(path, f"is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
@@ -66,17 +87,21 @@ def read_schema(text: str, path: str) -> dict[str, Any] | bool:
     if not isinstance(schema, dict | bool):
         raise InvalidRequest.of(path, "must be the text of a JSON object")
     _check(schema, path)
+    rewrite_bounds([place.schema for place in _places(_Place(path, 0, schema)) if isinstance(place.schema, dict)])
     return schema
 
 
 def _check(schema: object, path: str) -> None:
     violations: list[FieldViolation] = []
     properties = values = 0
+    for field, value in _values(schema, path):
+        violations += _unwritable(field, value)
     for place in _places(_Place(path, 0, schema)):
         if place.depth > MAX_DEPTH:
             raise InvalidRequest.of(path, f"is nested more than {MAX_DEPTH} levels deep")
         if isinstance(place.schema, Mapping):
             violations += _violations(place.path, place.schema)
+            violations += out_of_range(place.path, place.schema)
             properties += _length(place.schema.get("properties")) + _length(place.schema.get("patternProperties"))
             values += _length(place.schema.get("enum"))
         elif not isinstance(place.schema, bool):
@@ -122,6 +147,30 @@ def _violations(path: str, schema: Mapping[str, Any]) -> Iterator[FieldViolation
         yield FieldViolation(f"{path}.format", text)
     if "x-guidance" in schema:
         yield FieldViolation(f"{path}.x-guidance", "is reserved")
+    for keyword in ("const", "enum"):
+        if keyword in schema:
+            for field, value in _values(schema[keyword], f"{path}.{keyword}"):
+                if is_inexact(value):
+                    yield FieldViolation(field, f"is an integer beyond {LARGEST_INTEGER}, which cannot be followed")
+
+
+def _values(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yields the value and all values in it, with their paths."""
+    waiting = [(path, value)]
+    while waiting:
+        path, value = waiting.pop()
+        yield path, value
+        if isinstance(value, dict):
+            waiting += [(f"{path}.{name}", inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
+
+
+def _unwritable(path: str, value: object) -> Iterator[FieldViolation]:
+    if isinstance(value, _Repeating):
+        yield FieldViolation(f"{path}.{value.key}", "is given more than once")
+    elif isinstance(value, float) and not isfinite(value):
+        yield FieldViolation(path, "is not a finite number")
 
 
 def _length(value: object) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
@@ -20,6 +20,14 @@ _JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern":
 
 # What special tokens look like: <tool_call>, <|python_tag|>, [TOOL_CALLS].
 _MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
+# In Lark, what may contain the like of a special token, and the name of one.
+_LARK_NAMES = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|(<[^<>\s]+>)')
+
+
+def special_token_ids(tokenizer_json: bytes) -> dict[str, int]:
+    """Returns the special tokens of a tokenizer and their ids; none without a tokenizer."""
+    added = json.loads(tokenizer_json).get("added_tokens", []) if tokenizer_json else []
+    return {each["content"]: int(each["id"]) for each in added if each.get("special")}
 
 
 def no_special_tokens(_text: str) -> None:
@@ -38,7 +46,7 @@ def grammar_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> s
         case GuideKind.REGEX:
             return LLMatcher.grammar_from_regex(guide.text)
         case GuideKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(_lark(guide))
+            return LLMatcher.grammar_from_lark(_lark(guide, special_id))
         case GuideKind.CHOICE:
             return LLMatcher.grammar_from_lark(_choice(guide.choices))
         case GuideKind.STRUCTURAL_TAGS:
@@ -52,7 +60,34 @@ def schema_source(guide: Guide) -> str:
 
 def lark_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> str:
     """Returns a guide of grammar or tags in Lark's notation. Raises InvalidRequest."""
-    return _tagged(guide, special_id) if guide.kind is GuideKind.STRUCTURAL_TAGS else _lark(guide)
+    return _tagged(guide, special_id) if guide.kind is GuideKind.STRUCTURAL_TAGS else _lark(guide, special_id)
+
+
+def spells_any(guide: Guide, special_ids: Mapping[str, int]) -> bool:
+    """Whether a schema, an expression, a choice or a grammar has the text of a special token in it."""
+    schemas = [guide.text] if guide.kind is GuideKind.JSON_SCHEMA else [tag.schema for tag in guide.tags]
+    # Written again, schemas are without JSON's escapes, and expressions without theirs.
+    texts = [
+        guide.text,
+        guide.text.replace("\\", ""),
+        *guide.choices,
+        *(_schema_source(schema, guide.field) for schema in schemas),
+    ]
+    return any(name in text for name in special_ids for text in texts)
+
+
+def unforced_source(guide: Guide, special_id: SpecialId) -> str:
+    """Returns any guide in Lark's notation, and text in it is never tokenized. Raises InvalidRequest."""
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            source = f"start: %json {schema_source(guide)}"
+        case GuideKind.REGEX:
+            source = json.loads(LLMatcher.grammar_from_regex(guide.text))["grammars"][0]["lark_grammar"]
+        case GuideKind.CHOICE:
+            source = _choice(guide.choices)
+        case _:
+            source = lark_source(guide, special_id)
+    return f'%llguidance {{"no_forcing": true}}\n{source}'
 
 
 def _schema_source(text: str, path: str) -> str:
@@ -62,11 +97,17 @@ def _schema_source(text: str, path: str) -> str:
     return json.dumps({**whole, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 
-def _lark(guide: Guide) -> str:
+def _lark(guide: Guide, special_id: SpecialId) -> str:
     try:
-        return any_to_lark(guide.text)
+        source = any_to_lark(guide.text)
     except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
         raise InvalidRequest.of(guide.field, f"is not a grammar in GBNF: {error}") from None
+    return _LARK_NAMES.sub(lambda found: _by_id(found, special_id), source)
+
+
+def _by_id(found: re.Match[str], special_id: SpecialId) -> str:
+    token = special_id(found[1]) if found[1] else None
+    return found[0] if token is None else f"<[{token}]>"
 
 
 def _choice(texts: Sequence[str]) -> str:

@@ -93,7 +93,9 @@ class ChoiceStream:
         """Writes the next message of the pipeline."""
         match message.WhichOneof("event"):
             case "token":
-                await self._call.write(self._delta(message.token))
+                # Nothing, while tokens are held back that may become a call.
+                if chunks := self._delta(message.token):
+                    await self._call.write(chunks)
             case "started":
                 await self._start(message.started)
             case "answer_finished":
@@ -121,6 +123,8 @@ class ChoiceStream:
         opening = b"" if self._answering.kind == "text" or delta.index in self._opened else self._open(delta.index)
         if delta.logprobs or delta.reasoning or delta.tool_calls:
             return opening + self._rare_delta(delta)
+        if not delta.text:
+            return opening
         text = json.dumps(delta.text)
         name = f'"delta": {{"content": {text}}}' if self._answering.kind == "chat" else f'"text": {text}'
         return opening + self._choice(delta.index, f'{name}, "logprobs": null, "finish_reason": null')

@@ -59,6 +59,7 @@ class PastToolCall(Fields):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # as the official packages' helpers join it from a stream
 
 
 class ChatMessage(Fields):

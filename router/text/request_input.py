@@ -211,6 +211,7 @@ def _more(message: generate_pb2.ChatMessage) -> dict[str, object]:
         more["name"] = message.name
     if message.reasoning:
         more["reasoning_content"] = message.reasoning
+        more["thinking"] = message.reasoning  # its name in templates of gpt-oss
     return more
 
 

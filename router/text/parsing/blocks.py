@@ -1,5 +1,6 @@
 """Parsers for tool calls: between markers, and as a JSON object that is the whole answer."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from router.text.parsing.parts import Part, Text, ToolCall, overlap, plain
@@ -7,11 +8,15 @@ from router.text.parsing.parts import Part, Text, ToolCall, overlap, plain
 # The calls in a block's text, as (name, arguments); None if it does not parse.
 Read = Callable[[str], "Sequence[tuple[str, str]] | None"]
 
+# What begins and ends a string of JSON. None contains a new line, so that a missing quote spoils one line only.
+_QUOTES = re.compile(r'\\.|["\n]')
+
 
 class BlockParser:
     """Calls in blocks from `begin` to `end`. Without an `end` a block goes on to the next one, or to the end.
 
-    `read` gets a block without its markers. A block that it cannot read, and one that does not end, is text.
+    A marker in a string of JSON is a part of the string. `read` gets a block without its markers. A block that it
+    cannot read, and one that does not end, is text.
     """
 
     def __init__(self, begin: str, end: str, read: Read) -> None:
@@ -21,6 +26,8 @@ class BlockParser:
         self._held = ""
         self._is_inside = False
         self._searched = 0
+        self._quoted_to = 0
+        self._is_quoted = False
         self._follows_call = False
 
     def push(self, text: str) -> list[Part]:
@@ -36,6 +43,17 @@ class BlockParser:
 
     def flush(self) -> list[Part]:
         """The rest: a block without an `end` may be complete."""
+        parts: list[Part] = []
+        end = self._end or self._begin
+        # A quote that was never closed hides no call after its block.
+        while self._is_inside and (at := self._held.find(end, len(self._begin))) >= 0:
+            if not self._end and self._read(self._held[len(self._begin) :]):
+                break
+            self._is_inside = False
+            parts += [*self._block(self._take(at + len(self._end))), *self.push("")]
+        return parts + self._rest()
+
+    def _rest(self) -> list[Part]:
         held, self._held = self._held, ""
         if self._is_inside and not self._end:
             return self._block(held)
@@ -44,19 +62,30 @@ class BlockParser:
     def _outside(self) -> list[Part] | None:
         at = self._held.find(self._begin)
         if at >= 0:
-            self._is_inside, self._searched = True, len(self._begin)
+            self._is_inside, self._is_quoted = True, False
+            self._searched = self._quoted_to = len(self._begin)
             return self._text(self._take(at))
         ready = len(self._held) - overlap(self._held, self._begin)
         return self._text(self._take(ready)) if ready else None
 
     def _inside(self) -> list[Part] | None:
         end = self._end or self._begin
-        at = self._held.find(end, max(len(self._begin), self._searched - len(end) + 1))
+        at = self._held.find(end, max(len(self._begin), self._searched))
+        while at >= 0 and self._in_string(at):
+            at = self._held.find(end, at + 1)
         if at < 0:
-            self._searched = len(self._held)
+            self._searched = len(self._held) - len(end) + 1
             return None
         self._is_inside = False
         return self._block(self._take(at + len(self._end)))
+
+    def _in_string(self, at: int) -> bool:
+        """Whether a string of JSON goes on at this place, which is not before the last one asked for."""
+        for found in _QUOTES.finditer(self._held, self._quoted_to, at):
+            if len(found[0]) == 1:
+                self._is_quoted = found[0] == '"' and not self._is_quoted
+        self._quoted_to = at
+        return self._is_quoted
 
     def _block(self, block: str) -> list[Part]:
         body = block[len(self._begin) : len(block) - len(self._end)]

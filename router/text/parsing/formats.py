@@ -118,20 +118,26 @@ def _read_mistral(body: str) -> list[_Call]:
 _DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
+# Up to V3: `function`, then the name on a line, then the arguments as a block of code.
+_DEEPSEEK_CALL = re.compile(
+    r"\s*{0}(?:function{1}([^\n]+)\n\s*(?:```json)?|((?:(?!{1}).)+){1})\s*".format(*_DEEPSEEK), re.DOTALL
+)
+_DEEPSEEK_END = re.compile(rf"\s*(?:```\s*)?{_DEEPSEEK[2]}\s*")
+
+
 @_reader
 def _read_deepseek(body: str) -> list[_Call]:
-    begin, separator, end = _DEEPSEEK
-    calls = []
-    for block in body.strip().split(end)[:-1] if body.strip().endswith(end) else [""]:
-        marked, _, content = block.strip().partition(begin)
-        head, found, rest = content.partition(separator)
-        if marked or not found:
-            raise ValueError("a call begins and ends with its markers")
-        if head == "function":
-            # Up to V3: `function`, then the name on a line, then the arguments as a block of code.
-            head, _, rest = rest.partition("\n")
-            rest = rest.strip().removeprefix("```json").removesuffix("```")
-        calls.append((head.strip(), _arguments(rest)))
+    calls, position = [], 0
+    while position < len(body):
+        head = _DEEPSEEK_CALL.match(body, position)
+        if not head:
+            raise ValueError("a call begins with its markers")
+        value, position = _DECODER.raw_decode(body, head.end())
+        calls.append(((head[1] or head[2]).strip(), _arguments(value)))
+        end = _DEEPSEEK_END.match(body, position)
+        if not end:
+            raise ValueError("a call ends with its marker")
+        position = end.end()
     return calls
 
 

@@ -176,6 +176,8 @@ async def test_tools_are_called_whole_and_streamed() -> None:
                 *MESSAGES,
                 whole.choices[0].message.model_dump(),
                 {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+                final.message.model_dump(),
+                {"role": "tool", "tool_call_id": streamed.id, "content": "rain"},
             ]
             again = await client.chat.completions.create(model="demo", messages=turns, tools=[TOOL])
             assert again.usage is not None
@@ -185,6 +187,20 @@ async def test_tools_are_called_whole_and_streamed() -> None:
                 model="demo", messages=MESSAGES, tools=[TOOL], tool_choice="none"
             )
             assert silent.choices[0].message.content == answer
+
+
+async def test_a_streamed_call_has_no_empty_chunks() -> None:
+    answer = '<tool_call>{"name": "weather", "arguments": {"city": "the </tool_call> of Oslo"}}</tool_call>'
+    with written_engines():
+        async with openai_bench(writes(answer)) as running:
+            stream = await client_of(running).chat.completions.create(
+                model="demo", messages=MESSAGES, tools=[TOOL], stream=True
+            )
+            deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) async for chunk in stream]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert [list(delta) for delta in deltas[1:]] == [["tool_calls"], []]
+    function = deltas[1]["tool_calls"][0]["function"]
+    assert json.loads(function["arguments"]) == {"city": "the </tool_call> of Oslo"}
 
 
 @pytest.mark.feature("reasoning", engine="written", facade="openai")

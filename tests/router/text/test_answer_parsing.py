@@ -62,6 +62,34 @@ def test_calls_are_found(name: str, tools: ToolFormat, answer: str) -> None:
         assert text == ("Let me see." if "Let me see." in answer else "")
 
 
+@pytest.mark.parametrize(
+    ("tools", "answer"),
+    [
+        (HERMES, f'<tool_call>{{"name": "weather", "arguments": %s}}</tool_call><tool_call>{CALL}</tool_call>'),
+        (MISTRAL, f'[TOOL_CALLS][{{"name": "weather", "arguments": %s}}][TOOL_CALLS][{CALL}]'),
+        (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]weather[ARGS]%s'),
+        (LLAMA, f'Hm.<|python_tag|>{{"name": "weather", "parameters": %s}}; {CALL}'),
+        (DEEPSEEK, DEEPSEEK_TEXT.replace("{}", "%s")),
+        (DEEPSEEK, DEEPSEEK_V3.replace("{}", "%s")),
+    ],
+)
+def test_markers_in_arguments_are_a_part_of_them(tools: ToolFormat, answer: str) -> None:
+    written = json.dumps({"note": f'\\" {" ".join(tools.markers)} \\" \n```\\'}, ensure_ascii=False)
+    for pieces in ([answer % written], list(answer % written)):
+        text, _, calls = meaning(run(tools.open({"weather", "now"}), pieces))
+        assert text in ("", "Hm.", "Let me see.")
+        assert sorted(arguments for _, arguments in calls) == sorted([written, '{"city": "Oslo"}'])
+
+
+@pytest.mark.parametrize("broken", ['{"name": "weather, "a": 1}', '{"name": "weather}', '{"name": "weather\n}'])
+def test_a_quote_that_is_missing_costs_one_call(broken: str) -> None:
+    answer = f"<tool_call>{broken}</tool_call> and <tool_call>{CALL}</tool_call> end"
+    for pieces in ([answer], list(answer)):
+        text, _, calls = meaning(run(HERMES.open(NAMES), pieces))
+        assert calls == [("weather", '{"city": "Oslo"}')]
+        assert text == f"<tool_call>{broken}</tool_call> and end"
+
+
 def test_a_call_comes_as_soon_as_it_has_ended() -> None:
     parser = HERMES.open(NAMES)
     assert meaning(list(parser.push(f"<tool_call>{CALL}</tool_call>")))[2] == [("weather", '{"city": "Oslo"}')]

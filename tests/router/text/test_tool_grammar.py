@@ -4,14 +4,19 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from llguidance import LLMatcher
+from support.engines.checkpoints import DEMO
 
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2
 from grammars.checking import check_guide
 from grammars.guide import read_guide
+from grammars.source import grammar_source
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
 from router.text.parsing.parts import ToolCall
 from router.text.parsing.tool_grammar import guided_calls, name_tools, wants_guided_calls
+from services.engines.base import ModelFiles
+from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 
 SCHEMA = json.dumps({"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]})
 FORMATS = [HERMES, LLAMA, MISTRAL, DEEPSEEK]
@@ -47,6 +52,49 @@ def test_a_guided_call_is_read_as_one(tools: ToolFormat) -> None:
 def test_only_strict_tools_follow_their_schema_where_the_model_chooses() -> None:
     tags = guided_calls(chat(), HERMES).structural_tags.tags
     assert [tag.json_schema for tag in tags] == ["", SCHEMA]
+
+
+ON = '{"properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": false}'
+LINKED = f'{{"$defs": {{"on": {ON}}}, "$ref": "#/$defs/on"}}'
+RIGHT = {"": "{}", "{}": '{"a": 1}', " { } ": "{}", "true": "{}"}
+
+
+@pytest.mark.parametrize("choice", [{"is_required": True}, {"name": "tool_0"}], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "parameters",
+    ["", "{}", " { } ", "true", ON, LINKED, '{"type": ["null", "object"]}', f'{{"anyOf": [{ON}, {{"type": "null"}}]}}'],
+)
+def test_the_arguments_of_a_call_are_always_an_object(parameters: str, choice: dict[str, object]) -> None:
+    asked = chat((False,), **choice)
+    asked.tools[0].parameters = parameters
+    guide = read_guide(guided_calls(asked, HERMES))
+    check_guide(guide)
+    vocabulary = open_vocabulary(ModelFiles(tokenizer_json=(DEMO / "tokenizer.json").read_bytes()), 768, (2,))
+    assert vocabulary is not None
+    matcher = LLMatcher(vocabulary.tokenizer, grammar_source(guide), log_level=0)
+    begin, end = guide.tags[0].begin, guide.tags[0].end
+    for arguments, is_allowed in ((RIGHT.get(parameters, '{"on": true}'), True), ("7", False), ("null", False)):
+        ids = vocabulary.tokenizer.tokenize_str(begin + arguments + end)
+        assert (matcher.validate_tokens(ids) == len(ids)) == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ('{"type": "string"}', "chat.tools[0].parameters.type"),
+        ('{"type": ["string", "null"]}', "chat.tools[0].parameters.type"),
+        ("false", "chat.tools[0].parameters"),
+        ("7", "chat.tools[0].parameters"),
+        ('{"required": ["a"], "required": ["b"]}', "chat.tools[0].parameters.required"),
+        ('{"const": 7}', "chat.tools[0].parameters"),
+    ],
+)
+def test_arguments_that_can_be_no_object_are_refused(parameters: str, field: str) -> None:
+    asked = chat((False,), is_required=True)
+    asked.tools[0].parameters = parameters
+    with pytest.raises(InvalidRequest) as refused:
+        check_guide(read_guide(guided_calls(asked, HERMES)))
+    assert name_tools(refused.value, asked).violations[0].field == field
 
 
 def test_a_wrong_schema_is_named_by_its_tool() -> None:

@@ -12,7 +12,7 @@ from grammars.checking import PARSER_LIMITS, refusal
 from grammars.guide import Guide
 from grammars.source import grammar_source
 from grammars.tasks import GrammarThread
-from services.engines.pytorch.guidance.guidance import Guidance
+from services.engines.pytorch.guidance.guidance import Guidance, unfollowed
 from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
 
 _CACHED = 64
@@ -45,6 +45,8 @@ class GrammarCompiler:
             # The mask first: computing it releases Python's lock, and then there is little left to do for the token.
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             is_allowed = mask[token // 8] >> token % 8 & 1
+            if matcher.is_error():
+                raise InvalidRequest.of(guide.field, unfollowed(matcher.get_error()))
             if not is_allowed or not self._executor.consume_token_par([(matcher, token)])[0]:
                 raise InvalidRequest.of(f"emitted[{index}]", "is not allowed by the grammar in `guided`")
         return Guidance(matcher, guide.field, self._vocabulary)

@@ -17,6 +17,11 @@ Words = NDArray[np.uint32]
 _MASK_SECONDS = 30.0
 
 
+def unfollowed(reason: str) -> str:
+    """The error of a grammar that a matcher cannot follow, of which the first line is for clients."""
+    return f"cannot be followed further: {reason.partition(chr(10))[0]}"
+
+
 class Guidance:
     """A request's grammar after the tokens so far.
 
@@ -45,12 +50,12 @@ class Guidance:
         new, self._new = self._new, []
         # By the executor, since the matcher's own methods keep Python's lock.
         if self.failure is None and not all(executor.consume_token_par([(self.matcher, token)])[0] for token in new):
-            self.fail("a sampled token is not allowed by it")
+            self.fail(self.matcher.get_error() or "a sampled token is not allowed by it")
         return self.failure is None
 
     def fail(self, reason: str) -> None:
         """Ends the request with an error at its next token."""
-        self.failure = InvalidRequest.of(self._field, f"cannot be followed further: {reason}")
+        self.failure = InvalidRequest.of(self._field, unfollowed(reason))
 
     def mask(self, banned: Iterable[int]) -> Words | None:
         """Waits for the mask of the next token. Returns None if there is none; `failure` then says why.

@@ -34,7 +34,7 @@ class MaskThread:
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(able))
         for one, words in zip(able, masks, strict=True):
             if one.matcher.is_error():
-                one.fail(one.matcher.get_error().split("\n", 1)[0])
+                one.fail(one.matcher.get_error())
             one.words = words
 
     @cached_property

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import InvalidRequest, Unsupported
+from grammars.source import special_token_ids
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.lora_slots import VllmLoraSlots
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmRequest
-from services.engines.vllm.requests.guided import check_guided, special_ids
+from services.engines.vllm.requests.guided import check_guided
 from services.engines.vllm.requests.plan import Plan
 from services.engines.vllm.requests.sampling import TokenBudget, check_sampling, sampling_params
 from services.telemetry.request_context import current_traceparent
@@ -48,7 +49,7 @@ class VllmRequestBuilder:
         self._package = package
         self._facts = facts
         self._slots = slots
-        self._special_ids = special_ids(facts.files.tokenizer_json) if facts.guided_decoding else {}
+        self._special_ids = special_token_ids(facts.files.tokenizer_json) if facts.guided_decoding else {}
         self._pool_tokens = num_blocks * facts.layout.block_tokens
 
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
@@ -100,9 +101,7 @@ class VllmRequestBuilder:
             inputs["cache_salt"] = salt
         arguments: dict[str, Any] = {
             "prompt": inputs,
-            "sampling_params": sampling_params(
-                self._package, stopping, computed.budget, transfer, self._special_ids.get
-            ),
+            "sampling_params": sampling_params(self._package, stopping, computed.budget, transfer, self._special_ids),
         }
         if prompt.data_parallel_rank is not None and self._facts.data_parallel_ranks > 1:
             arguments["data_parallel_rank"] = prompt.data_parallel_rank

@@ -1,14 +1,14 @@
 """Guided decoding by vLLM's structured outputs. Their backend is llguidance, as in our own engine."""
 
-import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from baton.errors import Unsupported
 from grammars.checking import check_guide
 from grammars.guide import Guide, GuideKind
-from grammars.source import SpecialId, lark_source, schema_source
+from grammars.source import lark_source, schema_source, spells_any, unforced_source
 from grammars.tasks import GrammarThread
 from services.engines.prompt import Sampling
 
@@ -16,8 +16,11 @@ BACKEND = "guidance"
 _REMEMBERED = 64
 
 
-def structured_outputs(make: Any, guide: Guide, special_id: SpecialId) -> Any:
-    """Makes vLLM's StructuredOutputsParams, of its class. `special_id` knows the model's special tokens."""
+def structured_outputs(make: Any, guide: Guide, special_ids: Mapping[str, int]) -> Any:
+    """Makes vLLM's StructuredOutputsParams, of its class. `special_ids` are the model's special tokens by name."""
+    # vLLM's own tokenizer would make a special token of text that a grammar forces, and then refuse it.
+    if spells_any(guide, special_ids):
+        return make(grammar=unforced_source(guide, special_ids.get))
     match guide.kind:
         case GuideKind.JSON_SCHEMA:
             return make(json=schema_source(guide))
@@ -26,13 +29,7 @@ def structured_outputs(make: Any, guide: Guide, special_id: SpecialId) -> Any:
         case GuideKind.CHOICE:
             return make(choice=list(guide.choices))
         case _:
-            return make(grammar=lark_source(guide, special_id))
-
-
-def special_ids(tokenizer_json: bytes) -> dict[str, int]:
-    """Returns the special tokens of a tokenizer and their ids; none without a tokenizer."""
-    added = json.loads(tokenizer_json).get("added_tokens", []) if tokenizer_json else []
-    return {each["content"]: int(each["id"]) for each in added if each.get("special")}
+            return make(grammar=lark_source(guide, special_ids.get))
 
 
 def check_guided(sampling: Sampling) -> None:

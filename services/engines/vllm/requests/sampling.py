@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from baton.errors import InvalidRequest, Unsupported
-from grammars.source import SpecialId, no_special_tokens
 from services.engines.prompt import Sampling
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.guided import structured_outputs
@@ -61,9 +61,9 @@ def sampling_params(
     sampling: Sampling,
     budget: TokenBudget,
     transfer: Mapping[str, Any] | None = None,
-    special_id: SpecialId = no_special_tokens,
+    special_ids: Mapping[str, int] = MappingProxyType({}),
 ) -> Any:
-    """Makes vLLM's SamplingParams; `transfer` are the parameters of a handoff, `special_id` is for grammars.
+    """Makes vLLM's SamplingParams; `transfer` are the parameters of a handoff, `special_ids` are for grammars.
 
     Raises InvalidRequest for a value that vLLM would change, and Unsupported for one that this version lacks.
     """
@@ -79,7 +79,7 @@ def sampling_params(
         **_options(sampling),
     }
     if sampling.guide is not None:
-        wanted["structured_outputs"] = structured_outputs(package.structured_outputs, sampling.guide, special_id)
+        wanted["structured_outputs"] = structured_outputs(package.structured_outputs, sampling.guide, special_ids)
     if transfer is not None:
         wanted["extra_args"] = {"kv_transfer_params": dict(transfer)}
     if unknown := sorted(set(wanted) - package.sampling_arguments):

@@ -3,42 +3,67 @@
 import json
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from support.engines.checkpoints import DEMO
 
 from baton.errors import ConfigError, InvalidRequest, Unsupported
 from grammars.guide import Guide, GuideKind, Tag
-from grammars.source import no_special_tokens
+from grammars.source import special_token_ids
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.factory import check, resolve
-from services.engines.vllm.requests.guided import GuideChecks, check_guided, special_ids, structured_outputs
+from services.engines.vllm.requests.guided import GuideChecks, check_guided, structured_outputs
 from services.engines.vllm.requests.plan import Plan, plan
 
+SPECIAL = special_token_ids((DEMO / "tokenizer.json").read_bytes())
 CHOICE = Guide(GuideKind.CHOICE, choices=("yes", "no"))
 
 
 def test_expressions_and_choices_go_to_vllm_as_they_are() -> None:
-    assert structured_outputs(dict, CHOICE, no_special_tokens) == {"choice": ["yes", "no"]}
-    assert structured_outputs(dict, Guide(GuideKind.REGEX, "[0-9]+"), no_special_tokens) == {"regex": "[0-9]+"}
+    assert structured_outputs(dict, CHOICE, {}) == {"choice": ["yes", "no"]}
+    assert structured_outputs(dict, Guide(GuideKind.REGEX, "[0-9]+"), {}) == {"regex": "[0-9]+"}
 
 
 def test_schemas_have_the_white_space_of_our_own_engine() -> None:
-    made = structured_outputs(dict, Guide(GuideKind.JSON_SCHEMA, '{"type": "integer"}'), no_special_tokens)
+    made = structured_outputs(dict, Guide(GuideKind.JSON_SCHEMA, '{"type": "integer"}'), {})
     schema = json.loads(made["json"])
     assert (schema["type"], schema["x-guidance"]["lenient"]) == ("integer", False)
 
 
 def test_gbnf_and_tags_become_larks_notation() -> None:
-    gbnf = structured_outputs(dict, Guide(GuideKind.GRAMMAR, 'root ::= "a" | "b"'), no_special_tokens)
+    gbnf = structured_outputs(dict, Guide(GuideKind.GRAMMAR, 'root ::= "a" | "b"'), {})
     assert "::=" not in gbnf["grammar"]
     tags = Guide(GuideKind.STRUCTURAL_TAGS, tags=(Tag("<image>", "{}", "<|user|>", "<image>"),), needs_tag=True)
-    written = structured_outputs(dict, tags, special_ids((DEMO / "tokenizer.json").read_bytes()).get)["grammar"]
+    written = structured_outputs(dict, tags, SPECIAL)["grammar"]
     assert "<[6]>" in written
 
 
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide(GuideKind.CHOICE, choices=("<image>",)),
+        Guide(GuideKind.REGEX, "a/<image>[0-9]?"),
+        Guide(GuideKind.JSON_SCHEMA, '{"const": "\\u003cimage>"}'),
+        Guide(GuideKind.GRAMMAR, 'start: "<image>"'),
+        Guide(GuideKind.STRUCTURAL_TAGS, tags=(Tag("a", '{"const": "<image>"}', "b", "a"),), needs_tag=True),
+    ],
+    ids=lambda guide: guide.kind.value,
+)
+def test_text_that_spells_a_special_token_is_never_tokenized_by_vllm(guide: Guide) -> None:
+    written = structured_outputs(dict, guide, SPECIAL)["grammar"]
+    tokenizer = LLTokenizer((DEMO / "tokenizer.json").read_text(), eos_token=[SPECIAL["<|eos|>"]])
+    matcher = LLMatcher(tokenizer, written, log_level=0)
+    while not matcher.is_accepting():
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(tokenizer.vocab_size) if mask[token // 8] >> token % 8 & 1]
+        assert allowed, matcher.get_error()
+        assert SPECIAL["<image>"] not in allowed
+        assert matcher.consume_token(allowed[-1])
+
+
 def test_special_tokens_are_those_of_the_tokenizer() -> None:
-    assert special_ids((DEMO / "tokenizer.json").read_bytes())["<image>"] == 6
-    assert special_ids(b"") == {}
+    assert SPECIAL["<image>"] == 6
+    assert special_token_ids(b"") == {}
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}])

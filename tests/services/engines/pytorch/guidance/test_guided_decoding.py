@@ -78,6 +78,45 @@ async def test_every_kind_of_grammar_is_followed(engine: PyTorchEngine, guide: G
         assert found.reason is END
 
 
+SPELT = ("<image>", "<|user|>", "<|eos|>")
+
+
+@pytest.mark.parametrize(
+    ("guide", "expression"),
+    [
+        *((Guide(GuideKind.CHOICE, choices=(text,)), re.escape(text)) for text in SPELT),
+        (by_regex(r"a?(<image>|<\|eos\|>)b"), r"a?(<image>|<\|eos\|>)b"),
+        (by_schema(closed(**{"<|user|>": {"enum": ["<image>"]}})), r'\{\s*"<\|user\|>"\s*:\s*"<image>"\s*\}'),
+        (Guide(GuideKind.GRAMMAR, 'start: "<image>" <image> "/<|user|>" // <|user|>'), r"<image>/<\|user\|>"),
+    ],
+)
+async def test_text_that_spells_a_special_token_is_followed_and_continued(
+    engine: PyTorchEngine, guide: Guide, expression: str
+) -> None:
+    for way in (GREEDY, SAMPLED):
+        whole = await answer(engine, guide, way)
+        assert re.fullmatch(expression, whole.text)
+        assert whole.reason is END
+        for cut in cuts(len(whole.ids), 3):
+            rest = await answer(engine, guide, way, replace(PROMPT, emitted=whole.ids[:cut]))
+            assert whole.ids == whole.ids[:cut] + rest.ids
+
+
+async def test_a_special_token_that_the_model_lacks_is_named(engine: PyTorchEngine) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await answer(engine, Guide(GuideKind.GRAMMAR, "start: <lacking>"))
+    assert "<lacking>" in str(refused.value)
+    assert "available" not in str(refused.value)
+
+
+async def test_an_answer_that_its_grammar_cannot_follow_further_says_why(engine: PyTorchEngine) -> None:
+    guide = Guide(GuideKind.GRAMMAR, "start: X\nX: /(.*a.{30}.*)/ & /(.*b.{37}.*)/ & /(.*ab.{31}.*c)/")
+    start = tuple(TOKENIZER.encode("ab" * 60, add_special_tokens=False).ids)
+    with pytest.raises(InvalidRequest, match="too many expressions constructed") as refused:
+        await answer(engine, guide, GREEDY, replace(PROMPT, emitted=start))
+    assert refused.value.violations[0].field == "guided.grammar"
+
+
 async def test_text_is_free_around_tags_but_not_inside(engine: PyTorchEngine) -> None:
     guide = Guide(GuideKind.STRUCTURAL_TAGS, tags=(Tag("<on>", '{"type": "boolean"}', "</on>", "<on>"),))
     start = tuple(TOKENIZER.encode("hm <on>", add_special_tokens=False).ids)
