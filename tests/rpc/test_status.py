@@ -43,6 +43,9 @@ WIRE = {
     "DeadlineExceeded": ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     "Cancelled": ("CANCELLED", "CANCELLED"),
     "EngineFailed": ("INTERNAL", "ENGINE_FAILED"),
+    "DeviceFailed": ("INTERNAL", "DEVICE_FAILED"),
+    "OutOfMemory": ("INTERNAL", "OUT_OF_MEMORY"),
+    "ComputeFailed": ("INTERNAL", "COMPUTE_FAILED"),
     "ConfigError": ("FAILED_PRECONDITION", "INVALID_CONFIG"),
 }
 

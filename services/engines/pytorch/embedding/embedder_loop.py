@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from baton.errors import BatonError, EngineFailed, Overloaded
+from baton.errors import BatonError, Overloaded
 from services.engines.embedding import Vector
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
 from services.engines.pytorch.embedding.text_model import TextModel
+from services.engines.pytorch.failures import is_out_of_memory, too_large
 from services.engines.pytorch.stall_detector import StallDetector
 
 _RETRY_SECONDS = 1.0
@@ -43,7 +42,7 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
     """Embeds on a thread while the context is open; its load is in calls."""
 
     def __init__(self, model: TextModel, pulse: StallDetector, limits: EmbedLimits) -> None:
-        super().__init__("embedder", pulse, limits.texts)
+        super().__init__("embedder", pulse, limits.texts, model.device)
         self._model = model
         self._limits = limits
         self.steps = 0  # of the model, since the start
@@ -66,8 +65,9 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
         for step in self._steps(jobs):
             try:
                 vectors = self._model.vectors([one.text for one in step])
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failed |= {one.job for one in step}
                 continue
             self.steps += 1
@@ -76,7 +76,7 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
         for number, job in enumerate(jobs):
             outcome: BatonError | list[Vector]
             if number in failed:
-                outcome = EngineFailed("there was too little memory to compute this request")
+                outcome = too_large()
             else:
                 outcome = [vector for vector in found[number] if vector is not None]
             self._post(job, outcome)

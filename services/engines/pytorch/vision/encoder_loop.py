@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
+from baton.errors import BatonError, ComputeFailed, InvalidRequest, Overloaded
 from media.image import read_pixels
 from services.engines.prompt import Embedding, Media
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
@@ -35,7 +35,7 @@ class EncoderLoop(BatchLoop[EncodeJob]):
     """Encodes on a thread while the context is open; its load is in images."""
 
     def __init__(self, vision: Vision, pulse: StallDetector, max_batch: int, max_waiting: int) -> None:
-        super().__init__("encoder", pulse, max_batch)
+        super().__init__("encoder", pulse, max_batch, vision.device)
         self._vision = vision
         self._max_waiting = max_waiting
 
@@ -69,7 +69,7 @@ class EncoderLoop(BatchLoop[EncodeJob]):
 
     def _embedding(self, media: Media, rows: torch.Tensor) -> Embedding | BatonError:
         if not bool(rows.isfinite().all()):
-            return EngineFailed("the vision tower computed NaN or infinity for this image")
+            return ComputeFailed("the vision tower computed NaN or infinity for this image")
         digest = hashlib.sha256(self._vision.fingerprint.encode() + hashlib.sha256(media.content).digest()).digest()
         data = rows.contiguous().view(torch.uint8).numpy().tobytes()
         return Embedding(digest, (rows.shape[0], rows.shape[1]), name_of(rows.dtype), data)
