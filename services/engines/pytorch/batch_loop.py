@@ -116,7 +116,8 @@ class BatchLoop(ABC, Generic[AnyJob]):
         """Computes; if memory runs out, fails the largest job, and computes the others again."""
         while jobs:
             try:
-                return self._compute(jobs)
+                self._compute(jobs)
+                return
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise

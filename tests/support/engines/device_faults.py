@@ -1,7 +1,7 @@
-"""A worker on the embedded engine whose device fails: `python -m tests.support.engines.device_faults CONFIG key=value...`.
+"""A worker on the embedded engine whose device fails, as a module to run like `services`: CONFIG key=value...
 
-A prompt with the token ASSERTS breaks an assertion in a kernel; one of LARGE tokens or more asks for more memory than the
-GPU has. Both are the GPU's own errors. On a CPU the exceptions are raised that PyTorch raises for them.
+A prompt with the token ASSERTS breaks an assertion in a kernel; one of LARGE tokens or more asks for more memory than
+the GPU has. Both are the GPU's own errors. On a CPU the exceptions are raised that PyTorch raises for them.
 """
 
 from collections.abc import Sequence

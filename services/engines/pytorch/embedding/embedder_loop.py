@@ -75,10 +75,7 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
                 found[one.job][one.index] = vector
         for number, job in enumerate(jobs):
             outcome: BatonError | list[Vector]
-            if number in failed:
-                outcome = too_large()
-            else:
-                outcome = [vector for vector in found[number] if vector is not None]
+            outcome = too_large() if number in failed else [vector for vector in found[number] if vector is not None]
             self._post(job, outcome)
 
     def _steps(self, jobs: Sequence[EmbedJob]) -> Iterator[list[_Place]]:

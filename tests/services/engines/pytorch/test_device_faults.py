@@ -77,11 +77,7 @@ async def test_a_failed_assertion_of_the_gpu_fails_every_request_and_ends_the_wo
             with pytest.raises(DeviceFailed) as failed:
                 await calls.decode(decode_request(text=bytes([5, ASSERTS, 7])))
             assert failed.value.reason == "DEVICE_FAILED"
-            with pytest.raises(grpc.aio.AioRpcError) as other:
-                while await beside.read() is not grpc.aio.EOF:
-                    pass
-                raise AssertionError("a request went on after its GPU had failed")
-            assert other.value.code() == grpc.StatusCode.INTERNAL
+            assert await beside.code() == grpc.StatusCode.INTERNAL
             assert await asyncio.to_thread(worker.popen.wait, 30) == 1
             assert states[0] == SERVING
             assert states[-1] == NOT_SERVING
@@ -132,14 +128,14 @@ def test_each_failure_of_the_computation_has_the_class_of_its_cause(
 
 @needs_gpu
 def test_a_gpu_that_is_not_there_is_refused_by_its_index() -> None:
-    with pytest.raises(ConfigError, match="engine.device: cuda:99: this process sees"):
+    with pytest.raises(ConfigError, match=r"engine\.device: cuda:99: this process sees"):
         choose_device(PyTorchConfig(model=DEMO, device="cuda:99"))
     assert choose_device(PyTorchConfig(model=DEMO, device="cuda:0")) == torch.device("cuda", 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here are GPUs")
 def test_a_gpu_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ConfigError, match="engine.device: cuda:1 was asked for"):
+    with pytest.raises(ConfigError, match=r"engine\.device: cuda:1 was asked for"):
         choose_device(PyTorchConfig(model=DEMO, device="cuda:1"))
 
 
@@ -155,8 +151,8 @@ async def test_engines_on_two_gpus_of_one_process_compute_the_same_ids_at_the_sa
     llama: Checkpoint, execution: str
 ) -> None:
     prompt = Prompt(tuple(range(20, 70)))
-    async with llama.engine(device="cuda:0", execution=execution) as first:
-        async with llama.engine(device="cuda:1", execution=execution) as second:
-            answers = await asyncio.gather(*(collect(one.decode(prompt, greedy(40))) for one in (first, second) * 4))
-            assert {str(next(one.module.parameters()).device) for one in (first, second)} == {"cuda:0", "cuda:1"}
+    zero, one = (llama.engine(device=f"cuda:{index}", execution=execution) for index in range(2))
+    async with zero, one:
+        answers = await asyncio.gather(*(collect(each.decode(prompt, greedy(40))) for each in (zero, one) * 4))
+        assert [str(next(each.module.parameters()).device) for each in (zero, one)] == ["cuda:0", "cuda:1"]
     assert {answer.ids for answer in answers} == {llama.generate(prompt.token_ids, 40)}
