@@ -142,6 +142,10 @@ class Encoder(EncodeEngine, Protocol):
     @property
     def healthy(self) -> bool: ...
 
+    @property
+    def responsive(self) -> bool:
+        """See Engine."""
+
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""
 
@@ -217,6 +221,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     @property
     def healthy(self) -> bool:
         return True
+
+    @property
+    def responsive(self) -> bool:
+        """False also while the engine takes far longer to answer than usual: it should get no work until it answers."""
+        return self.healthy
 
     @property
     def memory(self) -> BlockMemory | None:

@@ -26,10 +26,11 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(eq=False, slots=True)
 class BatchJob(Generic[Outcome]):
-    """Work of a size, for the thread. Cancelling `result` drops it, if it has not begun."""
+    """Work of a size, for the thread. Cancelling `result` drops it, if it has not begun. A test is no client's work."""
 
     result: "asyncio.Future[Outcome]"
     size: int = field(default=1, kw_only=True)
+    is_test: bool = field(default=False, kw_only=True)
     began: bool = field(default=False, init=False)
 
 
@@ -72,8 +73,22 @@ class BatchLoop(ABC, Generic[AnyJob]):
     @property
     def load(self) -> EncoderLoad:
         """The jobs being computed, and those that wait."""
-        running = sum(job.began for job in self._unfinished)
-        return EncoderLoad(running, len(self._unfinished) - running)
+        began = [job.began for job in self._unfinished if not job.is_test]
+        return EncoderLoad(sum(began), len(began) - sum(began))
+
+    @property
+    def quiet_seconds(self) -> float:
+        """The time since the thread's last progress."""
+        return self._pulse.quiet_seconds
+
+    async def _test(self, job: AnyJob) -> None:
+        """Waits for a job that is a test. Raises EngineFailed."""
+        self._check_failure()
+        self._enqueue([job])
+        try:
+            await job.result
+        finally:
+            job.result.cancel()
 
     @abstractmethod
     def _compute(self, jobs: Sequence[AnyJob]) -> None:

@@ -96,9 +96,11 @@ class PyTorchConfig(EngineConfig):
     stall_seconds: float | None = Field(default=None, gt=0)
     """A layer that takes longer counts as stuck, and the worker ends; 12 s if unset."""
     canary_seconds: float | None = Field(default=5.0, gt=0)
-    """The engine is tested with one token after this idle time; null disables the test."""
+    """A hung engine is NOT_SERVING within this time: it is tested with one token after half of it without progress, and
+    recovers if it answers after all. null disables the test.
+    """
     canary_patience_seconds: float = Field(default=8.0, gt=0)
-    """The engine counts as failed if the test takes longer."""
+    """The engine counts as failed, and the worker ends, if the test takes longer."""
     lora: LoraOptions | None = None
     """Adapters; null serves none. Steps are then computed by transformers' modules."""
     speculation: SpeculationOptions | None = None

@@ -50,12 +50,17 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
     def submit(self, texts: Sequence[Sequence[int]]) -> EmbedJob:
         """Queues a call. Raises Overloaded, or the error that ended the thread."""
         self._check_failure()
-        if len(self._unfinished) >= self._limits.waiting:
-            text = f"{len(self._unfinished)} calls to embed are waiting already"
+        load = self.load
+        if (waiting := load.running + load.waiting) >= self._limits.waiting:
+            text = f"{waiting} calls to embed are waiting already"
             raise Overloaded(text, retry_after_seconds=_RETRY_SECONDS)
         job = EmbedJob(self._loop.create_future(), texts, size=len(texts))
         self._enqueue([job])
         return job
+
+    async def test(self) -> None:
+        """Embeds a text of one token. Raises EngineFailed."""
+        await self._test(EmbedJob(self._loop.create_future(), [[0]], is_test=True))
 
     def _compute(self, jobs: Sequence[EmbedJob]) -> None:
         found: list[list[Vector | None]] = [[None] * len(job.texts) for job in jobs]
@@ -70,7 +75,7 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
                     raise
                 failed |= {one.job for one in step}
                 continue
-            self.steps += 1
+            self.steps += not all(jobs[one.job].is_test for one in step)
             for one, vector in zip(step, vectors, strict=True):
                 found[one.job][one.index] = vector
         for number, job in enumerate(jobs):

@@ -3,8 +3,11 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 
 import torch
+from PIL import Image
 
 from baton.errors import BatonError, ComputeFailed, InvalidRequest, Overloaded
 from media.image import read_pixels
@@ -15,6 +18,13 @@ from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.vision.tower import Vision
 
 _RETRY_SECONDS = 1.0
+
+
+@cache
+def _grey() -> Media:
+    file = BytesIO()
+    Image.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")
+    return Media(file.getvalue(), "image/png")
 
 
 @dataclass(eq=False, slots=True)
@@ -42,12 +52,17 @@ class EncoderLoop(BatchLoop[EncodeJob]):
     def submit(self, media: Sequence[Media]) -> list[EncodeJob]:
         """Queues all images or none. Raises Overloaded, or the error that ended the thread."""
         self._check_failure()
-        if self._unfinished and len(self._unfinished) + len(media) > self._max_waiting:
-            text = f"{len(self._unfinished)} images are waiting already"
+        load = self.load
+        if (waiting := load.running + load.waiting) and waiting + len(media) > self._max_waiting:
+            text = f"{waiting} images are waiting already"
             raise Overloaded(text, retry_after_seconds=_RETRY_SECONDS)
         jobs = [EncodeJob(self._loop.create_future(), one, f"media[{index}]") for index, one in enumerate(media)]
         self._enqueue(jobs)
         return jobs
+
+    async def test(self) -> None:
+        """Encodes a small grey image. Raises EngineFailed."""
+        await self._test(EncodeJob(self._loop.create_future(), _grey(), "test", is_test=True))
 
     def _compute(self, jobs: Sequence[EncodeJob]) -> None:
         prepared = [one for job in jobs if (one := self._prepare(job)) is not None]
