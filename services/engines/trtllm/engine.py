@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
@@ -96,6 +97,11 @@ class TrtllmEngine(Engine):
     @property
     def facts(self) -> ModelFacts:
         return self._facts
+
+    @property
+    def llm(self) -> Any:
+        """TensorRT-LLM's own LLM. Raises NotOpened before it is loaded."""
+        return self._llm
 
     @property
     def kv_transfer(self) -> "TrtllmEngine":

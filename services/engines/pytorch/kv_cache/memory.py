@@ -104,8 +104,10 @@ class HostMemory(BlockMemory):
         return HostWriter(self._views(block_ids))
 
     def close(self) -> None:
-        """Closes the file. The mapping is freed with its last view."""
-        os.close(self._descriptor)
+        """Closes the file, once. The mapping is freed with its last view."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
         pool = memoryview(self._mapping)
