@@ -205,6 +205,24 @@ class InvalidReply(EngineFailed):
     reason = "INVALID_REPLY"
 
 
+class DeviceFailed(EngineFailed):
+    """A GPU reported an error, after which its process can compute nothing: the worker ends, and is to be restarted."""
+
+    reason = "DEVICE_FAILED"
+
+
+class OutOfMemory(EngineFailed):
+    """The device had too little memory for this request; the worker goes on. Ask for less, or try another worker."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class ComputeFailed(EngineFailed):
+    """The model computed NaN or infinity for this request; the worker goes on."""
+
+    reason = "COMPUTE_FAILED"
+
+
 class ConfigError(BatonError):
     """A configuration is wrong; the message names the path of the key. Raised at start, before anything listens."""
 

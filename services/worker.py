@@ -108,6 +108,7 @@ class _State:
     """The values behind a worker's metrics."""
 
     is_healthy: bool
+    is_responsive: bool
     load: EngineLoad
     held: int
     embedding_blocks: int
@@ -159,6 +160,10 @@ class Worker:
                 if self.engine is not None:
                     metrics.observe_blocks(state.load)
                 metrics.observe_embeddings(state.embedding_blocks, state.embedding_blocks_used)
+                if state.is_responsive != self.health.serving:
+                    # Routers choose other workers until it answers again.
+                    log.warning("engine answers again" if state.is_responsive else "engine does not answer in time")
+                    self.health.set("", state.is_responsive)
                 if not state.is_healthy and not await self._recovers():
                     self.health.set("", False)
                     raise EngineFailed("the engine has failed", worker_id=self.worker_id)
@@ -171,6 +176,7 @@ class Worker:
         pool = self.engines.encoding.pool if self.engines.encoding else None
         return _State(
             is_healthy=self.engines.healthy,
+            is_responsive=self.engines.responsive,
             load=self.engines.load(),
             held=len(self.leases),
             embedding_blocks=pool.total if pool else 0,

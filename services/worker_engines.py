@@ -47,8 +47,12 @@ class WorkerEngines:
     @property
     def healthy(self) -> bool:
         """Whether all engines are healthy."""
-        encoder = self.encoding.encoder if self.encoding else None
-        return all(one is None or one.healthy for one in (self.engine, encoder, self.embedder))
+        return all(one.healthy for one in self._all)
+
+    @property
+    def responsive(self) -> bool:
+        """Whether all engines answer as quickly as usual."""
+        return all(one.responsive for one in self._all)
 
     @property
     def load_seconds(self) -> float:
@@ -97,9 +101,13 @@ class WorkerEngines:
         return replace(load, running=load.running + running, waiting=load.waiting + waiting)
 
     @property
+    def _all(self) -> list[Engine | Encoder | TextEmbedder]:
+        engines = (self.engine, self.encoding.encoder if self.encoding else None, self.embedder)
+        return [one for one in engines if one is not None]
+
+    @property
     def _all_facts(self) -> list[ModelFacts]:
-        sources = (self.engine, self.encoding.encoder if self.encoding else None, self.embedder)
-        return [one.facts for one in sources if one is not None]
+        return [one.facts for one in self._all]
 
 
 @asynccontextmanager

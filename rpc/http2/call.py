@@ -219,7 +219,7 @@ class Call:
         if received.is_compressed or len(received.payload) > INLINE_BYTES:
             return await self._read_large(received, method)
         self.stream.was_read(received)
-        return method.deserialize(received.payload)  # a bytearray is longer
+        return method.deserialize(received.payload)
 
     async def _read_large(self, received: Received, method: Method) -> Any:
         """A message that counts until it is parsed, with what it becomes."""

@@ -8,11 +8,11 @@ tests/services/engines/contract/ define what an engine must do.
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import Self
 
-from baton.errors import Unsupported
+from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import TellsKv
@@ -147,6 +147,10 @@ class Encoder(EncodeEngine, Protocol):
     @property
     def healthy(self) -> bool: ...
 
+    @property
+    def responsive(self) -> bool:
+        """See Engine."""
+
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""
 
@@ -194,6 +198,10 @@ class DecodeEngine(Protocol):
         """
 
 
+class NotOpened(EngineFailed, AttributeError):
+    """An engine was used before its context was entered, which is a mistake of the code that uses it."""
+
+
 class Engine(PrefillEngine, DecodeEngine, Protocol):
     """One model in one process. An async context manager: entering loads and warms up, leaving frees.
 
@@ -202,8 +210,14 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     Raises InvalidRequest for a prompt that can never fit, Overloaded when a bounded queue is full, and EngineFailed
     when computing fails. After a fatal error every call raises EngineFailed, and `healthy` is false.
 
-    An engine needs `facts`, `load` and `decode`. Without more it holds no KV and takes no handoffs.
+    An engine needs `facts`, `load` and `decode`. Without more it holds no KV and takes no handoffs. Before it is
+    entered, whatever entering creates raises NotOpened. Leaving it twice is harmless.
     """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            raise NotOpened(f"{type(self).__name__}.{name}: the engine has not been opened")
 
     async def __aenter__(self) -> Self:
         return self
@@ -222,6 +236,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     @property
     def healthy(self) -> bool:
         return True
+
+    @property
+    def responsive(self) -> bool:
+        """False also while the engine takes far longer to answer than usual: it should get no work until it answers."""
+        return self.healthy
 
     @property
     def memory(self) -> BlockMemory | None:

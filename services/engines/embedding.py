@@ -25,6 +25,10 @@ class TextEmbedder(Protocol):
     @property
     def healthy(self) -> bool: ...
 
+    @property
+    def responsive(self) -> bool:
+        """See Engine."""
+
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""
 

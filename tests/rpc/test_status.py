@@ -44,6 +44,9 @@ WIRE = {
     "Cancelled": ("CANCELLED", "CANCELLED"),
     "EngineFailed": ("INTERNAL", "ENGINE_FAILED"),
     "InvalidReply": ("INTERNAL", "INVALID_REPLY"),
+    "DeviceFailed": ("INTERNAL", "DEVICE_FAILED"),
+    "OutOfMemory": ("INTERNAL", "OUT_OF_MEMORY"),
+    "ComputeFailed": ("INTERNAL", "COMPUTE_FAILED"),
     "ConfigError": ("FAILED_PRECONDITION", "INVALID_CONFIG"),
 }
 

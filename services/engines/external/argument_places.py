@@ -5,6 +5,7 @@ Sections are merged key by key; lists are replaced whole. Each value remembers i
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -98,7 +99,7 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
-            into[key] = value
+            into[key] = deepcopy(value)  # a later place must not change an earlier one's
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

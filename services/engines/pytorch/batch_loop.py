@@ -15,6 +15,8 @@ from typing_extensions import Self
 
 from baton.errors import BatonError, EngineFailed
 from services.engines.base import EncoderLoad
+from services.engines.pytorch.failures import failure_of, is_out_of_memory, too_large
+from services.engines.pytorch.model.loading import use_device
 from services.engines.pytorch.stall_detector import StallDetector
 
 _log = structlog.get_logger(__name__)
@@ -24,10 +26,11 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(eq=False, slots=True)
 class BatchJob(Generic[Outcome]):
-    """Work of a size, for the thread. Cancelling `result` drops it, if it has not begun."""
+    """Work of a size, for the thread. Cancelling `result` drops it, if it has not begun. A test is no client's work."""
 
     result: "asyncio.Future[Outcome]"
     size: int = field(default=1, kw_only=True)
+    is_test: bool = field(default=False, kw_only=True)
     began: bool = field(default=False, init=False)
 
 
@@ -43,10 +46,11 @@ class BatchLoop(ABC, Generic[AnyJob]):
     thread hangs; only the end of the process helps then.
     """
 
-    def __init__(self, name: str, pulse: StallDetector, most_at_once: int) -> None:
+    def __init__(self, name: str, pulse: StallDetector, most_at_once: int, device: torch.device) -> None:
         self._name = name
         self._pulse = pulse
         self._most_at_once = most_at_once
+        self._device = device
         self._queue: queue.SimpleQueue[AnyJob | None] = queue.SimpleQueue()
         self._unfinished: set[AnyJob] = set()
         self._failure: BatonError | None = None
@@ -69,8 +73,22 @@ class BatchLoop(ABC, Generic[AnyJob]):
     @property
     def load(self) -> EncoderLoad:
         """The jobs being computed, and those that wait."""
-        running = sum(job.began for job in self._unfinished)
-        return EncoderLoad(running, len(self._unfinished) - running)
+        began = [job.began for job in self._unfinished if not job.is_test]
+        return EncoderLoad(sum(began), len(began) - sum(began))
+
+    @property
+    def quiet_seconds(self) -> float:
+        """The time since the thread's last progress."""
+        return self._pulse.quiet_seconds
+
+    async def _test(self, job: AnyJob) -> None:
+        """Waits for a job that is a test. Raises EngineFailed."""
+        self._check_failure()
+        self._enqueue([job])
+        try:
+            await job.result
+        finally:
+            job.result.cancel()
 
     @abstractmethod
     def _compute(self, jobs: Sequence[AnyJob]) -> None:
@@ -97,16 +115,30 @@ class BatchLoop(ABC, Generic[AnyJob]):
     def _main(self) -> None:
         failure: BatonError = EngineFailed(f"the {self._name}'s thread has ended")
         try:
+            use_device(self._device)
             with torch.inference_mode():
                 while jobs := self._take():
                     with self._pulse.beating():
-                        self._compute([job for job in jobs if not job.result.cancelled()])
+                        self._compute_what_fits([job for job in jobs if not job.result.cancelled()])
             failure = EngineFailed(f"the {self._name} has been closed")
         except RuntimeError as error:  # PyTorch raises it for almost every failure
             _log.error(f"{self._name} failed", error=str(error), exc_info=True)
-            failure = EngineFailed(f"the {self._name} failed: {error}")
+            failure = failure_of(self._name, error)
         finally:
             self._loop.call_soon_threadsafe(self._end, failure)
+
+    def _compute_what_fits(self, jobs: list[AnyJob]) -> None:
+        """Computes; if memory runs out, fails the largest job, and computes the others again."""
+        while jobs:
+            try:
+                self._compute(jobs)
+                return
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            largest = max(jobs, key=lambda job: job.size)
+            jobs.remove(largest)
+            self._post(largest, too_large())
 
     def _take(self) -> list[AnyJob]:
         """Returns the waiting jobs, at least one; none if the thread has to end."""

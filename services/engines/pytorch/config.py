@@ -1,5 +1,6 @@
 """The configuration of the embedded PyTorch engine. Importable without torch."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +56,8 @@ class PyTorchConfig(EngineConfig):
     """A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded."""
     name: str = ""
     """The name under which the model is served; the folder's name if empty."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
+    """auto, cpu, cuda, or cuda:N for the GPU with that index among those that the process sees."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of weights and KV. auto: float32 on a CPU; on CUDA bfloat16 unless the checkpoint is float32."""
     execution: Literal["auto", "library", "fused"] = "auto"
@@ -94,9 +96,11 @@ class PyTorchConfig(EngineConfig):
     stall_seconds: float | None = Field(default=None, gt=0)
     """A layer that takes longer counts as stuck, and the worker ends; 12 s if unset."""
     canary_seconds: float | None = Field(default=5.0, gt=0)
-    """The engine is tested with one token after this idle time; null disables the test."""
+    """A hung engine is NOT_SERVING within this time: it is tested with one token after half of it without progress, and
+    recovers if it answers after all. null disables the test.
+    """
     canary_patience_seconds: float = Field(default=8.0, gt=0)
-    """The engine counts as failed if the test takes longer."""
+    """The engine counts as failed, and the worker ends, if the test takes longer."""
     lora: LoraOptions | None = None
     """Adapters; null serves none. Steps are then computed by transformers' modules."""
     speculation: SpeculationOptions | None = None
@@ -109,6 +113,13 @@ class PyTorchConfig(EngineConfig):
     """
     multi_node: MultiNodeOptions | None = None
     """Ranks as processes of their own, on one host or several; null has rank 0 start the others on its host."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+            raise ValueError(f"expected auto, cpu, cuda or cuda:N, not {device!r}")
+        return device
 
     @model_validator(mode="after")
     def _step_holds_every_sequence(self) -> Self:
@@ -133,6 +144,8 @@ class PyTorchConfig(EngineConfig):
         others = {"lora": self.lora, "speculation": self.speculation}
         if unsupported := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"tensor_parallel_size: a split model does not support {', '.join(unsupported)}")
+        if self.multi_node is None and self.device.startswith("cuda:"):
+            raise ValueError(f"tensor_parallel_size: {self.device} is one GPU, and each rank has its own; device: cuda")
         if self.execution == "library":
             raise ValueError("tensor_parallel_size: transformers' modules are not split; execution must not be library")
         return self

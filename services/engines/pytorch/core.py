@@ -4,15 +4,14 @@ import secrets
 import time
 from collections.abc import Sequence
 
-import torch
-
-from baton.errors import BatonError, EngineFailed, HandoffLost, InvalidRequest
+from baton.errors import BatonError, ComputeFailed, HandoffLost, InvalidRequest
 from services.engines.answer import FinishReason
 from services.engines.base import EngineLoad
 from services.engines.memory.allocation import UNSHARED, RoomRules, no_room
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
+from services.engines.pytorch.failures import is_out_of_memory, too_large
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
@@ -192,26 +191,36 @@ class EngineCore:
         """Starts a step. If it runs out of memory, only the request that needs the most memory fails."""
         try:
             inflight = self.runner.start(chunks)
-        except torch.OutOfMemoryError:
-            if self.followers is not None:
-                raise  # the other ranks wait amid this step: the group cannot go on
-            torch.cuda.empty_cache()
-            largest = max(chunks, key=lambda chunk: chunk.count).sequence
-            self._leave(largest, Failed(EngineFailed("there was too little memory to compute this request")))
+        except RuntimeError as error:
+            self._drop_largest(chunks, error)
             return None
         for chunk in chunks:
             chunk.sequence.in_flight.tokens += chunk.count
             chunk.sequence.in_flight.ids += chunk.samples
         return inflight
 
+    def _drop_largest(self, chunks: Sequence[Chunk], error: RuntimeError) -> None:
+        """Fails the request that needs the most memory, so that the step can be tried again. Raises other errors."""
+        if self.followers is not None or not is_out_of_memory(error):
+            raise error  # the other ranks wait amid this step: the group cannot go on
+        largest = max(chunks, key=lambda chunk: (chunk.count, chunk.end)).sequence
+        self._leave(largest, Failed(too_large()))
+
     def _take_in(self, inflight: InflightStep) -> None:
-        for chunk, chosen in zip(inflight.chunks, inflight.outcomes(), strict=True):
+        shortage = None
+        try:
+            outcomes = inflight.outcomes()
+        except RuntimeError as error:  # sampling on the host allocates, and no step follows such a step
+            outcomes, shortage = [None] * len(inflight.chunks), error
+        for chunk, chosen in zip(inflight.chunks, outcomes, strict=True):
             flying = chunk.sequence.in_flight
             flying.tokens -= chunk.count
             flying.ids -= chunk.samples
-            if chunk.sequence.state is State.RUNNING and not flying.is_void:
+            if shortage is None and chunk.sequence.state is State.RUNNING and not flying.is_void:
                 self._advance(chunk, chosen)
             flying.is_void = flying.is_void and flying.tokens > 0
+        if shortage is not None:
+            self._drop_largest(inflight.chunks, shortage)
         leaving, self._leaving = self._leaving, []
         for sequence, event in leaving:
             self._leave(sequence, event)
@@ -379,7 +388,7 @@ class EngineCore:
         self.memory.tensor[blocks] = 0
         if self.followers is not None:
             self.followers.zero(blocks)
-        self._leave(sequence, Failed(EngineFailed("the model computed NaN or infinity for this request")))
+        self._leave(sequence, Failed(ComputeFailed("the model computed NaN or infinity for this request")))
 
     def _warm_up(self) -> None:
         """Runs a short prompt and some tokens, so that the first request need not wait for initialization."""

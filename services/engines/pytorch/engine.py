@@ -116,6 +116,11 @@ class PyTorchEngine(Engine):
         return self._loop.healthy and not self._canary.is_overdue
 
     @property
+    def responsive(self) -> bool:
+        """False also while a test request takes far longer than usual."""
+        return self.healthy and not self._canary.is_late
+
+    @property
     def loras(self) -> LoraAdapters[dict[str, LowRank]] | None:
         """Its adapters; None without `engine.lora`."""
         return self._loras

@@ -15,6 +15,8 @@ from typing_extensions import Self
 from baton.errors import BatonError, EngineFailed
 from services.engines.base import EngineLoad
 from services.engines.pytorch.core import EngineCore
+from services.engines.pytorch.failures import failure_of
+from services.engines.pytorch.model.loading import use_device
 from services.engines.pytorch.stall_detector import StallDetector
 
 _log = structlog.get_logger(__name__)
@@ -107,12 +109,13 @@ class EngineLoop:
         try:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
+            use_device(self._core.memory.tensor.device)
             with torch.inference_mode():
                 self._run()
             failure = EngineFailed("the engine has been closed")
         except RuntimeError as error:  # PyTorch raises it for almost every failure
             _log.error("engine failed", error=str(error), exc_info=True)
-            failure = EngineFailed(f"the engine failed: {error}")
+            failure = failure_of("engine", error)
         finally:
             self._end(failure)
 

@@ -51,6 +51,11 @@ class SimulatedEncoder:
     def healthy(self) -> bool:
         return True
 
+    @property
+    def responsive(self) -> bool:
+        """Always."""
+        return True
+
     def load(self) -> EncoderLoad:
         """Returns the images being encoded, at most one, and those that wait."""
         running = int(self._turn.locked())
@@ -103,6 +108,11 @@ class SimulatedEmbedder:
 
     @property
     def healthy(self) -> bool:
+        return True
+
+    @property
+    def responsive(self) -> bool:
+        """Always."""
         return True
 
     def load(self) -> EncoderLoad:

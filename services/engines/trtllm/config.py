@@ -4,11 +4,11 @@ The names and defaults of its arguments are those of TensorRT-LLM's `TorchLlmArg
 keys are refused: they may mean something else in another version.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from runtime.config import Section
 from services.engines.context import EngineConfig
@@ -18,6 +18,7 @@ TransceiverBackend = Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"]
 
 # AutoDeploy's LLM does not take them.
 AUTODEPLOY_UNKNOWN = (
+    "build_config",
     "scheduler_config",
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -26,7 +27,10 @@ AUTODEPLOY_UNKNOWN = (
     "moe_tensor_parallel_size",
     "moe_expert_parallel_size",
     "enable_attention_dp",
+    "cp_config",
 )
+# Other back ends than AutoDeploy, which leaves them out, have none of them.
+AUTODEPLOY_ONLY = ("build_config", "cp_config")
 # The arguments that `MultimodalEncoder` takes; a file of arguments may be shared with other roles.
 ENCODER_KNOWN = ("dtype", "trust_remote_code", "tensor_parallel_size", "max_batch_size", "max_num_tokens")
 
@@ -46,11 +50,20 @@ class KvCacheArguments(Section):
     tokens_per_block: int = Field(default=32, ge=1)
 
 
+class DynamicBatchArguments(Section):
+    """`DynamicBatchConfig`, which has no effect in the PyTorch backend."""
+
+    enable_batch_size_tuning: bool = True
+    enable_max_num_tokens_tuning: bool = False
+    dynamic_batch_moving_average_window: int = Field(default=128, ge=1)
+
+
 class SchedulerArguments(Section):
-    """`SchedulerConfig`. Without `dynamic_batch_config`, which has no effect in the PyTorch backend."""
+    """`SchedulerConfig`."""
 
     capacity_scheduler_policy: CapacityPolicy = "GUARANTEED_NO_EVICT"
     context_chunking_policy: Literal["EQUAL_PROGRESS", "FIRST_COME_FIRST_SERVED"] | None = None
+    dynamic_batch_config: DynamicBatchArguments | None = None
 
 
 class TransceiverArguments(Section):
@@ -118,6 +131,8 @@ class EngineArguments(Section):
     speculative_config: SpeculativeArguments | None = None
     enable_lora: bool = False
     lora_config: LoraArguments | None = None
+    build_config: Mapping[str, object] | None = None
+    cp_config: Mapping[str, object] | None = None
     otlp_traces_endpoint: str | None = None
     return_perf_metrics: bool = True
     enable_iter_perf_stats: bool = True
@@ -153,7 +168,9 @@ class TrtllmConfig(EngineConfig):
     kind: Literal["trtllm"] = Field(default="trtllm", description="Experimental: not yet run on real TensorRT-LLM.")
     model: Path = Field(description="A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded.")
     name: str = Field(default="", description="The name under which it is served; the folder's name if empty.")
-    backend: Literal["pytorch", "autodeploy"] = "pytorch"
+    backend: Literal["pytorch", "autodeploy"] = Field(
+        default="pytorch", description="autodeploy may be written _autodeploy, as TensorRT-LLM does."
+    )
     args: EngineArguments = EngineArguments()
     extra_engine_args: Path | None = Field(default=None, description="Such as deploy/engine_configs/llama/agg.yaml.")
     override_engine_args: str = Field(default="", description="A JSON object.")
@@ -185,7 +202,10 @@ class TrtllmConfig(EngineConfig):
         default=30.0, gt=0, description="An answer that is not read for this long is aborted."
     )
     canary_seconds: float | None = Field(
-        default=5.0, gt=0, description="An engine without progress for this long is asked for a token; null never asks."
+        default=5.0,
+        gt=0,
+        description="A hung engine is NOT_SERVING within this time: it is asked for a token after half of it without "
+        "progress, and recovers if it answers after all; null never asks.",
     )
     canary_patience_seconds: float = Field(
         default=8.0, gt=0, description="The engine has failed if that token does not come within this time."
@@ -199,3 +219,8 @@ class TrtllmConfig(EngineConfig):
     def max_node_ids(self, roles: Sequence[str]) -> int:
         """Returns the limit of TensorRT-LLM: the ids of its handoffs contain a number of the prefill worker."""
         return MAX_NODES if self.node_id is None and "prefill" in roles else 0
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _as_upstream(cls, backend: object) -> object:
+        return "autodeploy" if backend == "_autodeploy" else backend

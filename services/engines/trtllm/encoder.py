@@ -21,6 +21,7 @@ from typing_extensions import Self
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from runtime.daemon_call import daemon_call
 from services.engines.base import EncoderLoad, ModelFacts
+from services.engines.canary import Canary
 from services.engines.prompt import Embedding, Media
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.loading import load_encoder, shut_down
@@ -42,7 +43,10 @@ class TrtllmEncoder:
         self._turn = asyncio.Lock()
         self._unfinished = self._running = 0
         self._began_at = 0.0
+        self._is_tested = False
         self._failure: EngineFailed | None = None
+        self._quiet_since = time.monotonic()
+        self._canary = Canary(self._ask, self._quiet_seconds, config.canary_seconds, config.canary_patience_seconds)
 
     async def __aenter__(self) -> Self:
         facts = encoder_facts(self._config, self._effective.value, self._package)
@@ -53,6 +57,7 @@ class TrtllmEncoder:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(shut_down, self._encoder)
             await self._in_thread([_WARM_UP])
+            await stack.enter_async_context(self._canary)
             self._open = stack.pop_all()
         self._facts = replace(facts, load_seconds=time.monotonic() - started)
         return self
@@ -68,11 +73,18 @@ class TrtllmEncoder:
 
     @property
     def healthy(self) -> bool:
-        """By its own check, by earlier failures, and by the duration of the current batch."""
+        """By its own check, by earlier failures, by the duration of the current batch, and by test images."""
         if self._failure is not None or (self._running and self._seconds > self._config.stall_seconds):
+            return False
+        if self._canary.is_overdue:
             return False
         check = getattr(self._encoder, "_check_health", None)
         return check is None or bool(check())
+
+    @property
+    def responsive(self) -> bool:
+        """False also while a test request takes far longer than usual."""
+        return self.healthy and not self._canary.is_late
 
     @property
     def _seconds(self) -> float:
@@ -80,7 +92,8 @@ class TrtllmEncoder:
 
     def load(self) -> EncoderLoad:
         """Returns the images in the current batch, and those that wait."""
-        return EncoderLoad(self._running, max(0, self._unfinished - self._running))
+        running = 0 if self._is_tested else self._running
+        return EncoderLoad(running, max(0, self._unfinished - running))
 
     async def encode(self, media: Sequence[Media]) -> list[Embedding]:
         """Returns one embedding for each image. See EncodeEngine."""
@@ -102,8 +115,9 @@ class TrtllmEncoder:
         tensors = await self._in_thread(images)
         return [self._embedding(one, tensor) for one, tensor in zip(media, tensors, strict=True)]
 
-    async def _in_thread(self, images: Sequence[Image.Image]) -> list[Any]:
+    async def _in_thread(self, images: Sequence[Image.Image], *, is_test: bool = False) -> list[Any]:
         await self._turn.acquire()
+        self._is_tested = is_test
         self._running, self._began_at = len(images), time.monotonic()
         looking = daemon_call(partial(self._look, images), "trtllm-encoder")
         # Released when the batch ends: a caller that is cancelled leaves it running.
@@ -113,7 +127,15 @@ class TrtllmEncoder:
             raise self._why(error) from error
         return looking.result()
 
+    async def _ask(self) -> None:
+        await self._in_thread([_WARM_UP], is_test=True)
+
+    def _quiet_seconds(self) -> float:
+        """Returns the time since the last batch; 0 while a client's is computed, which may take long."""
+        return 0.0 if self._running and not self._is_tested else time.monotonic() - self._quiet_since
+
     def _looked(self, looking: "asyncio.Future[list[Any]]") -> None:
+        self._quiet_since = time.monotonic()
         self._running = 0
         self._turn.release()
         if (error := looking.exception()) is not None:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
@@ -98,6 +99,11 @@ class TrtllmEngine(Engine):
         return self._facts
 
     @property
+    def llm(self) -> Any:
+        """TensorRT-LLM's own LLM. Raises NotOpened before it is loaded."""
+        return self._llm
+
+    @property
     def kv_transfer(self) -> "TrtllmEngine":
         return self
 
@@ -114,6 +120,11 @@ class TrtllmEngine(Engine):
             return False
         check = getattr(self._llm, "_check_health", None)
         return bool(check()) if check is not None else True
+
+    @property
+    def responsive(self) -> bool:
+        """False also while a test request takes far longer than usual."""
+        return self.healthy and not self._canary.is_late
 
     @property
     def fetch_seconds(self) -> float:
@@ -191,13 +202,16 @@ class TrtllmEngine(Engine):
             raise HandoffLost(f"the KV did not arrive: {generation.error.message}") from generation.error
         generation.changed.set()
 
-    async def _whole(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def _whole(
+        self, prompt: Prompt, sampling: Sampling, *, is_test: bool = False
+    ) -> AsyncGenerator[Tokens | Finished, None]:
         self._builder.check(prompt, is_computed=True)
         budget = self._builder.budget(prompt, sampling)
         if budget.max_tokens < 1:
             yield Finished(FinishReason.LENGTH, len(prompt.token_ids))
             return
-        generation = self._submit(prompt, await self._builder.whole(prompt, sampling, budget))
+        request = await self._builder.whole(prompt, sampling, budget)
+        generation = self._submit(prompt, replace(request, is_test=is_test))
         try:
             async for event in self._events(generation, prompt, sampling, fetched=False):
                 yield event
@@ -261,9 +275,9 @@ class TrtllmEngine(Engine):
     async def _warm_up(self) -> None:
         """Generates one token, before the engine is ready and as its canary.
 
-        Its salt keeps it from sharing cached blocks with clients.
+        Its salt keeps it from sharing cached blocks with clients, and TensorRT-LLM's metrics do not count it.
         """
         salt = _CANARY_SALT if "cache_salt" in self._package.generate_arguments else ""
         sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-        async for _ in self._whole(Prompt((0,), cache_salt=salt), sampling):
+        async for _ in self._whole(Prompt((0,), cache_salt=salt), sampling, is_test=True):
             pass

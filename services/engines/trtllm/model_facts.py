@@ -95,6 +95,17 @@ def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -
         guided_decoding=args.guided_decoding_backend is not None and "guided_decoding" in package.sampling_arguments,
         unsupported_sampling=unsupported(package),
         data_parallel_ranks=args.attention_dp_size if config.backend == "pytorch" else 1,
+        settings=_settings(args),
+    )
+
+
+def _settings(args: EngineArguments) -> tuple[tuple[str, str], ...]:
+    return (
+        ("free_gpu_memory_fraction", f"{args.kv_cache_config.free_gpu_memory_fraction:g}"),
+        ("max_batch_size", str(args.max_batch_size)),
+        ("max_beam_width", str(args.max_beam_width)),
+        ("max_num_tokens", str(args.max_num_tokens)),
+        ("trust_remote_code", str(args.trust_remote_code).lower()),
     )
 
 

@@ -11,6 +11,7 @@ from packaging.version import Version
 from baton.errors import ConfigError
 from services.engines.external.argument_places import MergedArguments, merge, read_places
 from services.engines.trtllm.config import (
+    AUTODEPLOY_ONLY,
     AUTODEPLOY_UNKNOWN,
     ENCODER_KNOWN,
     EngineArguments,
@@ -24,12 +25,6 @@ ResolvedArgs = MergedArguments[EngineArguments]
 def resolve(config: TrtllmConfig) -> ResolvedArgs:
     """Merges the three places. Raises ConfigError with the place and the key of every error."""
     places = read_places(config.args, config.extra_engine_args, config.override_engine_args)
-    for place in places:
-        if "dynamic_batch_config" in (place.tree.get("scheduler_config") or {}):
-            raise ConfigError(
-                f"{place.name}: scheduler_config.dynamic_batch_config has no effect in the PyTorch backend; "
-                "leave it out"
-            )
     return merge(EngineArguments, places)
 
 
@@ -60,8 +55,10 @@ def check(config: TrtllmConfig, environment: Environment) -> CheckedArgs:
     faults = [*_of_engine(effective.value, environment)]
     if config.backend == "autodeploy":
         faults += _of_autodeploy(effective.value, environment)
-    elif _must_hand_over(config, effective.value, environment):
-        faults += _of_handoffs(config, effective.value, environment)
+    else:
+        faults += _of_autodeploy_only(effective, environment)
+        if _must_hand_over(config, effective.value, environment):
+            faults += _of_handoffs(config, effective.value, environment)
     if _must_not_overlap(environment):
         faults += _of_overlap(effective)
         effective = effective.forced("disable_overlap_scheduler", True)
@@ -91,6 +88,11 @@ def _of_autodeploy(args: EngineArguments, environment: Environment) -> Iterator[
             yield f"AutoDeploy cannot {role} for others: use backend: pytorch, or roles: [decode]"
     if args.can_hand_over:
         yield "cache_transceiver_config: AutoDeploy runs whole requests only, and cannot take KV over"
+
+
+def _of_autodeploy_only(effective: ResolvedArgs, environment: Environment) -> Iterator[str]:
+    if set(environment.roles) != {"encode"}:  # which leaves out, with a warning, all that it does not take
+        yield from (f"{key}: only with backend: autodeploy" for key in AUTODEPLOY_ONLY if _is_given(effective, key))
 
 
 def _must_hand_over(config: TrtllmConfig, args: EngineArguments, environment: Environment) -> bool:
@@ -155,11 +157,15 @@ def _of_overlap(effective: ResolvedArgs) -> Iterator[str]:
         yield f"{key}: must be true for the role prefill before 1.3"
 
 
+def _is_given(effective: ResolvedArgs, key: str) -> bool:
+    return any(f"{source}.".startswith(f"{key}.") for source in effective.sources)
+
+
 def _warnings(config: TrtllmConfig, effective: ResolvedArgs, environment: Environment) -> Iterator[str]:
     args = effective.value
     if config.backend == "autodeploy":
         for key in AUTODEPLOY_UNKNOWN:
-            if any(f"{source}.".startswith(f"{key}.") for source in effective.sources):
+            if _is_given(effective, key):
                 yield f"AutoDeploy does not take {key}; it is left out"
     if set(environment.roles) == {"encode"}:
         given = {key.partition(".")[0] for key in effective.sources}
@@ -168,6 +174,14 @@ def _warnings(config: TrtllmConfig, effective: ResolvedArgs, environment: Enviro
     if "prefill" in environment.roles and _must_not_overlap(environment) and args.kv_cache_config.enable_block_reuse:
         yield "before 1.3 a block may be evicted while it is sent: consider kv_cache_config.enable_block_reuse: false"
     cache = args.kv_cache_config
+    overlaps = "prefill" in environment.roles and not args.disable_overlap_scheduler
+    if overlaps and cache.enable_block_reuse and not _must_not_overlap(environment):
+        yield (
+            "disable_overlap_scheduler is false: not every candidate of 1.3 computes prompts for others with overlap "
+            "and kv_cache_config.enable_block_reuse; true is safe for the role prefill"
+        )
+    if config.backend == "pytorch" and args.scheduler_config.dynamic_batch_config is not None:
+        yield "scheduler_config.dynamic_batch_config has no effect in the PyTorch backend"
     if cache.event_buffer_max_size and effective.source("kv_cache_config.enable_block_reuse") == "default":
         yield (
             "kv_cache_config.enable_block_reuse is unset: the model's own defaults may switch it off, "

@@ -106,7 +106,10 @@ class VllmConfig(EngineConfig):
         default=30.0, gt=0, description="An answer that is not read for this long is aborted."
     )
     canary_seconds: float | None = Field(
-        default=5.0, gt=0, description="An engine without progress for this long is asked for a token; null never asks."
+        default=5.0,
+        gt=0,
+        description="A hung engine is NOT_SERVING within this time: it is asked for a token after half of it without "
+        "progress, and recovers if it answers after all; null never asks.",
     )
     canary_patience_seconds: float = Field(
         default=30.0, gt=0, description="The engine has failed if that token does not come within this time."

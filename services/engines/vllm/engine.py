@@ -149,6 +149,11 @@ class VllmEngine(Engine):
         return self._requests.failure is None and not self._llm.errored and not self._canary.is_overdue
 
     @property
+    def responsive(self) -> bool:
+        """False also while a test request takes far longer than usual."""
+        return self.healthy and not self._canary.is_late
+
+    @property
     def fetch_seconds(self) -> float:
         """vLLM's own lease on the blocks of a prefill. See TransfersKv."""
         return self._config.handoff.seconds if self._hands_over else 0.0

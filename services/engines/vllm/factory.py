@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from baton.errors import ConfigError
+from runtime.gpus import visible_gpus
 from services.engines.base import Engine
 from services.engines.context import EngineContext
 from services.engines.external.argument_places import merge, read_places
@@ -19,12 +20,22 @@ def open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContex
     """
     effective = resolve(config)
     check(config, effective, context.roles, context.lease_seconds)
-    return VllmEngine(config, effective, open_vllm_package(), context.roles)
+    package = open_vllm_package()
+    if not package.is_cpu:
+        check_gpus(effective.value, len(visible_gpus()))
+    return VllmEngine(config, effective, package, context.roles)
 
 
 def resolve(config: VllmConfig) -> ResolvedVllm:
     """Merges the three places of arguments. Raises ConfigError with the place and the key of every error."""
     return merge(VllmArguments, read_places(config.args, config.extra_engine_args, config.override_engine_args))
+
+
+def check_gpus(args: VllmArguments, gpus: int) -> None:
+    """Raises ConfigError with both numbers if more GPUs are needed than this process sees."""
+    needed = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
+    if 0 < gpus < needed:  # none: another vendor's, which vLLM counts itself
+        raise ConfigError(f"vllm: tensor x pipeline x data parallel size is {needed}, and {gpus} GPUs are visible")
 
 
 def check(config: VllmConfig, effective: ResolvedVllm, roles: Sequence[str], lease_seconds: float) -> None:

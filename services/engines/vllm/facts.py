@@ -35,6 +35,12 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
         takes_handoffs=takes_handoffs,
         unsupported_sampling=unsupported_options(package),
         data_parallel_ranks=args.data_parallel_size,
+        settings=(
+            ("gpu_memory_utilization", f"{args.gpu_memory_utilization:g}"),
+            ("max_num_batched_tokens", str(args.max_num_batched_tokens)),
+            ("max_num_seqs", str(args.max_num_seqs)),
+            ("trust_remote_code", str(args.trust_remote_code).lower()),
+        ),
     )
 
 

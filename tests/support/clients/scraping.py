@@ -69,3 +69,12 @@ def get_health(address: str) -> tuple[int, Any]:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+def counts() -> dict[str, float]:
+    """Every counter and histogram of ours and of the engines' own, by name and labels, as a scrape has them."""
+    kinds = ("counter", "histogram", "summary")
+    ours = ("baton_", "trtllm_", "vllm:")
+    families = [family for family in REGISTRY.collect() if family.type in kinds and family.name.startswith(ours)]
+    found = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
+    return {f"{sample.name}{sorted(sample.labels.items())}": sample.value for sample in found}

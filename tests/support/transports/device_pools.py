@@ -97,10 +97,10 @@ def host_pools() -> Iterator[tuple[HostAsDevice, HostAsDevice]]:
         del _POOLS[id(theirs)]
 
 
-def gpu_pool() -> DeviceMemory:
-    """An empty pool on the GPU."""
+def gpu_pool(index: int = 0) -> DeviceMemory:
+    """An empty pool on a GPU."""
     layout = KvLayout("test", "bfloat16", 1, 2, 8, 16, BLOCK_BYTES // (2 * 8 * 16 * 2), BLOCK_BYTES)
-    return DeviceMemory(layout, BLOCKS, torch.device("cuda", 0))
+    return DeviceMemory(layout, BLOCKS, torch.device("cuda", index))
 
 
 def words(pool: DeviceMemory) -> torch.Tensor:

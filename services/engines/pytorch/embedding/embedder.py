@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from types import TracebackType
 
 import torch
 from typing_extensions import Self
 
 from services.engines.base import EncoderLoad, ModelFacts
+from services.engines.canary import Canary
 from services.engines.embedding import Vector
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.config import PyTorchConfig
@@ -29,14 +31,22 @@ class PyTorchEmbedder:
     async def __aenter__(self) -> Self:
         began = time.monotonic()
         self._model = await asyncio.to_thread(self._load)
-        self._facts = _facts(self._config, self._model, time.monotonic() - began)
-        pulse = StallDetector(self._model.module, self._config.stall_seconds)
-        self._loop = EmbedderLoop(self._model, pulse, _limits(self._config, self._model))
+        config = self._config
+        self._facts = _facts(config, self._model, time.monotonic() - began)
+        pulse = StallDetector(self._model.module, config.stall_seconds)
+        self._loop = EmbedderLoop(self._model, pulse, _limits(config, self._model))
         await self._loop.__aenter__()
+        self._canary = Canary(
+            self._loop.test, lambda: self._loop.quiet_seconds, config.canary_seconds, config.canary_patience_seconds
+        )
+        await self._canary.__aenter__()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self._loop.__aexit__(*exc)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._canary.__aexit__(kind, error, trace)
+        await self._loop.__aexit__(kind, error, trace)
 
     @property
     def facts(self) -> ModelFacts:
@@ -45,8 +55,13 @@ class PyTorchEmbedder:
 
     @property
     def healthy(self) -> bool:
-        """False after a fatal error."""
-        return self._loop.healthy
+        """False after a fatal error, and while the thread hangs."""
+        return self._loop.healthy and not self._canary.is_overdue
+
+    @property
+    def responsive(self) -> bool:
+        """False also while a test request takes far longer than usual."""
+        return self.healthy and not self._canary.is_late
 
     @property
     def steps(self) -> int:

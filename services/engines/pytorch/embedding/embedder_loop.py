@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from baton.errors import BatonError, EngineFailed, Overloaded
+from baton.errors import BatonError, Overloaded
 from services.engines.embedding import Vector
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
 from services.engines.pytorch.embedding.text_model import TextModel
+from services.engines.pytorch.failures import is_out_of_memory, too_large
 from services.engines.pytorch.stall_detector import StallDetector
 
 _RETRY_SECONDS = 1.0
@@ -43,7 +42,7 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
     """Embeds on a thread while the context is open; its load is in calls."""
 
     def __init__(self, model: TextModel, pulse: StallDetector, limits: EmbedLimits) -> None:
-        super().__init__("embedder", pulse, limits.texts)
+        super().__init__("embedder", pulse, limits.texts, model.device)
         self._model = model
         self._limits = limits
         self.steps = 0  # of the model, since the start
@@ -51,12 +50,17 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
     def submit(self, texts: Sequence[Sequence[int]]) -> EmbedJob:
         """Queues a call. Raises Overloaded, or the error that ended the thread."""
         self._check_failure()
-        if len(self._unfinished) >= self._limits.waiting:
-            text = f"{len(self._unfinished)} calls to embed are waiting already"
+        load = self.load
+        if (waiting := load.running + load.waiting) >= self._limits.waiting:
+            text = f"{waiting} calls to embed are waiting already"
             raise Overloaded(text, retry_after_seconds=_RETRY_SECONDS)
         job = EmbedJob(self._loop.create_future(), texts, size=len(texts))
         self._enqueue([job])
         return job
+
+    async def test(self) -> None:
+        """Embeds a text of one token. Raises EngineFailed."""
+        await self._test(EmbedJob(self._loop.create_future(), [[0]], is_test=True))
 
     def _compute(self, jobs: Sequence[EmbedJob]) -> None:
         found: list[list[Vector | None]] = [[None] * len(job.texts) for job in jobs]
@@ -66,19 +70,17 @@ class EmbedderLoop(BatchLoop[EmbedJob]):
         for step in self._steps(jobs):
             try:
                 vectors = self._model.vectors([one.text for one in step])
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failed |= {one.job for one in step}
                 continue
-            self.steps += 1
+            self.steps += not all(jobs[one.job].is_test for one in step)
             for one, vector in zip(step, vectors, strict=True):
                 found[one.job][one.index] = vector
         for number, job in enumerate(jobs):
             outcome: BatonError | list[Vector]
-            if number in failed:
-                outcome = EngineFailed("there was too little memory to compute this request")
-            else:
-                outcome = [vector for vector in found[number] if vector is not None]
+            outcome = too_large() if number in failed else [vector for vector in found[number] if vector is not None]
             self._post(job, outcome)
 
     def _steps(self, jobs: Sequence[EmbedJob]) -> Iterator[list[_Place]]:

@@ -16,7 +16,14 @@ from services.engines.embedding import Vector
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.embedding.checkpoint_rules import VectorRules, read_rules
 from services.engines.pytorch.embedding.pooling import pool
-from services.engines.pytorch.model.loading import choose_device, choose_dtype, count_parameters, quiet, read_config
+from services.engines.pytorch.model.loading import (
+    choose_device,
+    choose_dtype,
+    count_parameters,
+    quiet,
+    read_config,
+    use_device,
+)
 from services.engines.pytorch.model.support import FAMILIES
 from services.engines.pytorch.vision.llava import LlavaLanguage
 
@@ -58,6 +65,7 @@ def load_text_model(config: PyTorchConfig) -> TextModel:
         raise ConfigError(f"engine.model: models of type {model_config.model_type!r} make no embeddings here")
     rules = _rules(config, model_config, read_rules(config.model))
     device = choose_device(config)
+    use_device(device)
     dtype = choose_dtype(config, device, model_config)
     module = _read_weights(config.model, model_config, dtype)
     _log.info("embedding model loaded", parameters=count_parameters(module), pooling=rules.pooling, device=str(device))

@@ -11,7 +11,13 @@ import structlog
 import torch
 
 from services.engines.kv import BlockMemory, BlockWriter, KvLayout
-from services.engines.memory.device_memory import DeviceArea, DeviceExport, DeviceReader, DeviceStaging
+from services.engines.memory.device_memory import (
+    DeviceArea,
+    DeviceExport,
+    DeviceReader,
+    DeviceStaging,
+    DeviceUnavailable,
+)
 from services.engines.pytorch.kv_cache.cuda_ipc import attach_pool, export_pool
 
 log = structlog.get_logger(__name__)
@@ -20,7 +26,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def open_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> "HostMemory | DeviceMemory":
-    """Allocates zeroed memory for `num_blocks` blocks: a mapped file in host memory, or a tensor on the device."""
+    """Allocates zeroed memory for `num_blocks` blocks: a mapped file in host memory, or a tensor on the device.
+
+    Raises DeviceUnavailable if there is no such device.
+    """
     return HostMemory(layout, num_blocks) if device.type == "cpu" else DeviceMemory(layout, num_blocks, device)
 
 
@@ -95,8 +104,10 @@ class HostMemory(BlockMemory):
         return HostWriter(self._views(block_ids))
 
     def close(self) -> None:
-        """Closes the file. The mapping is freed with its last view."""
-        os.close(self._descriptor)
+        """Closes the file, once. The mapping is freed with its last view."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
         pool = memoryview(self._mapping)
@@ -122,6 +133,8 @@ class DeviceMemory(BlockMemory):
     """A pool on a device. Blocks are read and written through pinned host memory, on a separate stream."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise DeviceUnavailable(f"there is no {device}: this process sees {torch.cuda.device_count()} GPUs")
         self._block_bytes = layout.block_bytes
         self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)

@@ -51,6 +51,7 @@ def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:
     model_config = read_config(config.model)
     shape = text_shape(model_config, config.max_context_tokens)
     device = choose_device(config)
+    use_device(device)
     dtype = choose_dtype(config, device, model_config)
     images = image_rules(model_config, config.model, name_of(dtype))
     attention.register()
@@ -93,11 +94,24 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def choose_device(config: PyTorchConfig) -> torch.device:
-    """Returns the device. Raises ConfigError if CUDA is configured and not available."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda was asked for and PyTorch finds none")
-    wanted = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if wanted == "cuda" else torch.device("cpu")
+    """Returns the device. Raises ConfigError if CUDA is configured and not available, or has no GPU of that index."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cpu" or (config.device == "auto" and not has_cuda):
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ConfigError(f"engine.device: {config.device} was asked for and PyTorch finds none")
+    _, _, index = config.device.partition(":")
+    if not index:
+        return torch.device("cuda", torch.cuda.current_device())
+    if int(index) >= torch.cuda.device_count():
+        raise ConfigError(f"engine.device: {config.device}: this process sees {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", int(index))
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the calling thread's: kernels, pinned memory and graphs of the thread belong to it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def choose_dtype(config: PyTorchConfig, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from types import TracebackType
 
 import torch
 from typing_extensions import Self
 
 from services.engines.base import EncoderLoad, ModelFacts
+from services.engines.canary import Canary
 from services.engines.prompt import Embedding, Media
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model import checkpoint
@@ -32,10 +34,17 @@ class PyTorchEncoder:
         pulse = StallDetector(self._vision.module, config.stall_seconds)
         self._loop = EncoderLoop(self._vision, pulse, config.max_step_images, config.max_waiting)
         await self._loop.__aenter__()
+        self._canary = Canary(
+            self._loop.test, lambda: self._loop.quiet_seconds, config.canary_seconds, config.canary_patience_seconds
+        )
+        await self._canary.__aenter__()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self._loop.__aexit__(*exc)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._canary.__aexit__(kind, error, trace)
+        await self._loop.__aexit__(kind, error, trace)
 
     @property
     def facts(self) -> ModelFacts:
@@ -49,8 +58,13 @@ class PyTorchEncoder:
 
     @property
     def healthy(self) -> bool:
-        """False after a fatal error."""
-        return self._loop.healthy
+        """False after a fatal error, and while the thread hangs."""
+        return self._loop.healthy and not self._canary.is_overdue
+
+    @property
+    def responsive(self) -> bool:
+        """False also while a test request takes far longer than usual."""
+        return self.healthy and not self._canary.is_late
 
     def load(self) -> EncoderLoad:
         """Returns the current load."""

@@ -3,10 +3,13 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 
 import torch
+from PIL import Image
 
-from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
+from baton.errors import BatonError, ComputeFailed, InvalidRequest, Overloaded
 from media.image import read_pixels
 from services.engines.prompt import Embedding, Media
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
@@ -15,6 +18,13 @@ from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.vision.tower import Vision
 
 _RETRY_SECONDS = 1.0
+
+
+@cache
+def _grey() -> Media:
+    file = BytesIO()
+    Image.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")
+    return Media(file.getvalue(), "image/png")
 
 
 @dataclass(eq=False, slots=True)
@@ -35,19 +45,24 @@ class EncoderLoop(BatchLoop[EncodeJob]):
     """Encodes on a thread while the context is open; its load is in images."""
 
     def __init__(self, vision: Vision, pulse: StallDetector, max_batch: int, max_waiting: int) -> None:
-        super().__init__("encoder", pulse, max_batch)
+        super().__init__("encoder", pulse, max_batch, vision.device)
         self._vision = vision
         self._max_waiting = max_waiting
 
     def submit(self, media: Sequence[Media]) -> list[EncodeJob]:
         """Queues all images or none. Raises Overloaded, or the error that ended the thread."""
         self._check_failure()
-        if self._unfinished and len(self._unfinished) + len(media) > self._max_waiting:
-            text = f"{len(self._unfinished)} images are waiting already"
+        load = self.load
+        if (waiting := load.running + load.waiting) and waiting + len(media) > self._max_waiting:
+            text = f"{waiting} images are waiting already"
             raise Overloaded(text, retry_after_seconds=_RETRY_SECONDS)
         jobs = [EncodeJob(self._loop.create_future(), one, f"media[{index}]") for index, one in enumerate(media)]
         self._enqueue(jobs)
         return jobs
+
+    async def test(self) -> None:
+        """Encodes a small grey image. Raises EngineFailed."""
+        await self._test(EncodeJob(self._loop.create_future(), _grey(), "test", is_test=True))
 
     def _compute(self, jobs: Sequence[EncodeJob]) -> None:
         prepared = [one for job in jobs if (one := self._prepare(job)) is not None]
@@ -69,7 +84,7 @@ class EncoderLoop(BatchLoop[EncodeJob]):
 
     def _embedding(self, media: Media, rows: torch.Tensor) -> Embedding | BatonError:
         if not bool(rows.isfinite().all()):
-            return EngineFailed("the vision tower computed NaN or infinity for this image")
+            return ComputeFailed("the vision tower computed NaN or infinity for this image")
         digest = hashlib.sha256(self._vision.fingerprint.encode() + hashlib.sha256(media.content).digest()).digest()
         data = rows.contiguous().view(torch.uint8).numpy().tobytes()
         return Embedding(digest, (rows.shape[0], rows.shape[1]), name_of(rows.dtype), data)

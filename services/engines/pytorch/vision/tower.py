@@ -24,6 +24,7 @@ from services.engines.pytorch.model.loading import (
     name_of,
     quiet,
     read_config,
+    use_device,
 )
 from services.engines.pytorch.vision.images import image_rules, require_images
 from services.engines.pytorch.vision.llava import LlavaVision
@@ -64,6 +65,7 @@ def load_vision(config: PyTorchConfig) -> Vision:
     """Loads the vision encoder, and nothing else, from the checkpoint. Raises ConfigError if it is not supported."""
     model_config = require_images(read_config(config.model))
     device = choose_device(config)
+    use_device(device)
     dtype = choose_dtype(config, device, model_config)
     rules = image_rules(model_config, config.model, name_of(dtype))
     assert rules is not None

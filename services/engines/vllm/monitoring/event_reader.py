@@ -107,17 +107,25 @@ class _Rank:
         if number > self._expected:
             await self._ask_again()
         if number > self._expected:
-            metrics.KV_EVENT_GAPS.inc()
-            self._chains.forget()
+            self._forget()
             self._expected = number
         self._take(number, payload)
 
+    def _forget(self) -> None:
+        metrics.KV_EVENT_GAPS.inc()
+        self._chains.forget()
+
     def _take(self, number: int, payload: bytes) -> None:
         # Less: it was asked for again, and came twice.
-        if number == self._expected:
-            self._expected += 1
+        if number != self._expected:
+            return
+        self._expected += 1
+        try:
             for event in self._decode(payload)[1]:
                 self._chains.feed(event)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            log.warning("vllm's KV events cannot be read", number=number, error=f"{type(error).__name__}: {error}")
+            self._forget()
 
     async def _ask_again(self) -> None:
         """Takes all events that vLLM still has, from the expected one."""

@@ -13,10 +13,12 @@ from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, greedy
 from support.eventually import eventually
 
-from baton.errors import EngineFailed
+from baton.errors import ConfigError, EngineFailed
+from services.engines.base import NotOpened
 from services.engines.prompt import Prompt
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.parallel.followers import check_split
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.runner import InflightStep
 from services.engines.pytorch.stall_detector import StallDetector
@@ -158,7 +160,8 @@ async def test_a_step_that_is_long_and_goes_on_is_not_stuck(llama: Checkpoint) -
 
 def test_a_hung_engine_is_found_within_15_seconds_by_default(tmp_path: Path) -> None:
     config = PyTorchConfig(model=tmp_path)
-    assert (config.canary_seconds or 0) * 1.1 + config.canary_patience_seconds < 14
+    assert (config.canary_seconds or 0) <= 5
+    assert (config.canary_seconds or 0) * 0.55 + config.canary_patience_seconds < 14
     assert StallDetector(torch.nn.Module(), config.stall_seconds)._seconds < 14
 
 
@@ -186,3 +189,41 @@ async def test_a_step_without_memory_ends_its_largest_request_only(llama: Checkp
         assert (await beside).ids == alone.ids
         assert engine.healthy
         assert blocks_used(engine) == 0
+
+
+async def test_nothing_can_be_used_before_the_engine_is_opened_and_leaving_twice_is_harmless(
+    llama: Checkpoint,
+) -> None:
+    engine = llama.engine()
+    uses: list[Callable[[], object]] = [
+        lambda: engine.facts,
+        lambda: engine.healthy,
+        lambda: engine.memory,
+        engine.load,
+        lambda: engine.decode(GOOD, greedy(2)),
+    ]
+    for use in uses:
+        with pytest.raises(NotOpened, match="the engine has not been opened"):
+            use()
+    with pytest.raises(NotOpened):
+        await engine.prefill(GOOD, greedy(2))
+    async with engine:
+        assert len((await collect(engine.decode(GOOD, greedy(2)))).ids) == 2
+    await engine.__aexit__(None, None, None)
+    with pytest.raises(EngineFailed, match="closed"):
+        await engine.prefill(GOOD, greedy(2))
+
+
+def test_a_split_over_more_gpus_than_there_are_is_refused_with_both_numbers(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match="2 GPUs are needed, and this process sees 1"):
+        check_split(PyTorchConfig(model=llama.path, device="cuda", tensor_parallel_size=2))
+
+
+def test_one_gpu_by_its_index_is_refused_for_a_model_that_is_split_among_several(llama: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="cuda:1 is one GPU, and each rank has its own"):
+        PyTorchConfig(model=llama.path, device="cuda:1", tensor_parallel_size=2)

@@ -115,9 +115,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         resolve(config(tmp_path / "none.yaml"))
 
 
-def test_dynamic_batching_is_refused_as_it_has_no_effect(extra: Path) -> None:
-    extra.write_text("scheduler_config: {dynamic_batch_config: {enable_batch_size_tuning: true}}")
-    with pytest.raises(ConfigError, match="no effect"):
+def test_a_key_of_dynamic_batching_that_does_not_exist_is_refused(extra: Path) -> None:
+    extra.write_text("scheduler_config: {dynamic_batch_config: {enable_batch_size_tuning: true, window: 3}}")
+    with pytest.raises(ConfigError, match=r"scheduler_config\.dynamic_batch_config\.window: unknown key"):
         resolve(config(extra))
 
 

@@ -34,6 +34,12 @@ async def test_the_shipped_file_is_what_the_encoder_is_given(version: str, famil
         }
 
 
+async def test_an_encoder_for_which_nothing_is_set_is_given_the_model_and_the_batch_size_alone(newest: None) -> None:
+    async with open_trtllm_encoder(config(), EngineContext()):
+        # Two of the names are those that the stand-in gives defaults to.
+        assert set(ENCODERS[0].given) - {"dtype", "tensor_parallel_size"} == {"max_batch_size"}
+
+
 async def test_of_a_file_for_prefill_the_encoder_is_given_what_it_takes(newest: None) -> None:
     async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / "llama" / "prefill.yaml"), EngineContext()):
         assert set(ENCODERS[0].given) == {"dtype", "tensor_parallel_size", "max_batch_size", "max_num_tokens"}

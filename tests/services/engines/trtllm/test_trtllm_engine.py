@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,12 @@ from support.eventually import eventually
 
 from baton.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded, Unsupported
 from services.engines.answer import FinishReason
-from services.engines.base import Engine
+from services.engines.base import Engine, NotOpened
 from services.engines.context import EngineContext
 from services.engines.prompt import Prompt, Sampling
+from services.engines.trtllm import factory
 from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.engine import TrtllmEngine
 from services.engines.trtllm.factory import open_trtllm
 from services.engines.trtllm.requests import inflight
 from services.handoff.engine_transfer import EngineHeldKv
@@ -83,7 +85,8 @@ async def test_prefill_without_a_node_id_is_refused_where_ids_are_made_of_it(new
         opened(checkpoint, node_id=None)
 
 
-async def test_every_argument_that_is_set_reaches_the_engine(version: str, checkpoint: Path) -> None:
+@pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
+async def test_every_argument_that_is_set_reaches_the_engine(version: str, checkpoint: Path, policy: str) -> None:
     plain = {
         "dtype": "bfloat16",
         "trust_remote_code": True,
@@ -100,8 +103,13 @@ async def test_every_argument_that_is_set_reaches_the_engine(version: str, check
         "guided_decoding_backend": "xgrammar",
         "enable_lora": True,
     }
+    dynamic = {
+        "enable_batch_size_tuning": True,
+        "enable_max_num_tokens_tuning": False,
+        "dynamic_batch_moving_average_window": 64,
+    }
     sections = {
-        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "scheduler_config": {"capacity_scheduler_policy": policy, "dynamic_batch_config": dynamic},
         "cuda_graph_config": {"enable_padding": True, "batch_sizes": [1, 2]},
         "lora_config": {"lora_dir": ["/lora"], "max_lora_rank": 8},
         "kv_cache_config": {"dtype": "fp8", "free_gpu_memory_fraction": 0.5, "tokens_per_block": 64},
@@ -112,6 +120,31 @@ async def test_every_argument_that_is_set_reaches_the_engine(version: str, check
         assert {name: in_effect[name] for name in plain} == plain
         for name, fields in sections.items():
             assert {field: in_effect[name][field] for field in fields} == fields
+
+
+async def test_the_sizes_of_all_kinds_of_parallelism_reach_the_engine(
+    newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "visible_gpus", lambda: 8)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "context_parallel_size": 2}
+    async with trtllm.open_engine(checkpoint, sizes):
+        assert {name: RUNNING[0].given[name] for name in sizes} == sizes
+
+
+async def test_its_llm_is_its_own_and_nothing_can_be_used_before_it_is_opened(newest: None, checkpoint: Path) -> None:
+    engine = opened(checkpoint)
+    assert isinstance(engine, TrtllmEngine)
+    uses: list[Callable[[], object]] = [lambda: engine.llm, lambda: engine.facts, lambda: engine.healthy, engine.load]
+    for use in uses:
+        with pytest.raises(NotOpened, match="the engine has not been opened"):
+            use()
+    with pytest.raises(NotOpened):
+        await collect(engine.decode(PROMPT, greedy(2)))
+    with pytest.raises(NotOpened):
+        await engine.prefill(PROMPT, greedy(2))
+    async with engine:
+        assert engine.llm is RUNNING[0]
+    await engine.__aexit__(None, None, None)
 
 
 @pytest.mark.parametrize(

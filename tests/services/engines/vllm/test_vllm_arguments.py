@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from baton.errors import ConfigError
 from services.engines.registry import describe, read_engine_config
-from services.engines.vllm.config import VllmConfig
-from services.engines.vllm.factory import check, resolve
+from services.engines.vllm.config import VllmArguments, VllmConfig
+from services.engines.vllm.factory import check, check_gpus, resolve
 
 FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"
 
@@ -102,3 +102,11 @@ def test_there_are_shipped_arguments_for_each_family_and_role() -> None:
     names = {(path.parents[1].name, path.stem) for path in SHIPPED}
     families, roles = ("llama", "qwen3", "deepseek"), ("agg", "prefill", "decode")
     assert names == {(family, role) for family in families for role in roles}
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}])
+def test_more_gpus_than_are_visible_are_refused_with_both_numbers(sizes: dict[str, int]) -> None:
+    args = VllmArguments.model_validate(sizes)
+    with pytest.raises(ConfigError, match="parallel size is 4, and 2 GPUs are visible"):
+        check_gpus(args, 2)
+    check_gpus(args, 4)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,9 @@ from services.transports.base import Exposure, PoolShape, Transfer
 from services.transports.registry import offer_pool, open_transports
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: make gpu")
+needs_two_gpus = pytest.mark.skipif(
+    DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="needs two GPUs: make gpu where there are two"
+)
 ALL = tuple(range(BLOCKS))
 
 
@@ -94,6 +98,72 @@ def test_pools_that_are_opened_and_closed_leave_no_memory_behind() -> None:
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     turns(500)
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@needs_gpu
+def test_ten_thousand_cycles_leave_the_devices_free_memory_as_it_was() -> None:
+    """What the driver counts, which includes memory that PyTorch's allocator does not see."""
+
+    def cycles(count: int) -> None:
+        for _ in range(count):
+            gpu_pool()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def counted() -> tuple[int, int, int]:
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info(0)[0]
+
+    cycles(100)  # streams and the context's own memory
+    before = counted()
+    cycles(10_000)
+    assert counted() == before
+
+
+@needs_gpu
+def test_ten_thousand_allocations_of_the_driver_are_all_returned_to_it() -> None:
+    """Each is freed by the driver, not by the allocator's cache."""
+
+    def cycles(count: int) -> None:
+        for _ in range(count):
+            pool = gpu_pool()
+            del pool
+            torch.cuda.empty_cache()
+
+    cycles(10)
+    before = torch.cuda.mem_get_info(0)[0]
+    cycles(10_000)
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info(0)[0] == before
+
+
+@needs_gpu
+def test_a_pool_on_a_gpu_that_is_not_there_is_refused_by_its_index() -> None:
+    with pytest.raises(DeviceUnavailable, match="there is no cuda:99: this process sees"):
+        gpu_pool(99)
+    assert torch.ones(10, device="cuda").sum().item() == 10
+
+
+@needs_two_gpus
+def test_two_threads_on_two_gpus_allocate_and_copy_each_on_its_own() -> None:
+    """Both at the same time, each in a new thread that has no context yet."""
+    together = threading.Barrier(2, timeout=60)
+
+    def use(index: int) -> tuple[set[int | None], int, bool]:
+        together.wait()
+        theirs, ours = gpu_pool(index), gpu_pool(index)
+        words(theirs).view(-1).copy_(torch.arange(words(theirs).numel(), device=theirs.tensor.device))
+        staging = ours.stage(BLOCKS)
+        writer = ours.write(ALL)
+        for source, into in zip(theirs.read(ALL), writer.views, strict=True):
+            into[:] = source
+        together.wait()
+        writer.commit()
+        devices = {theirs.tensor.device.index, ours.tensor.device.index, staging.area.device, ours.area().device}
+        return devices, torch.cuda.current_device(), torch.equal(words(ours), words(theirs))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(use, (0, 1))) == [({0}, 0, True), ({1}, 1, True)]
 
 
 @needs_gpu

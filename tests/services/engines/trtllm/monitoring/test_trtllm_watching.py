@@ -1,6 +1,7 @@
 """The health of a TensorRT-LLM engine: slow readers, aborts, canaries, watchdogs, traces."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -10,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 from fake_tensorrt_llm.llm import RUNNING
+from fake_tensorrt_llm.mm_encoder import ENCODERS
 from fake_tensorrt_llm.tables import TABLES
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.clients.scraping import sample
+from support.clients.scraping import counts, sample
 from support.clock import RunningClock
 from support.cluster.in_process import bench
 from support.engines import trtllm
+from support.engines.checkpoints import DEMO
 from support.engines.engine_calls import collect, greedy
 from support.eventually import PATIENCE_SECONDS, eventually
 
@@ -30,7 +33,7 @@ from services.engines.context import EngineContext
 from services.engines.prompt import Prompt
 from services.engines.trtllm import loading
 from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.factory import open_trtllm
+from services.engines.trtllm.factory import open_trtllm, open_trtllm_encoder
 from services.engines.trtllm.requests import inflight
 
 PROMPT = Prompt(tuple(range(10, 60)))
@@ -229,3 +232,34 @@ async def test_what_a_detached_call_raises_is_told() -> None:
     with pytest.raises(ZeroDivisionError):
         await daemon_call(lambda: 1 // 0, "test")
     assert await daemon_call(lambda: 7, "test") == 7
+
+
+async def test_trtllms_own_metrics_do_not_count_the_tests(newest: None, checkpoint: Path) -> None:
+    async with trtllm.open_engine(checkpoint, canary_seconds=0.05, canary_patience_seconds=60.0) as engine:
+        asked, before = RUNNING[0].requests, counts()
+        await eventually(lambda: RUNNING[0].requests >= asked + 5)
+        tested = counts()
+        await collect(engine.decode(PROMPT, greedy(3)))
+        await eventually(lambda: _requests(counts()) != _requests(before))
+    assert _requests(tested) == _requests(before)
+
+
+def _requests(found: dict[str, float]) -> dict[str, float]:
+    """Without those of iterations, which TensorRT-LLM counts whatever they compute."""
+    return {name: value for name, value in found.items() if name.startswith("trtllm_") and "iter" not in name}
+
+
+async def test_an_idle_trtllm_encoder_that_hangs_is_found(newest: None) -> None:
+    config = TrtllmConfig.model_validate(
+        {**trtllm.settings(DEMO), "args": {}, "canary_seconds": 0.3, "canary_patience_seconds": 1.0}
+    )
+    going_on = threading.Event()
+    async with open_trtllm_encoder(config, EngineContext()) as encoder:
+        await eventually(lambda: encoder._canary._slowest_seconds is not None)  # type: ignore[attr-defined]
+        generate = ENCODERS[0].generate
+        ENCODERS[0].generate = lambda asked: (going_on.wait(), generate(asked))[1]  # type: ignore[method-assign]
+        await eventually(lambda: not encoder.responsive)
+        await eventually(lambda: not encoder.healthy)
+        assert encoder.load().running == 0
+        going_on.set()
+        await eventually(lambda: encoder.healthy and encoder.responsive)

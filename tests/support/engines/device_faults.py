@@ -1,0 +1,50 @@
+"""A worker on the embedded engine whose device fails, as a module to run like `services`: CONFIG key=value...
+
+A prompt with the token ASSERTS breaks an assertion in a kernel; one of LARGE tokens or more asks for more memory than
+the GPU has. Both are the GPU's own errors. On a CPU the exceptions are raised that PyTorch raises for them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from services.__main__ import main
+from services.engines.pytorch.core import EngineCore
+from services.engines.pytorch.runners.batch import Chunk
+from services.engines.pytorch.runners.runner import InflightStep, StepRunner
+
+ASSERTS = 231
+LARGE = 300
+
+_open_runner = EngineCore._open_runner
+
+
+def _fail(device: torch.device, chunks: Sequence[Chunk]) -> None:
+    if any(ASSERTS in chunk.sequence.prompt.token_ids for chunk in chunks):
+        if device.type == "cpu":
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        # The kernel runs later: this returns, and some later operation reports the error.
+        torch.zeros(4, device=device)[torch.tensor([10], device=device)].add_(1)
+    if any(chunk.count >= LARGE for chunk in chunks):
+        if device.type == "cpu":
+            raise torch.OutOfMemoryError("out of memory")
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.empty(2 * total, dtype=torch.uint8, device=device)
+
+
+def _open_failing_runner(self: EngineCore, *arguments: Any) -> StepRunner:
+    runner = _open_runner(self, *arguments)
+    start = runner.start
+
+    def fail_and_start(chunks: Sequence[Chunk]) -> InflightStep:
+        _fail(self.memory.tensor.device, chunks)
+        return start(chunks)
+
+    runner.start = fail_and_start  # type: ignore[method-assign]
+    return runner
+
+
+if __name__ == "__main__":
+    EngineCore._open_runner = _open_failing_runner  # type: ignore[method-assign]
+    main()
