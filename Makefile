@@ -198,7 +198,7 @@ lint: $(STUBS) ## Check style, types, import directions and protos
 check: lint test test-grpcio ## Everything that CI runs
 
 test-grpcio: $(STUBS) ## Run the tests of rpc on grpcio's server, too
-	@$(MAKE) --no-print-directory test TESTS="tests/rpc -m 'not slow'" SERVER=grpcio
+	@$(MAKE) --no-print-directory test TESTS="tests/rpc tests/engine_protocol -m 'not slow'" SERVER=grpcio
 
 check-all: lint ## Everything: also slow tests, on both servers, all faults, and fuzzing in full (hours)
 	@$(MAKE) --no-print-directory test ALL=1 SERVER=grpcio

@@ -27,12 +27,12 @@ from support.engines.engine_calls import collect, disaggregated, greedy
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineConfig, EngineContext
+from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.registry import ENGINES, EngineKind
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.factory import open_vllm
-from services.handoff.engine_transfer import RemoteKv
 from services.handoff.leases import LeaseTable
 
 LENGTHS = (5, 31, 32, 33, 63, 64, 65, 96, 128, 255, 256, 257, 511, 512, 513, 1024, 1500)

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from rpc.multiplex.response_queue import RelayedTokens, ResponseQueue
+from engine_protocol.multiplex.response_queue import RelayedTokens, ResponseQueue
 from services.decode import Relayed
 from services.engines.answer import Finished
 from services.telemetry.timings import CallClock, DecodeClock

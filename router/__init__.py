@@ -7,6 +7,8 @@ execution.py     a request on its workers: prefill, handoff, decode; continues e
 answers.py       several answers to one prompt
 validation.py    checks of requests, defaults of sampling
 text_limits.py   limits on the texts of large requests, before they are parsed
+tokenization.py  the RPCs Tokenize and Detokenize
+explain.py       ExplainRoute: the candidates of a request and their costs
 cancellation.py  stops a request on all its workers
 server.py        assembles a router and serves it; config.py is its configuration
 
@@ -18,7 +20,8 @@ openai/      OpenAI's API over HTTP
 stream/      the answer: messages, unary responses, trailing timings
 text/        tokenizer, chat templates, detokenizer, stop strings
 multimodal/  media: validation, encoding, the embedding cache, prompts with media
-routing/     which workers run a request: filters, policies, placement, retries
+routing/     which workers a policy chooses: filters, policies, costs, retries
+placement/   routing applied to the cluster: the placer, encode workers, KV events
 workers/     the cluster as this router sees it, and the calls to its workers
 telemetry/   stats, timings, metrics and spans of requests
 """

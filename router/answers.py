@@ -21,7 +21,7 @@ from router.stream.reply import Pace, Reply
 from router.stream.writer import FillFinished, StreamWriter
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
 

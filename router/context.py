@@ -13,12 +13,12 @@ import structlog
 from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY
 from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
 from baton.inference.v1 import generate_pb2
+from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from router.cancellation import Cancellation
 from router.config import LimitsConfig
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
-from rpc.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from rpc.interceptors.arrival import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
 

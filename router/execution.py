@@ -22,15 +22,14 @@ from baton.errors import (
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 from router.context import RequestContext
 from router.multimodal.prompt import MultimodalPrompt
+from router.placement.placer import Placer
 from router.routing.latency import DecodeTimer
-from router.routing.placement import Placer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries
 from router.stream.single_tokens import TokenRelay
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.telemetry.request_metrics import RequestMetrics
-from router.telemetry.spans import set_routing_attributes
 from router.text.completion import Completion, Finish
 from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
@@ -38,6 +37,7 @@ from router.workers.handle import Waiting, WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
 from router.workers.replies import Suspects, check_handoff, reported_logprobs
+from router.workers.spans import set_routing_attributes
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
 

@@ -21,7 +21,6 @@ from router.execution import Executor
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
-from router.multimodal.validation import media_items
 from router.stream.reply import Pace, Reply
 from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import record_request
@@ -30,8 +29,9 @@ from router.text import request_input
 from router.text.chat_template import LOOP_SECONDS, SlowTemplate
 from router.text.completion import Completion
 from router.text.grammar_check import GrammarCheck
+from router.text.media_validation import media_items
+from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
-from router.workers.model import ServedModel
 from rpc.tracing.span import Span, stage_span
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond

@@ -14,6 +14,7 @@ from baton.inference.v1 import (
 )
 from discovery.config import open_registry
 from discovery.registry import Registry
+from engine_protocol.multiplex.peer_stream import StreamDialer, stream_dialer
 from media.loader import MediaLoader
 from router.admission.controller import AdmissionController
 from router.admission.quotas import Quotas
@@ -22,6 +23,7 @@ from router.context import ContextFactory, RequestTable
 from router.embedding.calls import EmbedCalls
 from router.embedding.pipeline import EmbedPipeline
 from router.execution import Executor
+from router.explain import RouteExplainer, RoutingRequests
 from router.kserve.service import NAME as KSERVE
 from router.kserve.service import KServeServicer, add_kserve
 from router.multimodal.cache import EmbeddingCache
@@ -31,27 +33,25 @@ from router.openai.app import PREFIX, OpenAIApp
 from router.picker.picks import EndpointPicker
 from router.picker.server import PickerServer, serve_picker
 from router.pipeline import Pipeline
+from router.placement.encoders import Encoders
+from router.placement.kv_events import KvSubscriber
+from router.placement.placer import Placer
 from router.processes.siblings import NoSiblings, Siblings
-from router.routing.encoders import Encoders
-from router.routing.explain import RouteExplainer, RoutingRequests
-from router.routing.placement import Placer
 from router.routing.policies import load_policy
-from router.routing.prefix.kv_events import KvSubscriber
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
 from router.service import ClusterServicer, InferenceServicer
 from router.telemetry import metrics
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
-from router.text.tokenization import Tokenization
 from router.text_limits import LongestTexts
+from router.tokenization import Tokenization
 from router.workers.cluster import Cluster, watch_cluster
 from router.workers.offer import DeploymentOffer
 from rpc.auth.access import Rules, open_access
 from rpc.auth.caller import Role
 from rpc.channels import dialer
 from rpc.health import Health
-from rpc.multiplex.peer_stream import StreamDialer, stream_dialer
 from rpc.server import Service, SharedLimits, serve
 from rpc.tracing.tracer import configure_tracing
 from runtime.aio import TaskGroup, ungrouped

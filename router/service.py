@@ -20,12 +20,12 @@ from baton.inference.v1 import (
 from discovery.record import WorkerRecord
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
+from router.explain import RouteExplainer
 from router.pipeline import Pipeline
 from router.processes.siblings import Siblings, stop_everywhere
-from router.routing.explain import RouteExplainer
 from router.stream.collector import UnaryCollector
 from router.stream.reply import Reply
-from router.text.tokenization import Tokenization
+from router.tokenization import Tokenization
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from router.workers.lora_operations import LoraOperations, read_change

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from baton.engine.v1 import prompt_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
+from engine_protocol.sampling_rules import check_bias_ids, check_params
 from router.config import LimitsConfig
-from router.multimodal import validation as media
 from router.multimodal.prompt import MultimodalPrompt
+from router.text import media_validation as media
 from router.text import request_input
-from router.workers.model import ServedModel
-from rpc.sampling_rules import check_bias_ids, check_params
+from router.text.served_model import ServedModel
 from rpc.violations import Violations
 
 _LONGEST_REQUEST_ID = 128

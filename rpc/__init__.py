@@ -1,4 +1,4 @@
-"""gRPC, done once for routers and workers.
+"""gRPC, done once for routers and workers. Nothing here knows a language model.
 
 | module | subject |
 |---|---|
@@ -12,11 +12,8 @@
 | best_effort | calls that may fail |
 | input_budget | memory and time of requests that are not read yet |
 | turns | how many calls begin, or end, in one turn of the event loop |
-| leases | a lease on another worker's blocks: renewal and release |
-| sampling_rules, violations | the ranges of sampling parameters; collects the wrong fields of a request |
+| violations | collects the wrong fields of a request |
 | timeouts | how long a process waits for its peers |
-| fault_injection | the fault plans in a request's metadata, for tests |
 | auth/ | TLS, certificates, tokens, roles |
-| multiplex/ | many calls to one peer over one stream |
 | tracing/ | spans of calls: recording, propagation, export over OTLP |
 """

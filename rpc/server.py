@@ -1,7 +1,7 @@
 """A gRPC server as a context manager, with health, reflection, and a drain at its end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,13 +17,12 @@ from pydantic import Field
 
 from baton.connection.channels import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
 from baton.connection.credentials import is_loopback
-from baton.engine.v1 import multiplex_pb2_grpc
 from baton.errors import ConfigError
 from rpc.auth.access import Access
 from rpc.auth.tls import TlsConfig
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
-from rpc.http2.call import Caller, Refuse, method_of
+from rpc.http2.call import Caller, Refuse
 from rpc.http2.limits import Http2Limits, ServerLimits
 from rpc.http2.server import RESERVED_DESCRIPTORS, Http2Server
 from rpc.input_budget import InputBudget, InputLimits
@@ -35,8 +34,6 @@ from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits, TextL
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
-from rpc.multiplex.service import SERVICE_NAME as MULTIPLEX_NAME
-from rpc.multiplex.service import MultiplexServicer
 from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
@@ -137,6 +134,10 @@ class Service:
     servicer: object
 
 
+# Makes a service whose calls are calls of other services' methods, which it wraps by the server's interceptor.
+ServiceAround: TypeAlias = Callable[[WrapMethods, ConnectionLimits], Service]
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A server that is listening. `address` is `host:port` with the actual port."""
@@ -159,7 +160,7 @@ async def serve(
     connections: ConnectionLimits | None = None,
     kind: ServerKind | None = None,
     shared: SharedLimits | None = None,
-    multiplexed: Sequence[Service] = (),
+    around: Sequence[ServiceAround] = (),
     shares_port: bool = False,
     texts: TextLimitsOf | None = None,
 ) -> AsyncGenerator[Server, None]:
@@ -168,10 +169,10 @@ async def serve(
     The caller sets `health` when it is ready. At the end everything becomes NOT_SERVING. New calls are accepted for
     another `announce_seconds`, so that load balancers notice first; running calls have `drain_seconds` more, and are
     then cancelled. After that no servicer's code runs. `tracer` records a span for each call of a request; `kind`
-    chooses the implementation; `shared` is for several servers of a process; the methods of `multiplexed` are also
-    offered over shared streams (rpc/multiplex). With `shares_port` other processes may listen at the same port, and the
-    kernel spreads the connections over them. `texts` limits the texts of large requests before they are parsed.
-    Raises ConfigError if it cannot listen there.
+    chooses the implementation; `shared` is for several servers of a process; `around` makes services that call
+    others' methods, as engine_protocol/multiplex does. With `shares_port` other processes may listen at the same port,
+    and the kernel spreads the connections over them. `texts` limits the texts of large requests before they are
+    parsed. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
     wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
@@ -192,9 +193,7 @@ async def serve(
         # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
         sharing = ("grpc.so_reuseport", int(shares_port))
         server = aio.server(interceptors=[interceptor], options=(*_OPTIONS, sharing, *limits.options()))
-    if multiplexed:
-        services = (*services, _multiplex(multiplexed, interceptor, limits))
-    _add(server, services, health)
+    _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
     port = _bind(server, listen, tls, shares_port=shares_port)
     try:
         await run_to_completion(server.start())
@@ -217,30 +216,6 @@ def _refuse_by(access: Access | None) -> Refuse | None:
         return MalformedRequest(error) if error else None
 
     return refuse
-
-
-class _Methods:
-    """Takes what generated code gives to a server: handlers, by the paths of their methods."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        """The same handlers come by `add_registered_method_handlers`."""
-
-    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
-        """The handlers of a service, by the names of its methods."""
-        self.handlers.update({f"/{service_name}/{name}": handler for name, handler in method_handlers.items()})
-
-
-def _multiplex(services: Sequence[Service], interceptor: WrapMethods, limits: ConnectionLimits) -> Service:
-    """The service that offers the methods of others, wrapped as they are, over shared streams."""
-    found = _Methods()
-    for service in services:
-        service.add(service.servicer, found)
-    methods = {path: method_of(interceptor.wrap(path, handler)) for path, handler in found.handlers.items()}
-    add = multiplex_pb2_grpc.add_MultiplexServiceServicer_to_server
-    return Service(MULTIPLEX_NAME, add, MultiplexServicer(methods, limits.max_streams))
 
 
 def _add(server: AnyServer, services: Sequence[Service], health: Health) -> None:

@@ -8,6 +8,7 @@
 | logs | structured logs on stderr; the key `log` |
 | metrics | the metrics registry, event loop lag |
 | frequent_metrics | cheaper histograms and counters, for every token and request |
+| lasting | tasks that last as long as the process |
 | garbage | garbage collection without long pauses |
 | monitor | the HTTP server for /metrics and /health |
 | aio | task groups, timeouts, waits that a cancellation does not interrupt |

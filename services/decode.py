@@ -10,11 +10,12 @@ from typing import Any, cast
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
-from rpc.multiplex.tokens import Relay, relay_of
+from engine_protocol.multiplex.tokens import Relay, relay_of
 from rpc.tracing.span import current_span, optional_attempt
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, StepStream
 from services.engines.prompt import Prompt, Sampling
+from services.handoff import spans as traces
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.prefetch import Followed, read_followed
@@ -35,7 +36,6 @@ from services.requests.prompts import (
     read_sampling,
 )
 from services.telemetry import metrics
-from services.telemetry import spans as traces
 from services.telemetry.timings import CallClock, DecodeClock, Timing, stage_timings
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name

@@ -12,9 +12,10 @@ from rpc.auth.caller import certificate
 from rpc.tracing.span import current_span
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, ReportedPrompt
+from services.engines.kv_transfer import AllocatesFirst, EngineHeldKv
 from services.engines.prompt import Prompt, Sampling
+from services.handoff import spans as traces
 from services.handoff.early import PromptInProgress, PromptsInProgress
-from services.handoff.engine_transfer import AllocatesFirst, EngineHeldKv
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import HandoffOwner, release_if_undelivered
 from services.identity import Identity
@@ -32,7 +33,6 @@ from services.requests.prompts import (
     read_sampling,
 )
 from services.telemetry import metrics
-from services.telemetry import spans as traces
 from services.telemetry.timings import Timing, duration, stage_timings
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name

@@ -17,6 +17,7 @@ from discovery.config import open_registry
 from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
 from discovery.roles import ROLE_KINDS
+from engine_protocol.multiplex.service import multiplex
 from rpc.auth.access import Access, Rules
 from rpc.auth.caller import Role as CallerRole
 from rpc.channels import dialer
@@ -219,7 +220,7 @@ async def _serve(config: WorkerConfig, worker: Worker, services: list[Service]) 
                 access=Access(_ACCESS_RULES) if config.tls.is_mutual else None,
                 connections=config.connections,
                 kind=config.server,
-                multiplexed=[service for service in services if service.name in _MULTIPLEXED],
+                around=[multiplex([service for service in services if service.name in _MULTIPLEXED])],
             )
         )
         worker.identity.address = config.advertise or _address(config.advertised_host, server.port)

@@ -18,9 +18,9 @@ from services.config import WorkerConfig
 from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineContext
 from services.engines.embedding import TextEmbedder
+from services.engines.kv_transfer import AllocatesFirst
 from services.engines.memory.allocation import RoomRules
 from services.engines.registry import open_embedder, open_encoder, open_engine
-from services.handoff.engine_transfer import AllocatesFirst
 from services.multimodal.embedding_pool import EmbeddingPool
 
 # Chat templates mark with these tags which text a model is trained on; they render to nothing.

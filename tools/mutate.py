@@ -23,6 +23,7 @@ _SOURCES = (
     "services",
     "router",
     "discovery",
+    "engine_protocol",
     "grammars",
     "media",
     "rpc",

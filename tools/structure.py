@@ -16,7 +16,19 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("baton", "runtime", "rpc", "discovery", "grammars", "media", "services", "router", "cli", "devtools")
+PACKAGES = (
+    "baton",
+    "runtime",
+    "rpc",
+    "engine_protocol",
+    "discovery",
+    "grammars",
+    "media",
+    "services",
+    "router",
+    "cli",
+    "devtools",
+)
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 # Packages whose folders are rooms of their own.
 ROOMS = ("router", "services", "rpc")

@@ -17,9 +17,9 @@ from baton.connection.metadata import TENANT_KEY
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from baton.kserve import inference_pb2
 from benchmarks.leftovers.cluster import MODEL, REFUSED_TENANT, Cluster
+from engine_protocol.fault_injection import FAULT_KEY
 from router.kserve.service import NAME as KSERVE
 from rpc.channels import open_channel
-from rpc.fault_injection import FAULT_KEY
 
 _CHANNELS = 4
 _TOKENS = 8

@@ -27,7 +27,7 @@ from benchmarks.routing.simulated.clock import StepCosts, Time
 from benchmarks.routing.simulated.router import View
 from benchmarks.routing.simulated.worker import SimulatedWorker
 from router.config import RoutingConfig
-from router.routing.placement import Placer
+from router.placement.placer import Placer
 from router.routing.policies import load_policy
 from router.routing.policy import Placement, Policy, RoutingRequest
 from router.routing.prefix.kv_index import block_keys

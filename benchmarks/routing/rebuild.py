@@ -23,7 +23,7 @@ from grpc import aio
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from benchmarks.processes import child, received, run_process, until_told
 from discovery.record import WorkerRecord
-from router.routing.prefix.kv_events import KvSubscriber
+from router.placement.kv_events import KvSubscriber
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from rpc.channels import open_channel
 from runtime.garbage import exempt_living_objects

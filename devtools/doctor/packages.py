@@ -14,7 +14,18 @@ from devtools.doctor.finding import Finding, broken, warning, well
 
 DISTRIBUTION = "baton-serving"
 OUR_DISTRIBUTIONS = (DISTRIBUTION, "baton-client")
-OUR_NAMES = ("router", "services", "discovery", "grammars", "media", "rpc", "cli", "devtools", "baton")
+OUR_NAMES = (
+    "router",
+    "services",
+    "discovery",
+    "grammars",
+    "media",
+    "engine_protocol",
+    "rpc",
+    "cli",
+    "devtools",
+    "baton",
+)
 OLDEST_PYTHON = (3, 10)
 NEWEST_TESTED_PYTHON = (3, 13)
 REINSTALL = "make install (or: pip install -c constraints.txt -e packaging/client -e .[dev])"

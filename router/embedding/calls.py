@@ -26,12 +26,12 @@ from router.context import RequestContext
 from router.routing.filters import Constraints, filter_workers
 from router.routing.retry import Attempts, Retries
 from router.routing.scoring import Preferences, pick, score_workers
-from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
 from router.workers.cluster import Cluster
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.replies import Suspects, check_vectors
+from router.workers.spans import worker_attributes
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2
 from router.text.request_input import unsupported
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 from rpc.violations import Violations
 
 _LONGEST_REQUEST_ID = 128

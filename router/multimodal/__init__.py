@@ -1,6 +1,5 @@
 """Media in prompts, in the order of a request.
 
-validation.py     checks the media of a request
 processor.py      MultimodalProcessor: loads media, and makes prompts with them
 prompt.py         MultimodalPrompt: placeholders, and the prompt with and without embeddings
 encode.py         Embedder: encodes media on workers

@@ -17,7 +17,7 @@ from router.cancellation import Cancellation
 from router.config import EmbeddingsConfig
 from router.multimodal.lease_renewer import LeaseRenewer
 from router.multimodal.leases import EmbeddingLease
-from router.routing.encoders import EncoderVersion
+from router.placement.encoders import EncoderVersion
 from router.telemetry import metrics
 from router.workers.aborts import abort
 from router.workers.handle import WorkerHandle

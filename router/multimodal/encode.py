@@ -23,13 +23,13 @@ from baton.inference.v1 import media_pb2
 from media.item import CheckedMedia
 from router.context import RequestContext
 from router.multimodal.cache import EmbeddingCache, EmbeddingKey, EmbeddingRef, Encoded, InflightEncode
-from router.routing.encoders import Encoders, EncoderVersion
+from router.placement.encoders import Encoders, EncoderVersion
 from router.routing.retry import Attempts, Retries
-from router.telemetry.spans import worker_attributes
 from router.workers.aborts import abort_unanswered
 from router.workers.calls import annotate_worker_errors
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.replies import Suspects, check_embedding
+from router.workers.spans import worker_attributes
 from rpc.tracing.span import stage_span
 
 _STAGE = "encode"

@@ -6,9 +6,9 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from engine_protocol.leases import SHORTEST_SECONDS
 from router.multimodal.leases import EmbeddingLease, renew
 from router.workers.handle import WorkerHandle
-from rpc.leases import SHORTEST_SECONDS
 from runtime.aio import TaskGroup
 from runtime.lasting import lasting
 

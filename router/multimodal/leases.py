@@ -7,8 +7,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from baton.engine.v1 import encode_pb2
 from baton.errors import BatonError
+from engine_protocol import leases as remote
 from router.workers.handle import WorkerHandle
-from rpc import leases as remote
 from rpc.best_effort import best_effort
 
 log = structlog.get_logger(__name__)

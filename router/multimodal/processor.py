@@ -9,7 +9,7 @@ from media.loader import MediaLoader
 from router.context import RequestContext
 from router.multimodal.encode import Embedder, LoadedMedia
 from router.multimodal.prompt import MultimodalPrompt
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 from runtime.aio import gather_or_cancel
 
 

@@ -12,9 +12,9 @@ from baton.inference.v1 import generate_pb2, lora_pb2, timing_pb2
 from router.context import RequestContext
 from router.multimodal.cache import EmbeddingRef
 from router.multimodal.encode import Embedder, LoadedMedia
-from router.routing.encoders import EncoderVersion
+from router.placement.encoders import EncoderVersion
 from router.text.parsing.registry import AnswerParser
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 from runtime.aio import gather_or_cancel
 
 

@@ -33,10 +33,10 @@ from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseS
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
 from router.stream.reply import Reply
+from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
-from router.workers.model import ServedModel
 from rpc.auth.access import Access
 from rpc.input_budget import InputBudget
 from rpc.interceptors.arrival import note_arrival, note_size

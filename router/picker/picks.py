@@ -8,11 +8,11 @@ import structlog
 from baton.errors import BatonError, NoWorker
 from discovery.roles import COMPLETING
 from router.config import PickerConfig
+from router.explain import RoutingRequests
 from router.picker.body import read_request
 from router.picker.endpoints import Endpoint, Endpoints
 from router.picker.messages import Head
-from router.routing.explain import RoutingRequests
-from router.routing.placement import Placer
+from router.placement.placer import Placer
 from router.routing.policy import Placement, Progress
 from router.telemetry import metrics
 from router.workers.cluster import Cluster

@@ -13,7 +13,7 @@ from discovery.location import Domain
 from discovery.pairing import can_hand_over
 from discovery.record import BAD_WORDS
 from discovery.registry import WorkerRecord
-from router.workers.loras import KnownLoras
+from router.routing.known_loras import KnownLoras
 
 
 class WorkerView(Protocol):

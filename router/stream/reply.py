@@ -6,9 +6,9 @@ from typing import Protocol
 
 from baton.connection.metadata import TIMINGS_KEY
 from baton.inference.v1 import generate_pb2
+from engine_protocol.multiplex.tokens import TokenOutput
 from router.telemetry.stages import StageTiming, timings_message
 from router.telemetry.timings import Timings
-from rpc.multiplex.tokens import TokenOutput
 
 Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
 

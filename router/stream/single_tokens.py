@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from engine_protocol.multiplex.tokens import TokenOutput
 from router.routing.latency import DecodeTimer
 from router.stream.reply import WireWriter
-from router.stream.token_messages import SHORT_VARINTS, message_start, token_field, varint
 from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.completion import Completion
-from rpc.multiplex.tokens import TokenOutput
+from router.text.token_messages import SHORT_VARINTS, message_start, token_field, varint
 
 
 class SingleTokens:

@@ -9,5 +9,7 @@ stop_strings.py   finds stop strings in growing text
 encoding/         token ids of texts, sooner than the library where they are known to be equal
 parsing/          finds reasoning and tool calls in text
 grammar_check.py  checks the grammars of guided requests
-tokenization.py   the RPCs Tokenize and Detokenize
+served_model.py   ServedModel: a model's tokenizer, limits and capabilities
+media_validation.py  checks the media of a request
+token_messages.py  messages of one token, serialized
 """

@@ -13,7 +13,7 @@ from grammars.guide import Guide, read_guide
 from grammars.tasks import GrammarThread
 from router.text import request_input
 from router.text.parsing.tool_grammar import guided_calls, name_tools, wants_guided_calls
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 
 _REMEMBERED = 128
 

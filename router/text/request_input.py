@@ -13,10 +13,10 @@ from google.protobuf import json_format, struct_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2
 from router.config import LimitsConfig
-from router.multimodal import validation as media
+from router.text import media_validation as media
 from router.text.chat_template import LONGEST_SECONDS, ImagePart, Turn
+from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
-from router.workers.model import ServedModel
 from rpc.violations import Violations
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")

@@ -7,13 +7,13 @@ from typing import Any
 import tokenizers
 
 from baton.errors import Unsupported
-from router.stream.token_messages import token_field
 from router.text.chat_template import LONGEST_SECONDS, ChatTemplate, Turn
 from router.text.detokenizer import ByteTokens, Detokenizer, TokenTexts, WholeCharacters
 from router.text.encoding.encoder import Encoder
 from router.text.parsing.formats import ToolFormat
 from router.text.parsing.reasoning import BEGIN, END
 from router.text.parsing.registry import format_of
+from router.text.token_messages import token_field
 
 _REASONING_TOKENS = 16  # of a prompt's end that may spell <think> and white space
 

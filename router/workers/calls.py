@@ -14,17 +14,17 @@ from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import BatonError, DeadlineExceeded, Draining, LoraNotHere, NoWorker, Unavailable
 from baton.inference.v1 import timing_pb2
+from engine_protocol.multiplex.replies import MultiplexedCall
+from engine_protocol.multiplex.tokens import TokenTaker
 from router.context import RequestContext
 from router.routing.policy import Placement
-from router.telemetry.spans import prefill_attributes, worker_attributes
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.replies import of_worker
+from router.workers.spans import prefill_attributes, worker_attributes
 from rpc.best_effort import best_effort
-from rpc.multiplex.replies import MultiplexedCall
-from rpc.multiplex.tokens import TokenTaker
 from rpc.tracing.span import Span, optional_attempt, stage_span
 
 _ONLY_RANK: AbstractContextManager[None] = nullcontext()

@@ -27,13 +27,13 @@ from discovery.location import Domain
 from discovery.pairing import partly_unpaired, unpaired
 from discovery.registry import Registry, WorkerRecord
 from discovery.roles import COMPLETING, ROLES
+from engine_protocol.multiplex.peer_stream import StreamDialer
 from router.config import ProbeConfig
 from router.telemetry import metrics
+from router.text.served_model import ServedModel
 from router.workers.handle import WorkerHandle, connect
 from router.workers.loras import SEPARATOR, find_lora, loras_of_model, split_name
-from router.workers.model import ServedModel
 from rpc.channels import Dial
-from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup
 from runtime.lasting import lasting
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 from baton.engine.v1 import handoff_pb2
 from baton.errors import BatonError, HandoffLost, Unavailable
 from discovery.record import ALLOCATES_FIRST
+from engine_protocol.leases import SHORTEST_SECONDS, RemoteLease, renew
 from router.routing.policy import Placement
 from router.workers.handle import WorkerHandle
 from rpc.best_effort import best_effort
-from rpc.leases import SHORTEST_SECONDS, RemoteLease, renew
 from runtime.aio import run_with_background
 
 Result = TypeVar("Result")

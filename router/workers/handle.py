@@ -29,16 +29,17 @@ from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import WorkerRecord
+from engine_protocol.multiplex.channel import multiplexed
+from engine_protocol.multiplex.peer_stream import StreamDialer
 from router.config import ProbeConfig
+from router.routing.known_loras import KnownLoras
 from router.routing.latency import WorkerLatency
 from router.routing.scoring import Ranks
+from router.text.served_model import ServedModel
 from router.workers.corrected_load import CorrectedLoad
-from router.workers.loras import KnownLoras, watch_loras
-from router.workers.model import ServedModel
+from router.workers.loras import watch_loras
 from router.workers.report_stream import ReportStream
 from rpc.channels import Dial
-from rpc.multiplex.channel import multiplexed
-from rpc.multiplex.peer_stream import StreamDialer
 from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
 from runtime.lasting import lasting
 

@@ -10,9 +10,9 @@ from baton.engine.v1 import worker_pb2
 from baton.errors import BatonError, InvalidRequest, NoWorker, Unsupported
 from baton.inference.v1 import lora_pb2
 from discovery.record import LORA
+from router.routing.known_loras import KnownLoras
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
-from router.workers.loras import KnownLoras
 
 _DEFAULT_SECONDS = 60.0  # for callers that set no deadline
 _LIST_SECONDS = 10.0

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.calls import stream
@@ -14,35 +13,11 @@ from baton.inference.v1 import lora_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA
 from discovery.registry import WorkerRecord
-from router.workers.model import ServedModel
+from router.routing.known_loras import KnownLoras
+from router.text.served_model import ServedModel
 
 SEPARATOR = ":"
 _SHOWN = 80  # characters of a name in an error
-
-
-@dataclass(frozen=True, slots=True)
-class KnownLoras:
-    """What a worker has told, by digest and name. Not `is_told` until it has, or if it serves no adapters."""
-
-    loaded: frozenset[tuple[str, str]] = frozenset()
-    adapters: tuple[lora_pb2.LoraAdapter, ...] = field(default=(), compare=False)
-    usable: frozenset[tuple[str, str]] = frozenset()
-    is_told: bool = False
-
-    @classmethod
-    def of(cls, inventory: lora_pb2.LoraInventory) -> "KnownLoras":
-        """Reads a worker's report."""
-        adapters = (*inventory.loaded, *inventory.available)
-        loaded = frozenset(map(_key, inventory.loaded))
-        return cls(loaded, adapters, frozenset(map(_key, adapters)), is_told=True)
-
-    def can_use(self, adapter: lora_pb2.LoraAdapter) -> bool:
-        """Whether the worker has the adapter, or can load it."""
-        return _key(adapter) in self.usable
-
-    def has_loaded(self, adapter: lora_pb2.LoraAdapter) -> bool:
-        """Whether the worker has the adapter in memory."""
-        return _key(adapter) in self.loaded
 
 
 class LoraWorker(Protocol):
@@ -125,7 +100,3 @@ def _contents(workers: Iterable[LoraWorker], name: str) -> list[lora_pb2.LoraAda
                 found[adapter.digest] = adapter
                 votes[adapter.digest] += weight * (1000 if worker.loras.has_loaded(adapter) else 1)
     return [found[digest] for digest in sorted(found, key=lambda digest: (-votes[digest], digest))]
-
-
-def _key(adapter: lora_pb2.LoraAdapter) -> tuple[str, str]:
-    return adapter.digest, adapter.name

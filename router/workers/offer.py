@@ -9,10 +9,10 @@ from baton.inference.v1 import lora_pb2, model_pb2, server_info_pb2
 from baton.version import __version__
 from discovery.roles import ROLES
 from router.config import RouterConfig
+from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from router.workers.loras import loras_of_model, named
-from router.workers.model import ServedModel
 
 
 class DeploymentOffer:

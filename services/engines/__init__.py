@@ -6,6 +6,9 @@ context.py        the base of configurations, and what a worker passes to its en
 prompt.py         prompts, media and sampling parameters
 bad_words.py      which tokens would complete a sequence that an answer must not have
 answer.py         tokens, and the end of a generation
+kv_transfer.py    the Protocols of engines that transfer KV themselves
+request_context.py context variables of a request, which engines read
+metrics.py        what engines count themselves
 kv.py             KV blocks: layout, memory, owners
 loras.py          adapters: what an engine has, and how requests use them
 kv_events.py      events of prefix caches

@@ -16,9 +16,9 @@ from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import TellsKv
+from services.engines.kv_transfer import TransfersKv
 from services.engines.loras import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
-from services.handoff.engine_transfer import TransfersKv
 
 
 class StepStream(Protocol):

@@ -7,7 +7,7 @@ remote_handoff.py  handoffs as readers see them, read and checked
 pull.py            the reader's side: reserve, pull, confirm
 prefetch.py        the reader's side of handoffs that begin while the prompt is computed
 fetcher.py         the reader's side where engines transfer KV themselves
-engine_transfer.py the Protocols of such engines
+spans.py           spans of the stages, from the engine's own times
 destinations.py    the blocks of such engines that are allocated before the prompt is computed
 remote_lease.py    a lease as its reader keeps, confirms or gives it up
 peers.py           channels to owners, and their pools

@@ -7,8 +7,8 @@ from baton.engine.v1 import decode_pb2, handoff_pb2
 from baton.errors import HandoffLost, Unsupported
 from rpc.auth.caller import certificate
 from services.engines.base import Engine
+from services.engines.kv_transfer import AllocatesFirst, EngineDestination
 from services.engines.prompt import Prompt, Sampling
-from services.handoff.engine_transfer import AllocatesFirst, EngineDestination
 from services.handoff.leases import LeaseTable
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity

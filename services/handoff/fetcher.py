@@ -13,14 +13,14 @@ from rpc.tracing.span import stage_span
 from runtime.aio import run_to_completion, run_with_background
 from services.engines.answer import Finished, Tokens
 from services.engines.kv import KvLayout
+from services.engines.kv_transfer import EngineDestination, RemoteKv, TransfersKv
 from services.engines.prompt import Prompt, Sampling
-from services.handoff.engine_transfer import EngineDestination, RemoteKv, TransfersKv
+from services.handoff import spans as traces
 from services.handoff.peers import Peers
 from services.handoff.remote_handoff import Handoff, check_state
 from services.handoff.remote_lease import ReaderLease
 from services.requests.calls import RunningCall
 from services.telemetry import metrics
-from services.telemetry import spans as traces
 from services.telemetry.timings import Timing
 
 _TRANSPORT = "engine"

@@ -17,7 +17,7 @@ from baton.errors import HandoffLost, PermissionDenied
 from runtime.aio import TaskGroup, wait_until_done
 from runtime.lasting import lasting
 from services.engines.kv import HeldBlocks
-from services.handoff.engine_transfer import ConfirmsKv, EngineHeldKv
+from services.engines.kv_transfer import ConfirmsKv, EngineHeldKv
 from services.telemetry import metrics
 
 log = structlog.get_logger(__name__)

@@ -15,11 +15,11 @@ from runtime.aio import run_to_completion, run_with_background, timeout
 from services.engines.base import Engine
 from services.engines.kv import Reservation, packed_ids
 from services.engines.prompt import MediaSpan, Prompt
+from services.engines.request_context import current_freed_kv
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import Handoff, LeasedBlocks, check_blocks
 from services.handoff.remote_lease import ReaderLease
 from services.requests.calls import RunningCall
-from services.telemetry.request_context import current_freed_kv
 from services.telemetry.timings import as_seconds
 from services.transports.base import Transfer, TransferFailed, Transport
 

@@ -16,6 +16,8 @@ from runtime.aio import TaskGroup, run_to_completion, run_with_background
 from services.engines.base import Engine
 from services.engines.kv import NoRoom, PulledKv, Reservation
 from services.engines.prompt import Prompt
+from services.engines.request_context import current_freed_kv
+from services.handoff import spans as traces
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.prefetch import Prefetched, Prefetcher
 from services.handoff.remote_handoff import Handoff, check_blocks, check_handoff
@@ -23,8 +25,6 @@ from services.handoff.remote_lease import ReaderLease
 from services.requests.calls import RunningCall
 from services.requests.fault_injection import corrupt
 from services.telemetry import metrics
-from services.telemetry import spans as traces
-from services.telemetry.request_context import current_freed_kv
 from services.telemetry.timings import Timing
 from services.transports.base import Transfer, TransferFailed, Transport
 

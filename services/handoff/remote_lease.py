@@ -9,8 +9,8 @@ import structlog
 from baton.calls import unary
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from baton.errors import BatonError, HandoffLost, StaleEpoch, Unavailable
+from engine_protocol.leases import RemoteLease, renew
 from rpc.best_effort import best_effort
-from rpc.leases import RemoteLease, renew
 from rpc.timeouts import LEASE_ANSWER_SECONDS
 from services.handoff.remote_handoff import LeasedBlocks
 

@@ -11,12 +11,12 @@ from rpc.tracing.span import stage_span
 from runtime.aio import run_with_background
 from services.engines.base import ModelFacts
 from services.engines.memory.scratch import Scratch
+from services.handoff import spans as traces
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import LeasedBlocks, check_blocks
 from services.handoff.remote_lease import ReaderLease
 from services.multimodal.media_spans import GivenEmbedding
 from services.telemetry import metrics
-from services.telemetry import spans as traces
 from services.telemetry.timings import Timing
 from services.transports.base import Transfer, TransferFailed, Transport
 

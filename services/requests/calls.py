@@ -10,10 +10,10 @@ from baton.inference.v1 import timing_pb2
 from discovery.roles import ROLE_KINDS, Role
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
+from services.engines.request_context import set_traceparent, track_freed_kv
 from services.identity import Identity
 from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
 from services.telemetry import metrics
-from services.telemetry.request_context import set_traceparent, track_freed_kv
 from services.telemetry.timings import CallClock
 
 # A worker that decodes also reads KV before a request's Decode, in a call of its own.

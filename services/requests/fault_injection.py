@@ -11,7 +11,7 @@ import structlog
 
 from baton.errors import BatonError, HandoffLost, InvalidRequest, PermissionDenied, Unavailable, Unsupported
 from discovery.roles import Role
-from rpc.fault_injection import FAULT_KEY, Action, Fault, InjectionPoint, WorkerPoint, parse
+from engine_protocol.fault_injection import FAULT_KEY, Action, Fault, InjectionPoint, WorkerPoint, parse
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY
 from services.engines.kv import BlockMemory
 

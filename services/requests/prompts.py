@@ -5,8 +5,8 @@ from typing import Literal
 from baton.engine.v1 import decode_pb2, prefill_pb2, prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, sampling_pb2
+from engine_protocol.sampling_rules import RANGES, Parameter, check_params
 from grammars.guide import read_guide
-from rpc.sampling_rules import RANGES, Parameter, check_params
 from rpc.violations import Violations
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
 from services.engines.base import ModelFacts

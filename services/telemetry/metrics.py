@@ -51,15 +51,6 @@ PREFIX_CACHE_HIT_TOKENS = Counter(
 GENERATED_TOKENS = Counter(
     "baton_worker_generated_tokens_total", "Tokens that the engine generated.", registry=REGISTRY
 )
-PREEMPTIONS = Counter(
-    "baton_preemptions_total",
-    "Requests that gave their blocks to older ones and are computed again.",
-    registry=REGISTRY,
-)
-DRAFTED_TOKENS = Counter("baton_drafted_tokens_total", "Tokens that speculation guessed.", registry=REGISTRY)
-ACCEPTED_TOKENS = Counter(
-    "baton_accepted_draft_tokens_total", "Guessed tokens that became part of an answer.", registry=REGISTRY
-)
 KV_BLOCKS = Gauge(
     "baton_kv_blocks",
     "Blocks of the KV pool: total, used, free, and those of the used ones that are held for handoffs.",
@@ -136,20 +127,6 @@ MEDIA_ENCODED = Counter(
 MODEL_LOAD_SECONDS = Gauge(
     "baton_model_load_seconds", "The time that loading and warming up the model took.", registry=REGISTRY
 )
-
-RANK = Info("baton_rank", "The rank of this process in a group over several hosts.", registry=REGISTRY)
-RANK_READY = Gauge("baton_rank_ready", "1 while the rank's group is ready, 0 before and afterwards.", registry=REGISTRY)
-RANK_STEPS = Counter("baton_rank_steps_total", "Steps that a rank above 0 has computed.", registry=REGISTRY)
-RANK_STEP_TOKENS = Counter(
-    "baton_rank_step_tokens_total",
-    "Tokens of steps of a rank above 0, padding included.",
-    registry=REGISTRY,
-)
-
-
-def introduce_rank(rank: int, size: int, leader: str, model: str) -> None:
-    """Sets the info metric of a rank of a group over several hosts."""
-    RANK.info({"rank": str(rank), "size": str(size), "leader": leader, "model": model})
 
 
 def introduce(worker_id: str, roles: Iterable[str], facts: ModelFacts) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import structlog
 
 from runtime.monitor import Report, status
-from services.telemetry import metrics
+from services.engines import metrics
+from services.telemetry.metrics import MODEL_LOAD_SECONDS
 
 _log = structlog.get_logger(__name__)
 
@@ -23,7 +24,7 @@ class RankHealth:
 
     def loaded(self, seconds: float) -> None:
         """See RankProgress."""
-        metrics.MODEL_LOAD_SECONDS.set(seconds)
+        MODEL_LOAD_SECONDS.set(seconds)
 
     def ready(self) -> None:
         """See RankProgress."""

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("runtime", "rpc", "discovery", "grammars", "media", "services", "router", "cli", "devtools")
+PACKAGES = (
+    "runtime",
+    "rpc",
+    "engine_protocol",
+    "discovery",
+    "grammars",
+    "media",
+    "services",
+    "router",
+    "cli",
+    "devtools",
+)
 ROOMS = sorted(path.parent for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
 
 

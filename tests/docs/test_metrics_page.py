@@ -14,6 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import router.processes.metrics
 import router.telemetry.metrics
 import runtime.metrics
+import services.engines.metrics
 import services.engines.trtllm.monitoring.metrics
 import services.engines.vllm.monitoring.metrics
 import services.telemetry.metrics
@@ -51,6 +52,7 @@ def families() -> dict[str, Metric]:
 MODULES = (
     router.processes.metrics,
     router.telemetry.metrics,
+    services.engines.metrics,
     services.telemetry.metrics,
     services.engines.trtllm.monitoring.metrics,
     services.engines.vllm.monitoring.metrics,

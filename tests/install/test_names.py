@@ -7,7 +7,20 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["router", "services", "discovery", "grammars", "media", "rpc", "runtime", "cli", "devtools", "baton"]
+    "name",
+    [
+        "router",
+        "services",
+        "discovery",
+        "grammars",
+        "media",
+        "engine_protocol",
+        "rpc",
+        "runtime",
+        "cli",
+        "devtools",
+        "baton",
+    ],
 )
 def test_no_other_distribution_owns_the_name(name: str) -> None:
     assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving", "baton-client"}

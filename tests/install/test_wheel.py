@@ -14,7 +14,18 @@ from support.calibration import here
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "packaging" / "client"
-PACKAGES = {"runtime", "rpc", "discovery", "grammars", "media", "services", "router", "cli", "devtools"}
+PACKAGES = {
+    "runtime",
+    "rpc",
+    "engine_protocol",
+    "discovery",
+    "grammars",
+    "media",
+    "services",
+    "router",
+    "cli",
+    "devtools",
+}
 IMPORT_SECONDS = 0.3
 # Folders that a user may well have where the command is run.
 COMMON_NAMES = ("cli", "client", "devtools", "discovery", "media", "router", "rpc", "runtime", "services")

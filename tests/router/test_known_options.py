@@ -6,9 +6,9 @@ from support.engines.checkpoints import DEMO
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, model_pb2
 from router.config import LimitsConfig
+from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 from router.validation import OptionChecks
-from router.workers.model import ServedModel
 
 LIMITS = model_pb2.ModelLimits(max_context_tokens=100, vocab_size=1000)
 

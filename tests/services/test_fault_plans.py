@@ -14,7 +14,7 @@ from support.lifetimes import in_one_task
 from baton.calls import stream
 from baton.engine.v1 import decode_pb2
 from baton.errors import EngineFailed, HandoffLost, InvalidRequest, PermissionDenied, Unavailable
-from rpc.fault_injection import FAULT_KEY, Fault, parse
+from engine_protocol.fault_injection import FAULT_KEY, Fault, parse
 from runtime.aio import timeout
 
 

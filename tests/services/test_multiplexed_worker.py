@@ -15,10 +15,10 @@ from baton.engine.v1 import decode_pb2
 from baton.errors import Cancelled, EngineFailed, Overloaded, RequestExists, Unavailable
 from baton.inference.v1 import timing_pb2
 from discovery.record import MULTIPLEX
+from engine_protocol.fault_injection import FAULT_KEY
+from engine_protocol.multiplex.channel import multiplexed
+from engine_protocol.multiplex.peer_stream import stream_dialer
 from rpc.channels import open_channel
-from rpc.fault_injection import FAULT_KEY
-from rpc.multiplex.channel import multiplexed
-from rpc.multiplex.peer_stream import stream_dialer
 from rpc.server import ServerKind
 from runtime.aio import timeout
 

@@ -8,6 +8,5 @@ forecast.py       compares a placed request with its prediction, and corrects co
 prompt_blocks.py  the names of a prompt's blocks
 prefix_caches.py  what each worker's prefix cache holds, reported or estimated
 expected_blocks.py  blocks that a cache will report soon, because prompts with them were sent
-kv_events.py      subscribes to the workers' KV events
 kv_index.py       which worker holds which blocks
 """

@@ -7,7 +7,7 @@ from typing import overload
 
 from router.routing.policy import NO_BLOCKS, PromptBlocks, RoutingRequest
 from router.routing.prefix.kv_index import block_keys, chain_keys
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 from runtime.prefix_hash import TOKEN_BYTES, block_hashes, extend_chain, root_hash, token_bytes
 
 # Most requests have the same salt and adapter: none.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from baton.errors import BatonError, ComputeFailed, HandoffLost, InvalidRequest
+from services.engines import metrics
 from services.engines.answer import FinishReason
 from services.engines.base import EngineLoad
 from services.engines.memory.allocation import UNSHARED, RoomRules, no_room
@@ -32,7 +33,6 @@ from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
 from services.engines.pytorch.scheduler import BlockReservation, Scheduler, SchedulerLimits
 from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.telemetry import metrics
 
 
 class EngineCore:

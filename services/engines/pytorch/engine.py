@@ -40,7 +40,7 @@ from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
 from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.stream import DecodeStream
 from services.engines.pytorch.validation import check_prompt, check_sampling
-from services.telemetry.request_context import FreedKv, current_freed_kv
+from services.engines.request_context import FreedKv, current_freed_kv
 
 
 class PyTorchEngine(Engine):

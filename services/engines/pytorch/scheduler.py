@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, Overloaded
+from services.engines import metrics
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, offer_room
 from services.engines.pytorch.config import PyTorchConfig
@@ -13,7 +14,6 @@ from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.telemetry import metrics
 
 
 @dataclass(eq=False, slots=True)

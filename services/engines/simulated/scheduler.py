@@ -10,15 +10,15 @@ from collections.abc import Sequence as Items
 
 from baton.errors import EngineFailed, HandoffLost, Overloaded
 from runtime.aio import timeout
+from services.engines import metrics
 from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, no_room, offer_room
+from services.engines.request_context import current_freed_kv
 from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.kv import Claim
 from services.engines.simulated.sequence import Sequence
 from services.engines.simulated.timing import step_timing
 from services.engines.simulated.tokens import Vocabulary, finish_reason, logprob
-from services.telemetry import metrics
-from services.telemetry.request_context import current_freed_kv
 
 
 class SimulatedScheduler:

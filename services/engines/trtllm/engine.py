@@ -21,7 +21,9 @@ from services.engines.context import EngineContext
 from services.engines.external.held_kv import HeldHandoffs
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
+from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.request_context import current_freed_kv
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.held_kv import TrtllmKv
 from services.engines.trtllm.loading import load, shut_down
@@ -41,8 +43,6 @@ from services.engines.trtllm.requests.inflight import (
 from services.engines.trtllm.requests.multimodal import check_ids
 from services.engines.trtllm.requests.request_builder import RequestBuilder
 from services.engines.trtllm.resolved_args import ResolvedArgs
-from services.handoff.engine_transfer import RemoteKv
-from services.telemetry.request_context import current_freed_kv
 
 _PLAIN_TIMEOUT_SECONDS = 60.0
 _CANARY_SALT = "baton-canary"

@@ -18,8 +18,10 @@ from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.canary import Canary
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
+from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
+from services.engines.request_context import current_freed_kv
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.handoff.held import HeldByVllm, VllmHeldKv
@@ -38,8 +40,6 @@ from services.engines.vllm.requests.guided import GuideChecks
 from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
 from services.engines.vllm.requests.stream import RunningStream
-from services.handoff.engine_transfer import RemoteKv
-from services.telemetry.request_context import current_freed_kv
 
 _CANARY_SALT = "baton-canary"
 _FIRST_STEP_SECONDS = 300.0

@@ -7,9 +7,9 @@ import pytest
 from baton.inference.v1 import cluster_service_pb2
 from discovery.record import WorkerRecord
 from router.routing.filters import Constraints, Rejected, filter_workers
+from router.routing.known_loras import KnownLoras
 from router.routing.retry import RetryBudget
 from router.routing.scoring import Preferences, pick, score_workers, slowness
-from router.workers.loras import KnownLoras
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
 from router.routing.latency import DecodeTimer, WorkerLatency
 from router.stream.reply import Reply
 from router.stream.single_tokens import TokenRelay
-from router.stream.token_messages import message_start, token_field, varint
 from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import RecordedMetrics
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
+from router.text.served_model import ServedModel
+from router.text.token_messages import message_start, token_field, varint
 from router.text.tokenizer import Tokenizer
-from router.workers.model import ServedModel
 from services.engines.simulated.tokens import byte_vocabulary
 
 EOS = 256

@@ -12,8 +12,8 @@ from baton.inference.v1 import generate_pb2, model_pb2
 from router import validation
 from router.config import LimitsConfig
 from router.text.request_input import bad_sequences
+from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
-from router.workers.model import ServedModel
 
 LIBRARY = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 LIMITS = model_pb2.ModelLimits(max_context_tokens=100, vocab_size=1000)

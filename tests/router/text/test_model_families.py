@@ -14,8 +14,8 @@ from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, model_pb2
 from router.openai.messages import ChatMessage, FunctionTool, add_messages, add_tools
 from router.text import request_input
+from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
-from router.workers.model import ServedModel
 
 FOLDER = Path(__file__).parent / "chat_templates"
 LIMITS = model_pb2.ModelLimits(max_context_tokens=8192)

@@ -11,9 +11,9 @@ from support.eventually import eventually
 
 from baton.errors import HandoffLost, InvalidRequest
 from services.config import WorkerConfig
+from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt
 from services.engines.registry import ENGINES, EngineKind
-from services.handoff.engine_transfer import RemoteKv
 
 PROMPT = Prompt(tuple(range(10, 60)))
 

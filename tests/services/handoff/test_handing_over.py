@@ -15,7 +15,7 @@ from support.transports.nixl import NIXL
 
 from baton.errors import HandoffLost
 from baton.inference.v1 import sampling_pb2, timing_pb2
-from rpc.fault_injection import FAULT_KEY
+from engine_protocol.fault_injection import FAULT_KEY
 
 TRANSPORTS = ("shm", NIXL, "tcp")
 

@@ -9,7 +9,7 @@ from support.eventually import eventually
 from support.servers.tcp_proxy import TcpProxy
 
 from baton.errors import HandoffLost
-from rpc.fault_injection import FAULT_KEY
+from engine_protocol.fault_injection import FAULT_KEY
 
 SECRET = b"somebody else's prompt, which must not be seen or continued....."
 

@@ -21,9 +21,9 @@ from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineConfig
 from services.engines.kv import PulledKv
+from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.registry import ENGINES, EngineKind
-from services.handoff.engine_transfer import RemoteKv
 
 Note = Callable[[str], None]
 SECONDS = 20.0

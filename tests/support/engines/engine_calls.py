@@ -10,8 +10,8 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, TokenLogprob, Tokens
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, PulledKv, Reservation
+from services.engines.kv_transfer import EngineHeldKv, RemoteKv, TransfersKv
 from services.engines.prompt import Prompt, Sampling
-from services.handoff.engine_transfer import EngineHeldKv, RemoteKv, TransfersKv
 
 # The sizes of every engine under the contract. The pool holds two contexts and a half.
 BLOCK_TOKENS = 16

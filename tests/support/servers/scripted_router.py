@@ -8,6 +8,7 @@ from typing import Any
 from grpc import aio
 
 from baton.inference.v1 import inference_service_pb2_grpc as inference
+from engine_protocol.multiplex.service import multiplex
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import ConnectionLimits, Server, Service, serve
@@ -52,7 +53,7 @@ async def scripted(
             drain_seconds=drain_seconds,
             tracer=tracer,
             connections=connections,
-            multiplexed=[service(methods)] if is_multiplexed else (),
+            around=[multiplex([service(methods)])] if is_multiplexed else (),
         ) as server,
         open_channel(server.address) as channel,
     ):

@@ -13,8 +13,8 @@ from baton.calls import stream
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc as inference
 from baton.inference.v1 import model_pb2
-from rpc.multiplex.channel import multiplexed
-from rpc.multiplex.peer_stream import stream_dialer
+from engine_protocol.multiplex.channel import multiplexed
+from engine_protocol.multiplex.peer_stream import stream_dialer
 from rpc.server import ServerKind
 from runtime.aio import timeout
 

@@ -8,12 +8,12 @@ from typing import Any
 from baton.errors import InvalidRequest, Overloaded, Unsupported
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
+from services.engines.request_context import current_traceparent
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.requests.guided import check_beginning, guided_decoding_params
 from services.engines.trtllm.requests.inflight import EngineRequest
 from services.engines.trtllm.requests.multimodal import TrtllmProcessor, TrtllmPrompt
-from services.telemetry.request_context import current_traceparent
 
 _NEUTRAL: dict[str, Any] = {
     "top_k": 0,

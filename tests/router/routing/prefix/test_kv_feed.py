@@ -9,7 +9,7 @@ import pytest
 from support.clock import ManualClock
 
 from baton.engine.v1 import worker_pb2
-from router.routing.prefix.kv_events import KvFeed
+from router.placement.kv_events import KvFeed
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.control import kv_event

@@ -8,11 +8,11 @@ from support.clock import ManualClock
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
+from router.routing.known_loras import KnownLoras
 from router.routing.policy import PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Costs, Priors
 from router.routing.prefix.places import DecodePlace, Places, PrefillPlace
 from router.routing.prefix.prefix_caches import Cache
-from router.workers.loras import KnownLoras
 
 SIZE = 16
 COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25, stream_seconds=0.001)

@@ -8,11 +8,11 @@ from support.router.worker_views import worker
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from router.routing.known_loras import KnownLoras
 from router.routing.policy import Candidates, PromptBlocks, RoutingRequest
 from router.routing.prefix import prefix_caches
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
-from router.workers.loras import KnownLoras
 
 SIZE, SHARED = 16, list(range(1, 251))
 

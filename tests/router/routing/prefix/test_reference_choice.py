@@ -11,11 +11,11 @@ from support.clock import ManualClock
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
+from router.routing.known_loras import KnownLoras
 from router.routing.policy import Candidates, Prediction, PromptBlocks, RoutingRequest, can_hand_over
 from router.routing.prefix.cost import RelativeCost
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
-from router.workers.loras import KnownLoras
 
 SIZE, BLOCK_BYTES = 16, 1 << 20
 LAYOUTS = ("a" * 64, "b" * 64)

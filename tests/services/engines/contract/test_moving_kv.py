@@ -9,8 +9,8 @@ from support.eventually import eventually
 
 from baton.errors import HandoffLost, InvalidRequest, LayoutMismatch, Overloaded, Unsupported
 from services.engines.base import Engine
+from services.engines.kv_transfer import EngineHeldKv, RemoteKv, TransfersKv
 from services.engines.prompt import Prompt
-from services.handoff.engine_transfer import EngineHeldKv, RemoteKv, TransfersKv
 
 pytestmark = pytest.mark.usefixtures("moving")
 

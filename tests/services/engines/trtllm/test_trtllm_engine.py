@@ -26,13 +26,13 @@ from baton.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded, 
 from services.engines.answer import FinishReason
 from services.engines.base import Engine, NotOpened
 from services.engines.context import EngineContext
+from services.engines.kv_transfer import EngineHeldKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.trtllm import factory
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.engine import TrtllmEngine
 from services.engines.trtllm.factory import open_trtllm
 from services.engines.trtllm.requests import inflight
-from services.handoff.engine_transfer import EngineHeldKv
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TRANSCEIVER = {"backend": "UCX", "max_tokens_in_buffer": 256, "kv_transfer_timeout_ms": 1000}

@@ -25,13 +25,13 @@ from runtime.metrics import REGISTRY
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineContext
+from services.engines.kv_transfer import EngineHeldKv, RemoteKv, TransfersKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.engine import TrtllmEngine
 from services.engines.trtllm.model_facts import model_facts
 from services.engines.trtllm.package import Package, open_package
 from services.engines.trtllm.resolved_args import Environment, check
-from services.handoff.engine_transfer import EngineHeldKv, RemoteKv, TransfersKv
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TRANSCEIVER = {"backend": "NIXL", "max_tokens_in_buffer": 256, "kv_transfer_timeout_ms": 1000}

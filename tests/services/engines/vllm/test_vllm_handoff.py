@@ -18,11 +18,11 @@ from baton.errors import HandoffLost, InvalidRequest, StaleEpoch
 from runtime.prefix_hash import block_hash, root_hash
 from services.engines.base import Engine
 from services.engines.kv_events import KvChanged
+from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.handoff.held import VllmHeldKv
 from services.engines.vllm.handoff.state import read_state
-from services.handoff.engine_transfer import RemoteKv
 from services.handoff.leases import LeaseTable
 
 pytestmark = [pytest.mark.requires_vllm, pytest.mark.usefixtures("end_of_vllm")]

@@ -20,10 +20,10 @@ from support.eventually import eventually
 
 from baton.errors import HandoffLost
 from services.engines.context import EngineContext
+from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.factory import open_vllm
-from services.handoff.engine_transfer import RemoteKv
 
 pytestmark = [pytest.mark.requires_vllm, pytest.mark.timeout(1800)]
 

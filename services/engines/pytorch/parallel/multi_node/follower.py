@@ -14,6 +14,7 @@ import torch
 from baton.errors import EngineFailed
 from runtime.aio import timeout, wait_until_done
 from runtime.daemon_call import daemon_call
+from services.engines import metrics
 from services.engines.context import RankProgress
 from services.engines.pytorch.config import MultiNodeOptions, PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import open_memory
@@ -26,7 +27,6 @@ from services.engines.pytorch.parallel.multi_node.link import HANDSHAKE_BYTES, L
 from services.engines.pytorch.parallel.multi_node.settings import settings_of
 from services.engines.pytorch.parallel.multi_node.wire import Join, Refused, Welcome
 from services.engines.pytorch.runners.selection import fused_runner
-from services.telemetry import metrics
 
 _log = structlog.get_logger(__name__)
 

@@ -13,6 +13,7 @@ import torch
 
 from baton.errors import ConfigError, EngineFailed
 from runtime.aio import timeout
+from services.engines import metrics
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.parallel.followers import LOAD_SECONDS, check_split, shard_of
 from services.engines.pytorch.parallel.joining import join, open_store
@@ -22,7 +23,6 @@ from services.engines.pytorch.parallel.multi_node.settings import differences, s
 from services.engines.pytorch.parallel.multi_node.wire import Join, Refused, Welcome
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.fused_runner import Sizes
-from services.telemetry import metrics
 
 _log = structlog.get_logger(__name__)
 

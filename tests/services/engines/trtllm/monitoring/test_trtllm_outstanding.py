@@ -15,8 +15,8 @@ from support.eventually import eventually
 from discovery.memory import MemoryRegistry
 from services.config import WorkerConfig
 from services.engines.base import Engine
+from services.engines.kv_transfer import EngineHeldKv
 from services.engines.prompt import Prompt
-from services.handoff.engine_transfer import EngineHeldKv
 from services.server import host_worker
 
 PROMPT = Prompt(tuple(range(10, 60)))

@@ -9,9 +9,9 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, InvalidReply
-from rpc.multiplex.metadata import FailedStatus
-from rpc.multiplex.replies import MultiplexedCall
-from rpc.multiplex.tokens import TokenOutput, TokenTaker
+from engine_protocol.multiplex.metadata import FailedStatus
+from engine_protocol.multiplex.replies import MultiplexedCall
+from engine_protocol.multiplex.tokens import TokenOutput, TokenTaker
 from rpc.turns import CallTurns
 
 

@@ -15,8 +15,8 @@ from router.config import LimitsConfig
 from router.telemetry import metrics
 from router.telemetry.stats import RequestStats
 from router.text import request_input
+from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
-from router.workers.model import ServedModel
 from rpc.violations import Violations
 
 Request = TypeVar("Request", tokenize_pb2.TokenizeRequest, tokenize_pb2.DetokenizeRequest)

@@ -7,7 +7,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.location import nearness
 from router import validation
 from router.config import LimitsConfig
-from router.routing.placement import Placer
+from router.placement.placer import Placer
 from router.routing.policy import Prediction, RoutingRequest, needed_capabilities
 from router.text import request_input
 from router.workers.cluster import Cluster

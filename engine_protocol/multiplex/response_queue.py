@@ -7,7 +7,7 @@ from typing import Protocol
 
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError
-from rpc.multiplex.tokens import TokenSource
+from engine_protocol.multiplex.tokens import TokenSource
 
 # More in one message makes calls wait that want to send.
 _MESSAGE_BYTES = 512 * 1024

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from baton.errors import Cancelled, DeadlineExceeded, InvalidReply, Unavailable
-from rpc.multiplex.tokens import TokenTaker
+from engine_protocol.multiplex.tokens import TokenTaker
 
 Response = TypeVar("Response")
 

@@ -11,8 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 from baton.engine.v1 import decode_pb2
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError, InvalidReply
-from rpc.multiplex.replies import MultiplexedCall
-from rpc.multiplex.running_calls import RunningCalls
+from engine_protocol.multiplex.replies import MultiplexedCall
+from engine_protocol.multiplex.running_calls import RunningCalls
 
 
 class Link:

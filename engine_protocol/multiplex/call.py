@@ -10,11 +10,11 @@ import structlog
 from grpc import StatusCode, aio
 
 from baton.engine.v1 import multiplex_pb2 as pb
+from engine_protocol.multiplex.metadata import CODES, Metadata, from_messages, to_messages
+from engine_protocol.multiplex.response_queue import RelayedTokens, ResponseQueue
+from engine_protocol.multiplex.tokens import TokenSource
 from rpc.http2.call import Method
 from rpc.interceptors.arrival import note_arrival
-from rpc.multiplex.metadata import CODES, Metadata, from_messages, to_messages
-from rpc.multiplex.response_queue import RelayedTokens, ResponseQueue
-from rpc.multiplex.tokens import TokenSource
 
 log = structlog.get_logger(__name__)
 
@@ -172,7 +172,7 @@ class ServedCall(aio.ServicerContext[Any, Any]):
             await asyncio.sleep(0)
 
     async def relay_tokens(self, source: TokenSource) -> None:
-        """Sends the tokens of a source, until it has no more; see rpc/multiplex/tokens.py."""
+        """Sends the tokens of a source, until it has no more; see engine_protocol/multiplex/tokens.py."""
         if self._is_over:
             raise aio.UsageError("the call is over")
         tokens = self._tokens = RelayedTokens(self.number, source, is_paused=not self._may_write.is_set())

@@ -1,7 +1,7 @@
 """MultiplexService: starts the calls of a stream, stops them, and writes what they have to say."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
@@ -12,9 +12,11 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.errors import InvalidRequest
-from rpc.http2.call import Method
-from rpc.multiplex.call import ServedCall
-from rpc.multiplex.response_queue import ResponseQueue
+from engine_protocol.multiplex.call import ServedCall
+from engine_protocol.multiplex.response_queue import ResponseQueue
+from rpc.http2.call import Method, method_of
+from rpc.interceptors.wrap import WrapMethods
+from rpc.server import ConnectionLimits, Service, ServiceAround
 from rpc.turns import CallTurns
 from runtime.aio import ended_with, wait_until_done
 
@@ -38,6 +40,34 @@ class MultiplexServicer(multiplex_pb2_grpc.MultiplexServiceServicer):
     # Writes instead of yielding: the calls write while requests are read.
     async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> None:  # type: ignore[override]
         await _Stream(self._methods, self._max_calls, self._variables, self._turns, context).run(requests)
+
+
+def multiplex(services: Sequence[Service]) -> ServiceAround:
+    """The service that offers the methods of `services`, wrapped as they are, over shared streams."""
+
+    def make(interceptor: WrapMethods, limits: ConnectionLimits) -> Service:
+        found = _Methods()
+        for service in services:
+            service.add(service.servicer, found)
+        methods = {path: method_of(interceptor.wrap(path, handler)) for path, handler in found.handlers.items()}
+        add = multiplex_pb2_grpc.add_MultiplexServiceServicer_to_server
+        return Service(SERVICE_NAME, add, MultiplexServicer(methods, limits.max_streams))
+
+    return make
+
+
+class _Methods:
+    """The handlers that generated code adds to a server, by the paths of their methods."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        """The same handlers come by `add_registered_method_handlers`."""
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        """The handlers of a service, by the names of its methods."""
+        self.handlers.update({f"/{service_name}/{name}": handler for name, handler in method_handlers.items()})
 
 
 class _Stream:

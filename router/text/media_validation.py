@@ -7,7 +7,7 @@ from baton.enum_names import value_name
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, media_pb2
 from media.item import MediaItem
-from router.workers.model import ServedModel
+from router.text.served_model import ServedModel
 from rpc.violations import Violations
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.engine.v1 import multiplex_pb2 as pb
-from rpc.multiplex.replies import MultiplexedCall
-from rpc.multiplex.running_calls import RunningCalls
+from engine_protocol.multiplex.replies import MultiplexedCall
+from engine_protocol.multiplex.running_calls import RunningCalls
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from grpc import StatusCode
 
 from baton.engine.v1 import multiplex_pb2 as pb
-from rpc.multiplex.response_queue import RelayedTokens, ResponseQueue
+from engine_protocol.multiplex.response_queue import RelayedTokens, ResponseQueue
 from runtime.aio import timeout
 
 

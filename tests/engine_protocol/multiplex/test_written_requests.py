@@ -12,9 +12,9 @@ from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError, Unavailable
 from baton.inference.v1 import inference_service_pb2_grpc as inference
 from baton.inference.v1 import model_pb2
+from engine_protocol.multiplex.channel import multiplexed
+from engine_protocol.multiplex.peer_stream import TakeResponse
 from rpc.channels import open_channel
-from rpc.multiplex.channel import multiplexed
-from rpc.multiplex.peer_stream import TakeResponse
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A channel whose calls share one stream to their peer. See rpc/multiplex/__init__.py."""
+"""A channel whose calls share one stream to their peer. See engine_protocol/multiplex/__init__.py."""
 
 import asyncio
 import itertools
@@ -16,11 +16,11 @@ from typing_extensions import Self
 from baton.engine.v1 import decode_pb2
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError, InvalidReply, Unavailable
-from rpc.multiplex.metadata import to_messages
-from rpc.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
-from rpc.multiplex.replies import MultiplexedCall
-from rpc.multiplex.running_calls import RunningCalls
-from rpc.multiplex.tokens import TokenTaker
+from engine_protocol.multiplex.metadata import to_messages
+from engine_protocol.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
+from engine_protocol.multiplex.replies import MultiplexedCall
+from engine_protocol.multiplex.running_calls import RunningCalls
+from engine_protocol.multiplex.tokens import TokenTaker
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
 

@@ -1,0 +1,9 @@
+"""What routers and workers say to each other beside the protos: engine calls, handoff leases and sampling rules.
+
+| module | subject |
+|---|---|
+| multiplex/ | many engine calls to one worker over one stream |
+| leases | a lease on another worker's blocks: renewal and release |
+| sampling_rules | the ranges of sampling parameters |
+| fault_injection | the fault plans in a request's metadata, for tests |
+"""
