@@ -72,9 +72,13 @@ def get_health(address: str) -> tuple[int, Any]:
 
 
 def counts() -> dict[str, float]:
-    """Every counter and histogram of ours and of the engines' own, by name and labels, as a scrape has them."""
+    """Every counter and histogram of ours and of the engines' own, by name and labels, as a scrape has them.
+
+    Without those of network devices, which are the machine's.
+    """
     kinds = ("counter", "histogram", "summary")
     ours = ("baton_", "trtllm_", "vllm:")
-    families = [family for family in REGISTRY.collect() if family.type in kinds and family.name.startswith(ours)]
+    collected = [family for family in REGISTRY.collect() if not family.name.startswith("baton_network_")]
+    families = [family for family in collected if family.type in kinds and family.name.startswith(ours)]
     found = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
     return {f"{sample.name}{sorted(sample.labels.items())}": sample.value for sample in found}
