@@ -11,36 +11,40 @@ from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.completion import Completion
-from router.text.token_messages import SHORT_VARINTS, message_start, token_field, varint
+from router.text.token_messages import message_start, token_field, varint
 
 
 class SingleTokens:
     """Sends messages of one token each, at once, while `is_flowing`: the client reads, and nothing waits before them.
 
-    `sequence` is the next message's number, of all messages of the request. Each begins with `start`, and goes to
-    `wire`; without it none can be sent so.
+    `sequence` is the next message's number, of all messages of the request.
     """
 
-    __slots__ = ("client_reads", "is_flowing", "sequence", "start", "wire")
+    __slots__ = ("_start", "_wire", "client_reads", "is_flowing", "sequence")
 
     def __init__(self, request_id: str, wire: WireWriter | None) -> None:
         self.sequence = 0
         self.is_flowing = False
         self.client_reads = True
-        self.wire = wire
-        self.start = message_start(request_id)
+        self._wire = wire
+        self._start = message_start(request_id)
+
+    @property
+    def can_flow(self) -> bool:
+        """Whether serialized messages can be sent at all."""
+        return self._wire is not None
 
     def send(self, text: str, token_id: int) -> None:
         """Sends a token without its log probability; only while tokens flow."""
-        sequence, wire = self.sequence, self.wire
+        self.send_field(token_field(text, token_id))
+
+    def send_field(self, token: bytes) -> None:
+        """Sends a token whose field is serialized; only while tokens flow."""
+        sequence, wire = self.sequence, self._wire
         assert wire is not None
         self.sequence = sequence + 1
-        if not wire.write(self.start + varint(sequence) + token_field(text, token_id)) and not wire.can_take(0):
-            self.stop_flowing()
-
-    def stop_flowing(self) -> None:
-        """The client is behind."""
-        self.is_flowing = self.client_reads = False
+        if not wire.write(self._start + varint(sequence) + token) and not wire.can_take(0):
+            self.is_flowing = self.client_reads = False
 
 
 class TokenWriter(Protocol):
@@ -79,13 +83,11 @@ class TokenRelay:
         "_plain_at",
         "_recent",
         "_single",
-        "_start",
         "_stats",
         "_stop",
         "_timer",
         "_timings",
         "_took",
-        "_wire",
         "_writer",
         "output",
     )
@@ -104,7 +106,6 @@ class TokenRelay:
         self.output = writer.output
         self._is_plain = False  # whether the next token can be a plain one
         self._single = writer.single
-        self._wire, self._start = writer.single.wire, writer.single.start
         self._fields = completion.serialized
         self._ids = completion.token_ids
         # One that makes the completion this long, or longer, may end it.
@@ -133,15 +134,10 @@ class TokenRelay:
             self.settle()
             return self._take_any(token_id)
         ids.append(token_id)
-        # What `SingleTokens.send` does, without its calls.
-        single, wire = self._single, self._wire
-        assert wire is not None
-        sequence = single.sequence
-        single.sequence = sequence + 1
-        number = SHORT_VARINTS[sequence] if sequence < 128 else varint(sequence)
-        if not wire.write(self._start + number + field) and not wire.can_take(0):
-            single.stop_flowing()
-            self.settle()
+        single = self._single
+        single.send_field(field)
+        if not single.is_flowing:
+            self._is_plain = False
         return True
 
     def _take_any(self, token_id: int) -> bool:

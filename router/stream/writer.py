@@ -134,7 +134,7 @@ class StreamWriter:
 
     def _flows(self) -> bool:
         """Whether the next single token can be sent here and now; not the first one, and none that waits for others."""
-        is_direct = self.single.wire is not None and self._writer is None and self._first_token_sent is None
+        is_direct = self.single.can_flow and self._writer is None and self._first_token_sent is None
         return is_direct and self._due_tokens <= 1 and self.single.client_reads and self._is_empty
 
     async def put(self, delta: TokenDelta) -> None:

@@ -22,17 +22,17 @@ _TOKEN: Final = _tag("GenerateResponse", "token", _LENGTH_DELIMITED)
 _TEXT: Final = _tag("TokenDelta", "text", _LENGTH_DELIMITED)
 _TOKEN_IDS: Final = _tag("TokenDelta", "token_ids", _LENGTH_DELIMITED)
 
-# Numbers below 128 as varints, and the first bytes of larger ones.
-SHORT_VARINTS: Final = tuple(bytes((number,)) for number in range(128))
+# Numbers below 128, and the first bytes of those below 16,384, as varints.
+_LAST: Final = tuple(bytes((number,)) for number in range(128))
 _FIRST: Final = tuple(bytes((number | 128,)) for number in range(128))
 
 
 def varint(number: int) -> bytes:
     """A number that is not negative, as protobuf writes it."""
     if number < 128:
-        return SHORT_VARINTS[number]
+        return _LAST[number]
     if number < 16384:
-        return _FIRST[number & 127] + SHORT_VARINTS[number >> 7]
+        return _FIRST[number & 127] + _LAST[number >> 7]
     return _FIRST[number & 127] + varint(number >> 7)
 
 
