@@ -16,7 +16,7 @@ from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.processes import Process, process
 from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE
-from support.engines.device_faults import ASSERTS, LARGE
+from support.engines.device_faults import ASSERTS, HANGS, LARGE
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 
@@ -61,9 +61,11 @@ async def health_states(address: str) -> AsyncIterator[list[int]]:
 
     async with grpc.aio.insecure_channel(address) as channel:
         watching = asyncio.create_task(watch(health_pb2_grpc.HealthStub(channel)))
-        yield states
-        watching.cancel()
-        await asyncio.wait([watching])
+        try:
+            yield states
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -81,6 +83,17 @@ async def test_a_failed_assertion_of_the_gpu_fails_every_request_and_ends_the_wo
             assert await asyncio.to_thread(worker.popen.wait, 30) == 1
             assert states[0] == SERVING
             assert states[-1] == NOT_SERVING
+
+
+@pytest.mark.parametrize("fault", [ASSERTS, HANGS])
+async def test_a_failed_device_that_aborts_or_hangs_at_the_end_of_the_process_gives_exit_code_1(
+    tmp_path: Path, fault: int
+) -> None:
+    with failing_worker(tmp_path, "library") as worker:
+        async with calls_to(worker.address) as calls:
+            with pytest.raises(DeviceFailed):
+                await calls.decode(decode_request(text=bytes([5, fault, 7])))
+            assert await asyncio.to_thread(worker.popen.wait, 30) == 1
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
