@@ -33,7 +33,7 @@ ALL ?=
 MARKS := $(if $(ALL)$(filter-out tests,$(TESTS)),,-m 'not slow and not requires_trtllm and not requires_vllm')
 
 # Which programs of examples/ `make clients` builds and tests.
-CLIENTS ?= python node go java cpp
+CLIENTS ?= python node go java cpp openai-clients
 
 # The trace of `make bench-routing`; generated if empty.
 TRACE ?=

@@ -1,7 +1,7 @@
 """/v1/chat/completions."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -17,7 +17,7 @@ from router.openai.fields import (
     read,
     refuse,
 )
-from router.openai.messages import ChatMessage, FunctionTool, add_messages, add_tools
+from router.openai.messages import ChatMessage, Function, FunctionTool, add_messages, add_tools
 
 
 class ToolName(Fields):
@@ -31,6 +31,15 @@ class NamedTool(Fields):
 
     type: Literal["function"]
     function: ToolName
+
+
+class FlatNamedTool(ToolName):
+    """The same in /v1/responses, where the name is beside the type."""
+
+    type: Literal["function"]
+
+
+ToolMode: TypeAlias = Literal["none", "auto", "required"]
 
 
 class PlainText(Fields):
@@ -87,7 +96,7 @@ class ChatCompletionRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: dict[str, Any] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolMode | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -103,7 +112,9 @@ class ChatCompletionRequest(SamplingFields):
         made = self.request(request_id)
         made.chat.SetInParent()
         add_messages(made.chat, self.messages)
-        self._add_tools(made.chat)
+        functions = [tool.function for tool in self.tools or []]
+        choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        offer_tools(made.chat, functions, choice, parallel=self.parallel_tool_calls, within="function.")
         if self.chat_template_kwargs:
             made.chat.template_variables.update(self.chat_template_kwargs)
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -118,16 +129,25 @@ class ChatCompletionRequest(SamplingFields):
         guide(made, "response_format", self.response_format)
         return made
 
-    def _add_tools(self, chat: generate_pb2.ChatInput) -> None:
-        is_forced = isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
-        if self.tools and self.parallel_tool_calls is False and not is_forced:
-            raise refuse("parallel_tool_calls", "the number of calls cannot be limited here, except by tool_choice")
-        if self.tool_choice != "none":
-            add_tools(chat, self.tools or [])
-        if isinstance(self.tool_choice, NamedTool):
-            chat.tool_choice.name = self.tool_choice.function.name
-        elif self.tool_choice == "required":
-            chat.tool_choice.is_required = True
+
+def offer_tools(
+    chat: generate_pb2.ChatInput,
+    functions: Sequence[Function],
+    choice: ToolMode | ToolName | None,
+    *,
+    parallel: bool | None,
+    within: str = "",
+) -> None:
+    """Adds the tools that may be called. Raises Unsupported, and InvalidRequest; `within` is as in add_tools."""
+    is_forced = isinstance(choice, ToolName) or choice == "required"
+    if functions and parallel is False and not is_forced:
+        raise refuse("parallel_tool_calls", "the number of calls cannot be limited here, except by tool_choice")
+    if choice != "none":
+        add_tools(chat, functions, within)
+    if isinstance(choice, ToolName):
+        chat.tool_choice.name = choice.name
+    elif choice == "required":
+        chat.tool_choice.is_required = True
 
 
 def guide(request: generate_pb2.GenerateRequest, field: str, wanted: Mapping[str, Any] | None) -> None:

@@ -1,14 +1,12 @@
 """Conversations of OpenAI's API as ChatInput: texts, images, tools, calls and their results."""
 
-import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, media_pb2
-from router.openai.fields import Fields
+from router.openai.fields import Fields, json_text, refuse
 
 
 class TextPart(Fields):
@@ -106,15 +104,54 @@ class ReasoningItem(Fields):
     status: str | None = None
 
 
-def _kind(item: Any) -> str:
-    """Which of the items it is. The type of a message may be left out."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return "Reasoning" if kind == "reasoning" else "Message"
+class FunctionCallItem(FunctionCall):
+    """A call of an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionCallOutput(Fields):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ItemReference(Fields):
+    """An item by its id. It is refused, since nothing is stored."""
+
+    type: Literal["item_reference"]
+    id: str
 
 
 # The names begin with capitals, since they are no fields in the paths of errors.
-InputItem = Annotated[
-    Annotated[ReasoningItem, Tag("Reasoning")] | Annotated[InputMessage, Tag("Message")], Discriminator(_kind)
+_ITEM_NAMES: Mapping[Any, str] = {
+    "reasoning": "Reasoning",
+    "function_call": "FunctionCall",
+    "function_call_output": "FunctionCallOutput",
+    "item_reference": "ItemReference",
+}
+
+
+def _kind(item: Any) -> str:
+    """Which of the items it is. The type of a message may be left out."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return _ITEM_NAMES.get(kind, "Message") if isinstance(kind, str) else "Message"
+
+
+InputItem: TypeAlias = Annotated[
+    Annotated[ReasoningItem, Tag("Reasoning")]
+    | Annotated[FunctionCallItem, Tag("FunctionCall")]
+    | Annotated[FunctionCallOutput, Tag("FunctionCallOutput")]
+    | Annotated[ItemReference, Tag("ItemReference")]
+    | Annotated[InputMessage, Tag("Message")],
+    Discriminator(_kind),
 ]
 
 
@@ -127,11 +164,20 @@ class Function(Fields):
     strict: bool | None = None
 
 
-class FunctionTool(Fields):
-    """A tool."""
+class Tool(Fields):
+    """A tool: a function."""
 
     type: Literal["function"]
+
+
+class FunctionTool(Tool):
+    """A tool."""
+
     function: Function
+
+
+class FlatFunctionTool(Function, Tool):
+    """A tool in /v1/responses, where the function is beside the type."""
 
 
 def add_messages(chat: generate_pb2.ChatInput, messages: list[ChatMessage]) -> None:
@@ -148,27 +194,37 @@ def add_messages(chat: generate_pb2.ChatInput, messages: list[ChatMessage]) -> N
         turn.reasoning = message.reasoning_content or ""
 
 
-def turns_of(items: Sequence[ReasoningItem | InputMessage]) -> list[ChatMessage]:
-    """The turns of a conversation, each with the reasoning before it."""
-    turns: list[ChatMessage] = []
+def add_items(chat: generate_pb2.ChatInput, items: Sequence[InputItem]) -> None:
+    """Adds the turns of a conversation in /v1/responses, each with the reasoning before it. Raises Unsupported.
+
+    Calls belong to the assistant's message before them.
+    """
     reasoning = ""
-    for one in items:
-        if isinstance(one, ReasoningItem):
-            reasoning += "".join(each.text for each in one.content or [])
-        else:
-            turns.append(ChatMessage(role=one.role, content=one.content, reasoning_content=reasoning or None))
-            reasoning = ""
-    return turns
+    for index, one in enumerate(items):
+        match one:
+            case ReasoningItem():
+                reasoning += "".join(each.text for each in one.content or [])
+                continue
+            case FunctionCallItem():
+                if reasoning or not chat.messages or chat.messages[-1].role != "assistant":
+                    chat.messages.add(role="assistant", reasoning=reasoning)
+                chat.messages[-1].tool_calls.add(id=one.call_id, name=one.name, arguments=one.arguments)
+            case FunctionCallOutput():
+                add_messages(chat, [ChatMessage(role="tool", content=one.output, tool_call_id=one.call_id)])
+            case ItemReference():
+                raise refuse(f"input[{index}]", "nothing is stored; send the item itself, as with store: false")
+            case InputMessage():
+                turn = ChatMessage(role=one.role, content=one.content, reasoning_content=reasoning or None)
+                add_messages(chat, [turn])
+        reasoning = ""
 
 
-def add_tools(chat: generate_pb2.ChatInput, tools: list[FunctionTool]) -> None:
-    """Adds the tools. Raises InvalidRequest."""
-    for index, tool in enumerate(tools):
-        function = tool.function
-        try:
-            parameters = json.dumps(function.parameters, ensure_ascii=False) if function.parameters is not None else ""
-        except RecursionError:
-            raise InvalidRequest.of(f"tools[{index}].function.parameters", "is nested too deeply") from None
+def add_tools(chat: generate_pb2.ChatInput, functions: Sequence[Function], within: str) -> None:
+    """Adds the tools. `within` is where a tool has its function, for errors. Raises InvalidRequest."""
+    for index, function in enumerate(functions):
+        parameters = ""
+        if function.parameters is not None:
+            parameters = json_text(function.parameters, f"tools[{index}].{within}parameters")
         chat.tools.add(name=function.name, description=function.description or "", parameters=parameters)
         chat.tools[-1].is_strict = bool(function.strict)
 

@@ -1,4 +1,4 @@
-"""/v1/responses: text, whole or streamed. Nothing is stored, so no response can be continued by its id."""
+"""/v1/responses: texts and calls, whole or streamed. Nothing is stored, so no response can be continued by its id."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -8,15 +8,15 @@ from pydantic import Field
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
-from router.openai.chat import format_field, guide
+from router.openai.chat import FlatNamedTool, ToolMode, format_field, guide, offer_tools
 from router.openai.choices import EVENTS, event
 from router.openai.errors import describe
 from router.openai.fields import Fields, Number, Uint32
-from router.openai.messages import ChatMessage, InputItem, add_messages, turns_of
+from router.openai.messages import ChatMessage, FlatFunctionTool, InputItem, add_items, add_messages
 from router.stream.collector import UnaryCollector
 
 ItemKind = Literal["message", "reasoning"]
-_ITEM_PREFIXES: Mapping[ItemKind, str] = {"message": "msg_", "reasoning": "rs_"}
+_ITEM_PREFIXES: Mapping[str, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PART_TYPES: Mapping[ItemKind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -47,8 +47,8 @@ class ResponsesRequest(Fields):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     parallel_tool_calls: bool | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: list[FlatFunctionTool] | None = None
+    tool_choice: ToolMode | FlatNamedTool | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
     previous_response_id: None = None
 
@@ -57,16 +57,22 @@ class ResponsesRequest(Fields):
         """The path of the schema that the answer follows, for errors; empty if it follows none."""
         return format_field("text.format", self.text.format if self.text else None)
 
+    @property
+    def offered_tools(self) -> list[FlatFunctionTool]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
     def generate_request(self, request_id: str) -> generate_pb2.GenerateRequest:
         """The request to the pipeline. Raises Unsupported for an unknown format."""
         made = generate_pb2.GenerateRequest(request_id=request_id, model=self.model)
         made.chat.SetInParent()
-        turns = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        if self.instructions:
+            add_messages(made.chat, [ChatMessage(role="system", content=self.instructions)])
         if isinstance(self.input, str):
-            turns.append(ChatMessage(role="user", content=self.input))
+            add_messages(made.chat, [ChatMessage(role="user", content=self.input)])
         else:
-            turns += turns_of(self.input)
-        add_messages(made.chat, turns)
+            add_items(made.chat, self.input)
+        offer_tools(made.chat, self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls)
         for name in ("temperature", "top_p"):
             if getattr(self, name) is not None:
                 setattr(made.sampling, name, getattr(self, name))
@@ -84,6 +90,9 @@ class ResponseBuilder:
         self._request = request
         self._identity = identity
         self._created = created
+        self._tools = [tool.model_dump() for tool in request.offered_tools]
+        choice = request.tool_choice or "auto"
+        self._tool_choice = choice.model_dump() if isinstance(choice, FlatNamedTool) else choice
 
     def response(
         self, model: str, status: str, output: list[dict[str, Any]], finished: generate_pb2.Finished | None = None
@@ -102,13 +111,13 @@ class ResponseBuilder:
             "max_output_tokens": request.max_output_tokens,
             "model": model,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": bool(self._tools) and request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": request.temperature,
             "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": self._tool_choice if self._tools else "none",
+            "tools": self._tools,
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": _usage(finished.usage) if finished else None,
@@ -120,7 +129,18 @@ class ResponseBuilder:
         made = {"id": self.item_id(index, kind), "type": kind, "status": status, "content": parts}
         return {**made, "role": "assistant"} if kind == "message" else {**made, "summary": []}
 
-    def item_id(self, index: int, kind: ItemKind) -> str:
+    def call(self, index: int, called: generate_pb2.ToolCall) -> dict[str, Any]:
+        """A call of a tool, as an item of the output. It is complete: calls come as a whole."""
+        return {
+            "id": self.item_id(index, "function_call"),
+            "type": "function_call",
+            "status": "completed",
+            "call_id": called.id,
+            "name": called.name,
+            "arguments": called.arguments,
+        }
+
+    def item_id(self, index: int, kind: str) -> str:
         """The identity of an item."""
         return f"{_ITEM_PREFIXES[kind]}{self._identity.removeprefix('resp_')}{f'_{index}' if index else ''}"
 
@@ -128,10 +148,14 @@ class ResponseBuilder:
         """The body of a response that is not streamed."""
         answer = collected.response
         status = status_of(answer.finished)
-        texts: list[tuple[ItemKind, str]] = [("message", answer.token.text)]
+        calls = answer.token.tool_calls
+        texts: list[tuple[ItemKind, str]] = []
         if answer.token.reasoning:
-            texts.insert(0, ("reasoning", answer.token.reasoning))
+            texts.append(("reasoning", answer.token.reasoning))
+        if answer.token.text or not calls:
+            texts.append(("message", answer.token.text))
         items = [self.item(index, kind, status, [part(kind, text)]) for index, (kind, text) in enumerate(texts)]
+        items += [self.call(index, called) for index, called in enumerate(calls, len(items))]
         return self.response(answer.started.model, status, items, answer.finished)
 
 
@@ -153,6 +177,8 @@ class ResponseStream:
             case "token":
                 delta = message.token
                 events = self._delta("reasoning", delta.reasoning) + self._delta("message", delta.text)
+                for called in delta.tool_calls:
+                    events += self._call_item(called)
                 if events:
                     await self._call.write(events)
             case "started":
@@ -177,7 +203,8 @@ class ResponseStream:
 
     async def _end(self, finished: generate_pb2.Finished) -> None:
         status = status_of(finished)
-        events = self._begin("message") + self._close(status)
+        has_calls = any(item["type"] == "function_call" for item in self._items)
+        events = (b"" if has_calls else self._begin("message")) + self._close(status)
         response = self._builder.response(self._model, status, self._items, finished)
         await self._call.end(events + self._event(f"response.{status}", {"response": response}))
 
@@ -190,6 +217,22 @@ class ResponseStream:
         if kind == "message":
             delta["logprobs"] = []
         return begun + self._event(f"response.{_PART_TYPES[kind]}.delta", delta)
+
+    def _call_item(self, called: generate_pb2.ToolCall) -> bytes:
+        """A call, which ends the item before it."""
+        closed = self._close("completed")
+        index = len(self._items)
+        item = self._builder.call(index, called)
+        self._items.append(item)
+        place = {"item_id": item["id"], "output_index": index}
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        return (
+            closed
+            + self._event("response.output_item.added", {"output_index": index, "item": begun})
+            + self._event("response.function_call_arguments.delta", {**place, "delta": called.arguments})
+            + self._event("response.function_call_arguments.done", {**place, "arguments": called.arguments})
+            + self._event("response.output_item.done", {"output_index": index, "item": item})
+        )
 
     def _begin(self, kind: ItemKind) -> bytes:
         """Begins an item, and ends the one before it; nothing if it is of this kind."""

@@ -11,8 +11,6 @@ from benchmarks.processes import child, received
 from benchmarks.request_cost import Router, routers_of
 from benchmarks.token_cost import Streams
 
-pytestmark = pytest.mark.costs
-
 STREAMS, TOKENS_PER_SECOND = 72, 2000  # each stream has 30 a second
 SECONDS = 3.0
 ATTEMPTS = 5

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.calibration import here
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "packaging" / "client"
@@ -26,7 +25,6 @@ PACKAGES = {
     "cli",
     "devtools",
 }
-IMPORT_SECONDS = 0.3
 # Folders that a user may well have where the command is run.
 COMMON_NAMES = ("cli", "client", "devtools", "discovery", "media", "router", "rpc", "runtime", "services")
 
@@ -212,13 +210,6 @@ def test_the_client_loads_nothing_of_the_server(built: Built, tmp_path: Path) ->
     loaded = set(re.findall("'(.*?)'", done.stdout))
     assert "baton" in loaded
     assert loaded.isdisjoint({*PACKAGES, "torch", "transformers", "numpy", "pydantic", "structlog", "opentelemetry"})
-
-
-def test_the_client_is_imported_in_a_moment(built: Built, tmp_path: Path) -> None:
-    # Of this process's own time, and the best of three: the machine may be busy.
-    program = "import time; from baton import Client, AsyncClient; print(time.process_time())"
-    runs = [built.run("-c", program, folder=tmp_path, alone=True) for _ in range(3)]
-    assert min(float(done.stdout) for done in runs) < here(IMPORT_SECONDS)
 
 
 def test_folders_of_a_users_own_break_neither_library_nor_command(built: Built, tmp_path: Path) -> None:

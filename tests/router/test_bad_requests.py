@@ -9,6 +9,7 @@ from grpc import aio
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
 from support.cluster.in_process import Bench, bench, simulated
+from support.engines.checkpoints import DEMO
 
 from baton.inference.v1 import generate_pb2, model_pb2, tokenize_pb2
 from runtime.logs import merge_log_fields
@@ -155,3 +156,25 @@ async def test_tokenize_and_detokenize_name_wrong_fields_too(pair: Bench) -> Non
     with pytest.raises(aio.AioRpcError) as caught:
         await pair.stub.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[1, 300]))
     assert wrong_fields(caught.value) == ["token_ids[1]"]
+
+
+async def test_no_more_wrong_fields_are_collected_than_are_told(pair: Bench) -> None:
+    assert 1 < len(wrong_fields(await refusal(pair, token_ids={"ids": [300] * 8000}))) <= 20
+
+
+NOT_FINITE: dict[str, dict[str, Any]] = {
+    "chat.template_variables.temperature": {"temperature": NAN},
+    "chat.template_variables.b.c[1]": {"a": 1.0, "b": {"c": [0.5, float("-inf")]}},
+}
+
+
+async def test_template_variables_are_finite() -> None:
+    async with bench(simulated("w1", "prefill", "decode", model=str(DEMO))) as running:
+        for field, variables in NOT_FINITE.items():
+            chat = generate_pb2.ChatInput(messages=[{"role": "user", "parts": [{"text": "x"}]}])
+            chat.template_variables.update(variables)
+            error = await refusal(running, chat=chat)
+            assert (error.code(), wrong_fields(error)) == (INVALID, [field])
+            with pytest.raises(aio.AioRpcError) as caught:
+                await running.stub.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat))
+            assert (caught.value.code(), wrong_fields(caught.value)) == (INVALID, [field])

@@ -74,7 +74,9 @@ def hang_module(worker: Worker, going_on: threading.Event) -> Callable[[], bool]
 
 
 @pytest.mark.parametrize(
-    ("role", "hang"), [("decode", hang_engine), ("embed", hang_module), ("encode", hang_module)], ids=lambda x: str(x)
+    ("role", "hang"),
+    [("decode", hang_engine), ("embed", hang_module), ("encode", hang_module)],
+    ids=["decode", "embed", "encode"],
 )
 async def test_an_idle_engine_that_hangs_is_not_serving_within_the_interval_and_serves_again_when_it_answers(
     role: str, hang: Callable[[Worker, threading.Event], Callable[[], bool]]

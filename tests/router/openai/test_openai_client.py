@@ -278,7 +278,7 @@ async def test_what_the_model_cannot_do_is_refused(served: Bench, what: str, fie
         ({"role": "judge", "content": "x"}, "input[0].role"),
         ({"type": "reasoning", "contents": []}, "input[0].contents"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].text"),
-        ({"type": "function_call"}, "input[0].type"),
+        ({"type": "web_search_call"}, "input[0].type"),
     ],
 )
 async def test_a_wrong_item_of_a_response_is_named(served: Bench, item: dict[str, Any], param: str) -> None:

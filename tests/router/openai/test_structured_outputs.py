@@ -10,18 +10,14 @@ import pydantic
 import pytest
 import pytest_asyncio
 from pydantic import BaseModel, ConfigDict, Field
-from support.clients.openai_api import client_of, openai_bench, post
+from support.clients.openai_api import client_of, openai_bench, post, tools_worker
 from support.cluster.in_process import Bench
-from support.engines.checkpoints import DEMO
 from support.engines.guided import check_json
 from support.engines.schemas import FLAG, NUMBER, closed
-from support.engines.written_engine import HERMES_TEMPLATE
 from support.lifetimes import in_one_task
 
 from router.openai.chat import ChatCompletionRequest
 from router.openai.fields import read
-from services.config import WorkerConfig
-from services.engines.pytorch.config import PyTorchConfig
 
 in_shared_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,16 +56,8 @@ class Person(BaseModel):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     """The demo model, with a chat template that takes tools."""
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(HERMES_TEMPLATE)
-    config = WorkerConfig(
-        worker_id="w1",
-        roles=("prefill", "decode"),
-        engine=PyTorchConfig(model=DEMO, name="demo", threads=1, kv_cache_bytes=16 << 20),
-        chat_template=template,
-        drain_seconds=0,
-    )
-    async with in_one_task(openai_bench(config)) as running:
+    worker = tools_worker(tmp_path_factory.mktemp("template"), "prefill", "decode")
+    async with in_one_task(openai_bench(worker)) as running:
         yield running
 
 

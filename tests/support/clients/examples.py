@@ -17,6 +17,8 @@ from support.manifests import ROOT
 from runtime.aio import timeout
 
 EXAMPLES = ROOT / "examples"
+# Libraries over OpenAI's API, which keep to no common contract and take minutes to install.
+LIBRARIES = "openai-clients"
 _BUILD_SECONDS = 300
 _RUN_SECONDS = 60
 

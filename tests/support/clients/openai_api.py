@@ -3,13 +3,18 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx2
 from openai import AsyncOpenAI
 from support.cluster.in_process import PATIENT, Bench, bench
+from support.engines.checkpoints import DEMO
+from support.engines.written_engine import HERMES_TEMPLATE
 
+from discovery.roles import Role
 from router.config import OpenAIConfig, RouterConfig
 from services.config import WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
 
 # No connection outlives its test.
 ALONE = {"connection": "close"}
@@ -23,6 +28,14 @@ async def openai_bench(
     """A router that serves OpenAI's API, and these workers. `proxied` for tests that cut connections to them."""
     async with bench(*workers, router=router, proxied=proxied) as running:
         yield running
+
+
+def tools_worker(folder: Path, *roles: Role) -> WorkerConfig:
+    """A worker of the demo model, with a chat template that takes tools, which is written into the folder."""
+    template = folder / "hermes.jinja"
+    template.write_text(HERMES_TEMPLATE)
+    engine = PyTorchConfig(model=DEMO, name="demo", threads=1, kv_cache_bytes=16 << 20)
+    return WorkerConfig(worker_id="w1", roles=roles, engine=engine, chat_template=template, drain_seconds=0)
 
 
 def url_of(running: Bench) -> str:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.calibration import here
 from support.engines.engine_calls import collect, pull
 from support.eventually import eventually
 from tokenizers import Tokenizer
@@ -159,13 +158,6 @@ async def test_blocks_are_reserved_and_their_sequence_joins_the_batch_while_a_st
             task.cancel()
         await asyncio.wait((step, joined))
         await held.release()
-
-
-async def test_256_streams_cost_little() -> None:
-    async with SimulatedEngine(SimulatedConfig()) as engine:
-        started = time.process_time()
-        await asyncio.gather(*(ids(engine, Prompt((index,) * 20), sampled(128)) for index in range(256)))
-        assert (time.process_time() - started) / (256 * 128) < here(100e-6)
 
 
 async def test_wrong_bytes_in_pulled_blocks_fail_the_request_and_not_the_engine() -> None:

@@ -35,13 +35,6 @@ async def roomy() -> AsyncIterator[Bench]:
         yield running
 
 
-@pytest.fixture
-async def chatty() -> AsyncIterator[Bench]:
-    """A worker whose model has a chat template."""
-    async with in_one_task(bench(simulated("w1", "prefill", "decode", model=str(DEMO)))) as running:
-        yield running
-
-
 async def refused(running: Bench, wire: bytes, method: str = "Generate", seconds: float = 30) -> aio.AioRpcError:
     """The status of a request that is given as bytes; the event loop must not be held by it for `seconds`."""
     statuses = []
@@ -120,11 +113,6 @@ async def test_a_refused_request_does_not_hold_the_event_loop(roomy: Bench, name
     assert fields_of(status)[0] == field
 
 
-async def test_no_more_wrong_fields_are_collected_than_are_told(roomy: Bench) -> None:
-    status = await refused(roomy, HOSTILE["ids within the context"][1].SerializeToString())
-    assert 1 < len(fields_of(status)) <= 20
-
-
 async def test_a_prompt_that_fills_the_context_does_not_hold_the_event_loop(roomy: Bench) -> None:
     request = pb.GenerateRequest(token_ids={"ids": [1] * (CONTEXT - 8)}, stopping={"max_tokens": 1})
     wire = request.SerializeToString()
@@ -188,25 +176,6 @@ async def test_a_slow_chat_template_is_rendered_in_a_thread(slowly_chatty: Bench
         call = channel.unary_stream(f"{METHODS}Generate", response_deserializer=pb.GenerateResponse.FromString)
         messages = [message async for message in call(request.SerializeToString(), timeout=60)]
     assert messages[-1].finished.usage.prompt_tokens == 1
-
-
-NAN, INFINITY = float("nan"), float("-inf")
-
-
-@pytest.mark.parametrize(
-    ("variables", "field"),
-    [
-        ({"temperature": NAN}, "chat.template_variables.temperature"),
-        ({"a": 1.0, "b": {"c": [0.5, INFINITY]}}, "chat.template_variables.b.c[1]"),
-    ],
-)
-@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
-async def test_template_variables_are_finite(chatty: Bench, method: str, variables: dict[str, Any], field: str) -> None:
-    conversation = chat(1, role="user", parts=TEXT)
-    conversation.template_variables.update(variables)
-    kind = pb.GenerateRequest if method == "Generate" else tokenize_pb2.TokenizeRequest
-    status = await refused(chatty, kind(chat=conversation).SerializeToString(), method)
-    assert (status.code(), fields_of(status)) == (StatusCode.INVALID_ARGUMENT, [field])
 
 
 async def test_tokenize_bounds_what_it_looks_at(roomy: Bench) -> None:

@@ -1,0 +1,70 @@
+"""No body that OpenAI's API accepts or refuses holds the event loop."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.clients.openai_api import openai_bench
+from support.cluster.in_process import DECODE, PREFILL, Bench
+from support.lifetimes import in_one_task
+from support.loop_turns import assert_never_held
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Bench]:
+    """One prefill and one decode worker, both infinitely fast."""
+    async with in_one_task(openai_bench(PREFILL, DECODE)) as running:
+        yield running
+
+
+def chat(**fields: object) -> bytes:
+    return json.dumps({"messages": [TURN], **fields}).encode()
+
+
+def picture(url: str) -> dict[str, object]:
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+SIZE = 15 * 2**20
+TURN = {"role": "user", "content": "hi"}
+# CPU time of the loop's thread in one piece: up to 5 ms here, of 30 to 130 ms for the work as a whole. A busy machine
+# makes a piece dearer now and then, but not the same work each time.
+HELD_SECONDS = 0.02
+# Each is close to a limit: of bytes, or of values.
+LARGE: list[tuple[str, str, bytes, int]] = [
+    ("text", "completions", json.dumps({"prompt": "x" * SIZE}).encode(), 400),
+    ("escapes", "completions", b'{"prompt": "' + b"\\u00e9" * (SIZE // 6) + b'"}', 400),
+    ("ids", "completions", b'{"prompt": [' + b"1," * (SIZE // 2) + b"1]}", 400),
+    ("brackets", "completions", b"[" * SIZE, 400),
+    ("structure in a string", "completions", b'{"prompt": "' + rb"\",[" * (SIZE // 4) + b'"}', 400),
+    ("line breaks", "completions", b'{"prompt": "' + rb"\n" * (SIZE // 2) + b'"}', 400),
+    ("image", "chat/completions", chat(messages=[picture("data:image/png;base64," + "A" * SIZE)]), 400),
+    ("chat", "chat/completions", chat(messages=[{"role": "user", "content": "x " * (SIZE // 2)}]), 400),
+    ("turns", "chat/completions", chat(messages=[TURN] * 9000), 400),
+    ("variables", "chat/completions", chat(max_tokens=3, chat_template_kwargs={"a": [0] * 60_000}), 200),
+    ("inputs", "embeddings", json.dumps({"input": ["x"] * 30_000}).encode(), 400),
+]
+POST = """
+import http.client, sys
+host, path, body = sys.argv[1:]
+connection = http.client.HTTPConnection(host, timeout=120)
+connection.request("POST", path, open(body, "rb").read())
+print(connection.getresponse().status)
+"""
+
+
+@pytest.mark.parametrize(("path", "body", "status"), [one[1:] for one in LARGE], ids=[one[0] for one in LARGE])
+async def test_no_body_holds_the_event_loop(served: Bench, tmp_path: Path, path: str, body: bytes, status: int) -> None:
+    file = tmp_path / "body"
+    file.write_bytes(body)
+    arguments = ("-c", POST, served.openai_address, f"/v1/{path}", str(file))
+
+    async def attempt() -> None:
+        client = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+        output, _ = await client.communicate()
+        assert int(output) == status
+
+    await assert_never_held(HELD_SECONDS, attempt)

@@ -1,0 +1,24 @@
+"""What the event loop does itself of the reading of a large request."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.calibration import here
+from support.many_fields import TOO_MANY
+
+from baton.inference.v1 import generate_pb2 as pb
+from rpc.interceptors.reading import Reader, ReadLimits
+
+MIB = 2**20
+MOST = 65_536
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_the_event_loop_does_not_read_a_large_request_itself(name: str) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        deserialize = Reader(ReadLimits(64 * MIB, MOST), threads).deserializer(pb.GenerateRequest.FromString)
+        assert deserialize is not None
+        started = time.thread_time()
+        deserialize(TOO_MANY[name])
+        assert time.thread_time() - started < here(0.005)

@@ -1,0 +1,75 @@
+"""Running calls of one stream, whose tokens are taken by outputs that note it."""
+
+from dataclasses import dataclass, field
+
+from baton.engine.v1 import multiplex_pb2 as pb
+from engine_protocol.multiplex.replies import MultiplexedCall
+from engine_protocol.multiplex.running_calls import RunningCalls
+
+
+@dataclass(eq=False)
+class Output:
+    """Notes when it is flushed."""
+
+    name: str
+    happened: list[object]
+
+    def flush_early(self) -> None:
+        self.happened.append(self.name)
+
+
+@dataclass
+class Taker:
+    """Notes what it is given; raises `error` instead, if there is one."""
+
+    call: int
+    output: Output | None
+    happened: list[object]
+    error: Exception | None = None
+    noted: int = 0
+
+    def take(self, token_id: int) -> bool:
+        if self.error is not None:
+            raise self.error
+        self.happened.append((self.call, token_id))
+        return True
+
+    def note_taken(self, now: float) -> None:
+        self.noted += 1
+        self.happened.append("noted")
+
+
+class NoLink:
+    """A stream that takes no wishes."""
+
+    def cancel(self, call: int) -> None:
+        pass
+
+    def pause(self, call: int, *, is_paused: bool) -> None:
+        pass
+
+    def relay_tokens(self, call: int, taker: object) -> None:
+        pass
+
+
+@dataclass
+class Calls:
+    """Running calls whose tokens are taken on two outputs."""
+
+    calls: RunningCalls = field(default_factory=RunningCalls)
+    happened: list[object] = field(default_factory=list)
+    a: Output = field(init=False)
+    b: Output = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.a, self.b = Output("a", self.happened), Output("b", self.happened)
+
+    def add(self, number: int, output: Output | None, error: Exception | None = None) -> MultiplexedCall[list[int]]:
+        call: MultiplexedCall[list[int]] = MultiplexedCall(number, NoLink(), list, list, None)
+        self.calls.add(number, call)
+        self.calls.relay_tokens(number, Taker(number, output, self.happened, error))
+        return call
+
+    def take(self, *tokens: tuple[int, int]) -> None:
+        numbers, ids = zip(*tokens, strict=True)
+        self.calls.take(pb.MultiplexResponse(token_calls=numbers, token_ids=ids))
