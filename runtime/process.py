@@ -81,7 +81,9 @@ def _report(error: Exception) -> int:
 
 
 def _exit_without_destructors(exit_code: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also if the log's reader has gone
+        os._exit(exit_code)
