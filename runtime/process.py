@@ -1,14 +1,16 @@
 """Running a process: its event loop, its signals, its exit code."""
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineFailed
 from runtime.aio import leaf_errors
 from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects
 from runtime.metrics import watched_event_loop
@@ -29,7 +31,8 @@ def run(main: Main) -> None:
 
     The first SIGTERM or SIGINT sets `stopping`, after which main should end by itself; the second cancels it. A
     ConfigError is one line on stderr and exit code 2, any other error is logged and exit code 1, a cancelled main is
-    128 + the signal's number. Returns only if main ended well.
+    128 + the signal's number. Returns only if main ended well. After an EngineFailed the process ends at once, without
+    destructors and handlers of its exit: those of a failed device's memory abort or hang.
     """
     raise_limit()
     exempt_living_objects()
@@ -60,7 +63,11 @@ async def _supervise(main: Main) -> int:
     except asyncio.CancelledError:
         return 128 + signals[-1] if signals else 1
     except Exception as error:  # the end of a process, as the interceptor `errors` is that of a call
-        return _report(error)
+        exit_code = _report(error)
+        if any(isinstance(cause, EngineFailed) for cause in leaf_errors(error)):
+            # Here, where the error's traceback still keeps all tensors alive.
+            _exit_without_destructors(exit_code)
+        return exit_code
     return 0
 
 
@@ -71,3 +78,12 @@ def _report(error: Exception) -> int:
         return 2
     log.error("process failed", exc_info=error)
     return 1
+
+
+def _exit_without_destructors(exit_code: int) -> NoReturn:
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also if the log's reader has gone
+        os._exit(exit_code)

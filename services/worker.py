@@ -1,6 +1,8 @@
 """A worker that serves: its health report and metrics, its supervision, and its drain."""
 
 import asyncio
+import faulthandler
+import gc
 import math
 import os
 import threading
@@ -30,6 +32,7 @@ _DRAIN_POLL_SECONDS = 0.05
 # A process that was suspended finds all its waits overdue when it continues: a failure counts if it lasts.
 _CONFIRM_FAILURE_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 5.0
+_LOCKED_SHUTDOWN_SECONDS = _SHUTDOWN_SECONDS + 1
 
 Value = TypeVar("Value")
 
@@ -199,6 +202,9 @@ async def supervise(worker: Worker, stopping: asyncio.Event) -> None:
 
 def exit_soon() -> None:
     """Ends the process with exit code 1 in a few seconds, if it has not ended by then: a broken engine may hang."""
+    gc.freeze()  # freeing the memory of a failed device can abort the process
+    # A hang that holds the interpreter's lock stops the timer too, but not this, which needs no lock.
+    faulthandler.dump_traceback_later(_LOCKED_SHUTDOWN_SECONDS, exit=True)
     timer = threading.Timer(_SHUTDOWN_SECONDS, _exit)
     timer.daemon = True
     timer.start()

@@ -5,8 +5,9 @@ With BATON_TEST_DEVICE=cuda both are the GPU's own errors. The worker is a proce
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,9 +17,10 @@ from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.processes import Process, process
 from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE
-from support.engines.device_faults import ASSERTS, LARGE
+from support.engines.device_faults import ASSERTS, HANGS, LARGE
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
+from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.errors import ConfigError, DeviceFailed, EngineFailed, OutOfMemory
 from services.engines.prompt import Prompt
@@ -61,9 +63,19 @@ async def health_states(address: str) -> AsyncIterator[list[int]]:
 
     async with grpc.aio.insecure_channel(address) as channel:
         watching = asyncio.create_task(watch(health_pb2_grpc.HealthStub(channel)))
-        yield states
-        watching.cancel()
-        await asyncio.wait([watching])
+        try:
+            yield states
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching], timeout=PATIENCE_SECONDS)
+
+
+async def last_code(call: "grpc.aio.UnaryStreamCall[Any, Any]") -> grpc.StatusCode:
+    """The status at the end of a stream. gRPC keeps it back until all messages have been read."""
+    with suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return await call.code()
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -72,15 +84,28 @@ async def test_a_failed_assertion_of_the_gpu_fails_every_request_and_ends_the_wo
 ) -> None:
     with failing_worker(tmp_path, execution) as worker:
         async with calls_to(worker.address) as calls, health_states(worker.address) as states:
-            beside = calls.decodes.Decode(decode_request(request_id="beside", max_tokens=4000))
+            beside = calls.decodes.Decode(
+                decode_request(request_id="beside", max_tokens=4000), timeout=PATIENCE_SECONDS
+            )
             await beside.read()
+            await eventually(lambda: states == [SERVING])
             with pytest.raises(DeviceFailed) as failed:
                 await calls.decode(decode_request(text=bytes([5, ASSERTS, 7])))
             assert failed.value.reason == "DEVICE_FAILED"
-            assert await beside.code() == grpc.StatusCode.INTERNAL
+            assert await last_code(beside) == grpc.StatusCode.INTERNAL
+            await eventually(lambda: states == [SERVING, NOT_SERVING])
             assert await asyncio.to_thread(worker.popen.wait, 30) == 1
-            assert states[0] == SERVING
-            assert states[-1] == NOT_SERVING
+
+
+@pytest.mark.parametrize("fault", [ASSERTS, HANGS])
+async def test_a_failed_device_that_aborts_or_hangs_at_the_end_of_the_process_gives_exit_code_1(
+    tmp_path: Path, fault: int
+) -> None:
+    with failing_worker(tmp_path, "library") as worker:
+        async with calls_to(worker.address) as calls:
+            with pytest.raises(DeviceFailed):
+                await calls.decode(decode_request(text=bytes([5, fault, 7])))
+            assert await asyncio.to_thread(worker.popen.wait, 30) == 1
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
