@@ -22,7 +22,7 @@ from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.interceptors.counting import TextLimits, count_fields
 from rpc.interceptors.wire import find_fault
 
-Deserializer = Callable[[bytes], Any]
+Deserializer = Callable[[bytes | bytearray], Any]
 # The limits of the texts in a message; None if there are none. Called for each large message, in another thread.
 TextLimitsOf = Callable[[Descriptor], TextLimits | None]
 
@@ -92,7 +92,7 @@ class Reader:
             return given
         descriptor: Any = message.DESCRIPTOR
 
-        def deserialize(wire: bytes) -> Any:
+        def deserialize(wire: bytes | bytearray) -> Any:
             note_size(len(wire))
             if wire.startswith(_GZIP) or len(wire) > _PARSED_AT_ONCE:
                 return _Unread(lambda: self._read(given, descriptor, wire))
@@ -141,7 +141,7 @@ class Reader:
             if request.hold is not None:
                 request.hold.release()
 
-    def _read(self, parse: Deserializer, descriptor: Descriptor, wire: bytes) -> Any:
+    def _read(self, parse: Deserializer, descriptor: Descriptor, wire: bytes | bytearray) -> Any:
         try:
             plain = self._decompressed(wire) if wire.startswith(_GZIP) else wire
             texts = self._texts(descriptor) if self._texts else None
@@ -153,7 +153,7 @@ class Reader:
         except DecodeError:
             return _fault(descriptor, plain)
 
-    def _decompressed(self, wire: bytes) -> bytes:
+    def _decompressed(self, wire: bytes | bytearray) -> bytes:
         if not self._limits.accepts_gzip:
             raise Unsupported("compressed requests are not accepted here; send the request without compression")
         most = self._limits.message_bytes
@@ -169,7 +169,7 @@ class Reader:
         return plain
 
 
-def _fault(descriptor: Descriptor, wire: bytes) -> MalformedRequest:
+def _fault(descriptor: Descriptor, wire: bytes | bytearray) -> MalformedRequest:
     """INVALID_ARGUMENT, where gRPC itself would answer INTERNAL."""
     fault = find_fault(descriptor, wire)
     return MalformedRequest(InvalidRequest.of(fault.field, fault.description))

@@ -34,7 +34,7 @@ class _Broken(Exception):
         self.fault = MalformedField(path or "request", description)
 
 
-def find_fault(descriptor: Descriptor, wire: bytes) -> MalformedField:
+def find_fault(descriptor: Descriptor, wire: bytes | bytearray) -> MalformedField:
     """The first fault in bytes that could not be parsed as a message of `descriptor`.
 
     `request` stands for the message as a whole, where no field can be named.
@@ -55,7 +55,7 @@ class _Span:
 class _Walk:
     """One pass over the bytes of a message, in the order in which they were sent."""
 
-    def __init__(self, wire: bytes) -> None:
+    def __init__(self, wire: bytes | bytearray) -> None:
         self._wire = wire
         self._fields_left = _MAX_FIELDS
 

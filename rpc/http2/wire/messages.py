@@ -201,11 +201,11 @@ async def whole(message: Received) -> bytes:
 
 
 def _moved(payload: bytearray) -> bytes:
-    # join() lets the event loop run meanwhile, and bytes() does not.
+    # Piece by piece: join() lets the event loop run meanwhile only if it joins nothing but bytes.
     with memoryview(payload) as view:
-        content = b"".join((view,))
+        pieces = [bytes(view[at : at + INLINE_BYTES]) for at in range(0, len(view), INLINE_BYTES)]
     payload.clear()
-    return content
+    return b"".join(pieces)
 
 
 async def decompress(message: Received, encoding: str, max_bytes: int, count: Callable[[int], bool]) -> bytes:
