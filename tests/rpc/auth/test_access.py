@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hyperframe.frame import HeadersFrame
 from support.certificates import Authority
+from support.cluster.server_kind import SERVER_KIND
 from support.http2.peer import head, peer_of
 from support.servers.scripted_router import NAME, service
 
@@ -122,6 +123,7 @@ async def test_anything_else_than_a_right_token_is_unauthenticated(
         assert await ask(server, metadata=metadata) == "UNAUTHENTICATED"
 
 
+@pytest.mark.skipif(SERVER_KIND == "grpcio", reason="grpcio's server reads a request before it asks for the caller")
 @pytest.mark.parametrize(
     ("method", "metadata", "status"),
     [("ListModels", [], 16), ("ListModels", bearer("wrong-0123456789abcdef"), 16), ("GetModel", bearer(ALICE), 7)],
