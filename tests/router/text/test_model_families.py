@@ -88,7 +88,7 @@ def rendered_here(template: str, messages: list[dict[str, Any]], tools: Any, var
     for call in (call for message in sent for call in message.get("tool_calls", [])):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     add_messages(chat, [ChatMessage(**message) for message in sent])
-    add_tools(chat, [FunctionTool(**tool) for tool in tools])
+    add_tools(chat, [FunctionTool(**tool).function for tool in tools], "function.")
     chat.template_variables.update(variables)
     try:
         return request_input.encode_chat(chat, served(template))[1]
