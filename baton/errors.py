@@ -206,7 +206,7 @@ class InvalidReply(EngineFailed):
 
 
 class DeviceFailed(EngineFailed):
-    """A GPU reported an error, after which its process can compute nothing: the worker ends, and is to be restarted."""
+    """A GPU reported an error, after which its process can compute nothing: the worker ends, and must be restarted."""
 
     reason = "DEVICE_FAILED"
 

@@ -1,4 +1,4 @@
-"""How late an event loop wakes a task: in a router under load, and in a loop with about as much to do, to compare."""
+"""The lag of an event loop that wakes a task: in a router under load, and in a loop with as much to do, to compare."""
 
 import asyncio
 import time

@@ -288,7 +288,7 @@ class RequestExecution(Waiting):
         return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
     def another_can(self, worker: WorkerHandle) -> bool:
-        """See Waiting. Once the answer is complete, only the end of the call is missing, and nobody has to give it."""
+        """Whether the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self._completion.finished is not None:
             return True
         attempts = self._attempts

@@ -25,8 +25,9 @@ async def best_effort(
     cancelled then.
     """
     seconds = BEST_EFFORT_SECONDS if healthy else BEST_EFFORT_UNHEALTHY_SECONDS
-    calling = asyncio.ensure_future(unary(start(seconds)))
     try:
+        # Within: the start of a call on a channel that is closed fails at once.
+        calling = asyncio.ensure_future(unary(start(seconds)))
         return await asyncio.shield(calling)
     except BatonError as error:
         log.debug("best-effort call failed", error=error.message)

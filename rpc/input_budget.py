@@ -87,7 +87,7 @@ class PeerInput:
 
 
 class InputHold:
-    """Bytes of a request between its arrival and the end of its parsing; freed once, by whoever is first."""
+    """Bytes of a request between its arrival and the end of its parsing; freed once, by the first release."""
 
     __slots__ = ("_on_release", "_peer", "_size", "is_claimed")
 

@@ -1,4 +1,4 @@
-"""What requests leave behind in the router and in the workers, by how they ended.
+"""Memory that requests leave behind in the router and in the workers, by how they ended.
 
 cluster (the processes, and what they hold), outcomes (how a request comes to each of its ends), __main__ (bytes a
 request of each outcome).

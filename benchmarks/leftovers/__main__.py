@@ -25,7 +25,7 @@ _MOST_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of some outcomes, by their `ends`, of which `wrong` are those that should not have been."""
+    """The measurement of some outcomes: their `ends`, of which `wrong` are those that should not have been."""
 
     name: str
     requests: int
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        """Whether each request ended as it should, and left no more than it may."""
+        """Each request ended as it should, and left no more than it may."""
         return not self.wrong and max(self.router, self.workers) <= _MOST_BYTES
 
 

@@ -1,4 +1,4 @@
-"""What only the garbage collector frees, and the cycles that keep it."""
+"""Objects that only the garbage collector frees, and the cycles that keep them."""
 
 import gc
 import types
@@ -16,7 +16,7 @@ def watch() -> None:
 
 
 def found() -> tuple[int, list[str]]:
-    """How many objects there are in cycles, and the shortest cycles among them, in words; then forgets them."""
+    """The number of objects in cycles, and the shortest cycles among them, in words; then forgets them."""
     gc.collect()
     garbage = {id(each): each for each in gc.garbage if each is not gc.garbage}
     gc.set_debug(0)

@@ -1,4 +1,4 @@
-"""How a request comes to each of its ends: answered, cancelled or late at each stage, refused, failed, migrated."""
+"""Requests for each end: answered, cancelled or late at each stage, refused, failed, migrated."""
 
 import asyncio
 import json

@@ -43,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a user typed: a text, and images that were added to it."""
+    """A message as a user typed it: a text, and images that were added to it."""
 
     text: str
     images: tuple[Image, ...] = ()

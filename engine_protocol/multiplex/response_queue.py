@@ -35,7 +35,7 @@ class RelayedTokens:
 
     def __init__(self, call: int, source: TokenSource, *, is_paused: bool) -> None:
         self.call = call
-        self.source: TokenSource | None = source  # until nobody waits for the end of it
+        self.source: TokenSource | None = source  # until its end is no longer waited for
         self.is_paused = is_paused
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

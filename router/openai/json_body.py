@@ -112,6 +112,8 @@ class _LargeBody:
                     self._strings.append(self._string(begin, end))
                 begin = -1
             self._bound(count, len(rest) + (begin if begin >= 0 else start + len(piece)) - copied)
+        if begin >= 0:
+            raise ValueError("a string has no end")
         return bytes(rest + body[copied:])
 
     def _bound(self, strings: int, bytes_beside_texts: int) -> None:

@@ -13,7 +13,7 @@ async def abort(worker: WorkerHandle, call_id: str) -> generate_pb2.CancelReceip
     """Stops a call. Returns the worker's receipt; None if there was nothing to stop, or no response in time."""
     request = worker_pb2.AbortRequest(request_id=call_id)
     try:
-        answer = await unary(worker.control.Abort(request, timeout=ABORT_SECONDS))
+        answer = await unary(worker.shared_control.Abort(request, timeout=ABORT_SECONDS))
     except BatonError:
         return None
     if not answer.found:
@@ -34,4 +34,4 @@ async def abort_unanswered(worker: WorkerHandle, call_id: str) -> None:
     names would then be held until their lease ends.
     """
     request = worker_pb2.AbortRequest(request_id=call_id)
-    await best_effort(lambda seconds: worker.control.Abort(request, timeout=seconds), healthy=not worker.problem)
+    await best_effort(lambda seconds: worker.shared_control.Abort(request, timeout=seconds), healthy=not worker.problem)

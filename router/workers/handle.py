@@ -103,9 +103,10 @@ class WorkerHandle:
         self.decode = decode_pb2_grpc.DecodeServiceStub(shared)
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(shared)
         self.control = worker_pb2_grpc.WorkerServiceStub(channel)
-        # Its reports come ten times a second while it works: a message of grpc.aio's takes several times as long.
-        reporting = shared if MULTIPLEXED_LOAD in record.capabilities else channel
-        self._reports = worker_pb2_grpc.WorkerServiceStub(reporting)
+        # Reports come ten times a second while it works, and each cancelled request has an abort. A call of grpc.aio
+        # takes several times as long, and thousands of them fragment the process's memory.
+        sharing = shared if MULTIPLEXED_LOAD in record.capabilities else channel
+        self.shared_control = worker_pb2_grpc.WorkerServiceStub(sharing)
         self.model: ServedModel | None = None
         self.load = cluster_service_pb2.WorkerLoad()
         self.loras = KnownLoras()
@@ -309,7 +310,7 @@ class WorkerHandle:
         with ReportStream("load", self.record.worker_id) as reports:
             while True:
                 try:
-                    async with aclosing(stream(self._reports.WatchLoad(request))) as responses:
+                    async with aclosing(stream(self.shared_control.WatchLoad(request))) as responses:
                         async for response in responses:
                             backoff.reset()
                             self._heard_at = time.monotonic()

@@ -2,9 +2,13 @@
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from baton.errors import InvalidRequest
+from media.sources.uri import decode_data
 from router.openai.json_body import parse
 
 HOLDING = {
@@ -14,7 +18,19 @@ HOLDING = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDING)
+def read_without_end() -> None:
+    with pytest.raises(InvalidRequest, match="a string has no end"):
+        parse(b'{"prompt": "' + b"x" * 15 * 2**20)
+
+
+READING: dict[str, Callable[[], object]] = {
+    **{name: partial(parse, body) for name, body in HOLDING.items()},
+    "a string without an end": read_without_end,
+    "base64": partial(decode_data, "data:image/png;base64," + "QUJD" * 4 * 2**20, "media[0]", 2**30),
+}
+
+
+@pytest.mark.parametrize("name", READING)
 def test_other_threads_run_while_a_large_body_is_read(name: str) -> None:
     longest, ended = 0.0, threading.Event()
 
@@ -32,7 +48,7 @@ def test_other_threads_run_while_a_large_body_is_read(name: str) -> None:
         thread.start()
         longest, before = 0.0, time.perf_counter()
         try:
-            parse(HOLDING[name])
+            READING[name]()
             return longest / (time.perf_counter() - before)
         finally:
             ended.set()

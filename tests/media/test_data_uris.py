@@ -70,6 +70,8 @@ async def test_a_type_in_the_uri_that_is_not_accepted_is_unsupported() -> None:
         ("data:image/png;base64", "is a data: URI without a comma"),
         ("data:image/png;base64,!!!!", "is not valid base64"),
         ("data:image/png;base64,AAAAA", "is not valid base64"),
+        ("data:image/png;base64,AA==AAAA", "is not valid base64"),
+        ("data:image/png;base64," + "A" * (64 * 1024 - 2) + "==" + "A" * 64, "is not valid base64"),
         ("data:image/png;base64,ÄÄÄÄ", "is not valid base64"),
         ("data:image/png;base64,", "is empty"),
         ("data:,", "is empty"),

@@ -43,7 +43,7 @@ class LinearCost:
         self._weight = 1.0  # of the prior
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self.count = self._count_seen = 0
-        self.bias = 1.0  # of late, what was measured over what was predicted
+        self.bias = 1.0  # recently, what was measured over what was predicted
         self.base, self.rate = base, rate
 
     def seconds(self, amount: float) -> float:

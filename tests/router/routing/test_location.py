@@ -127,7 +127,7 @@ def test_unpaired_agrees_with_can_hand_over_within_a_bound() -> None:
 def test_a_worker_without_a_partner_says_so_and_part_of_a_fleet_that_differs_is_named() -> None:
     lone = replace(worker("p"), roles=("prefill",))
     assert partly_unpaired([lone]) == {lone.process: ["no worker of demo has the role decode"]}
-    # Who decodes, or does both, needs nobody else.
+    # A worker that decodes, or does both, needs no other.
     assert partly_unpaired([replace(lone, roles=("decode",))]) == partly_unpaired([worker("both")]) == {}
     fits = replace(worker("d1"), roles=("decode",))
     differs = replace(fits, worker_id="d2", layout_digest="x")

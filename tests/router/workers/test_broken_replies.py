@@ -178,7 +178,7 @@ LANES = pytest.mark.parametrize("multiplexed", [False, True], ids=["calls", "mul
 @asynccontextmanager
 async def beside(running: Bench, role: str, *, multiplexed: bool) -> AsyncIterator[Tampered]:
     """A broken worker beside the bench's."""
-    # What a changed reply held, nobody releases: a short lease.
+    # Blocks of a changed reply are not released: a short lease.
     config = simulated("broken", role).model_copy(update={"handoff": HandoffConfig(lease_seconds=0.5)})
     async with tampered(running, config, multiplexed=multiplexed) as broken:
         yield broken
@@ -233,7 +233,7 @@ async def test_a_broken_decode_goes_on_elsewhere(name: str, multiplexed: bool, u
         await eventually(lambda: running.used_blocks() == 0)
 
 
-# More than was asked for: the answer is complete, and the rest of it nobody gets.
+# More than was asked for: the answer is complete, and the client gets nothing of the rest.
 
 
 def flood(reply: decode_pb2.DecodeResponse) -> Iterable[Reply]:

@@ -96,7 +96,7 @@ def exaggerate(message: Message) -> None:
 @pytest.mark.parametrize(
     "method", ["WatchLoad", "SubscribeKvEvents", "GetModel", "WatchLoras", "Renew", "Release", "Abort"]
 )
-async def test_numbers_at_the_ends_of_their_ranges_harm_nobody_else(method: str, policy: str) -> None:
+async def test_numbers_at_the_ends_of_their_ranges_harm_no_other_request(method: str, policy: str) -> None:
     def changed(reply: Message) -> Iterable[Reply]:
         exaggerate(reply)
         return [reply]
