@@ -54,7 +54,7 @@ COMMANDS = (
         requests.explain,
         "explain",
     ),
-    Subcommand("bench", "Put load on a cluster and measure it", benchmarks.bench, "bench"),
+    Subcommand("bench", "Put load on a server and measure it", benchmarks.bench, "benchmarks.bench"),
     Subcommand("info", "Show what this deployment offers: models, features, limits, façades", cluster.info, "info"),
     Subcommand("models", "List the served models", connecting.address, "models"),
     Subcommand("lora", "List, load and unload adapters on the workers", cluster.lora, "lora"),

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import ConfigError
 from cli.arguments.benchmarks import TRACES
 from devtools.bench.traces import BLOCK_TOKENS, KINDS, generate_trace, ideal_hit_rate, read_trace
-from devtools.bench.workload import Lengths, at_rate, of_trace, read_lengths
+from devtools.bench.workload import Images, Lengths, Workload, of_trace, read_lengths
 
 LINE = {"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}
 
@@ -75,7 +75,7 @@ def test_prompts_of_a_trace_are_equal_where_its_blocks_are(tmp_path: Path) -> No
 
 
 def test_requests_arrive_at_random_with_the_rate_that_was_asked_for() -> None:
-    planned = at_rate(50.0, 2000, Lengths(prompt=(10, 20), answer=(3, 3)), seed=1)
+    planned = Workload(Lengths(prompt=(10, 20), answer=(3, 3))).at_rate(50.0, 2000, seed=1)
     gaps = [later.at_seconds - each.at_seconds for each, later in itertools.pairwise(planned)]
     assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.15)
