@@ -63,6 +63,9 @@ URL ?=
 RESULTS ?= .baton/bench
 BENCH ?=
 
+# How many questions of each task `make eval` asks.
+SAMPLES ?= 210
+
 # What `make images` builds: of router, cpu, cuda and trtllm. BASE= is an image with Python, TORCH_INDEX= an index with a torch
 # without CUDA, HOST_PIP=1 uses this machine's pip configuration. BASE=debian makes one from Debian's packages. PURE=1 compiles
 # nothing of the router.
@@ -90,7 +93,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval bench-router bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval eval-install bench-router bench-long-prompts bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -159,9 +162,19 @@ bench: $(STUBS) ## Measure what `make up` runs, and write JSON, Markdown and a p
 		$(if $(URL),--url $(URL)) $(if $(MODE),--mode $(MODE)) \
 		--json $(RESULTS)/bench.json --markdown $(RESULTS)/bench.md --plot $(RESULTS)/bench.png $(BENCH)
 
-bench-router: $(STUBS) ## Compare the router, also compiled, with vllm-router, sglang-router and Dynamo, from PyPI (15 minutes; BENCH= has options)
+eval-install: $(STUBS) ## Create .venv-eval, with lm-eval (650 MB)
+	@$(BIN)/python tools/install_eval.py .venv-eval
+
+eval: eval-install ## Evaluate the demonstration model by lm-eval, on the checkpoint and through Baton in several ways (SAMPLES=210 questions a task)
+	@PYTHONPATH=. $(BIN)/python -m models.demo.eval.run --samples $(SAMPLES)
+
+bench-router: $(STUBS) ## Compare the router, also compiled, with vllm-router, sglang-router, smg and Dynamo, from PyPI (15 minutes; BENCH= has options)
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments $(filter --no-compiled,$(BENCH))
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.compare --output benchmarks/results $(BENCH)
+
+bench-long-prompts: $(STUBS) ## Compare what long prompts cost the router with what they cost vllm-router, sglang-router and smg (10 minutes)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments --no-compiled
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.long_prompts --output benchmarks/results/long_prompts.md $(BENCH)
 
 bench-routing: $(STUBS) ## Compare the routing policies in simulated time (TRACE=FILE replays one in Mooncake's format)
 	@PYTHONPATH=. $(BIN)/python benchmarks/routing/simulation.py $(if $(TRACE),--trace $(TRACE),--seeds 1 2)

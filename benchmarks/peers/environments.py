@@ -58,6 +58,7 @@ class Environment:
 
 
 HTTP = Environment("http", packages=("vllm-router==0.1.17", "sglang-router==0.3.2"))
+SMG = Environment("smg", packages=("smg==1.13.0",))
 DYNAMO = Environment(
     "dynamo",
     alone=("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
@@ -172,6 +173,7 @@ def install_compiled(folder: Path) -> None:
 def install_others(folder: Path, dynamo_python: str | None) -> None:
     """Installs the other projects' routers that can be, and says what cannot."""
     HTTP.install(folder, sys.executable)
+    SMG.install(folder, sys.executable)
     if DYNAMO.is_complete(folder):
         return
     if not dynamo_python:
