@@ -199,7 +199,7 @@ def main() -> None:
     run = Run(
         comparison.measured, comparison.left_out, str(cores), command, load_before, options.rounds, options.way_rounds
     )
-    printed = report(run, options.folder)
+    printed = report(run)
     print(printed)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,11 @@ class Environment:
         """Its interpreter."""
         return folder / self.name / "bin" / "python"
 
+    def version(self, package: str) -> str:
+        """The pinned version of one of its packages."""
+        pins = dict(each.split("==") for each in (*self.alone, *self.packages) if "==" in each)
+        return pins[package]
+
     def is_complete(self, folder: Path) -> bool:
         """Whether everything was installed."""
         return (folder / self.name / "complete").exists()

@@ -113,7 +113,7 @@ async def servers(options: argparse.Namespace, cores: Cores) -> AsyncIterator[li
 
 def _server(router: Router, sender: Sender, engine: str) -> Server:
     assert router.pid
-    return Server(router.name, router.pid, sender, engine)
+    return Server(router.label, router.pid, sender, engine)
 
 
 async def _bench(folder: Path, cores: Cores, stack: AsyncExitStack) -> Bench:

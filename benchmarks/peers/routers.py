@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,6 +64,12 @@ class Router:
     runs: str = ""
     address: str = ""
     served: str = ""  # the only model that it takes the engine to have
+    version: str = ""  # of the package
+
+    @property
+    def label(self) -> str:
+        """Its name in tables, with the version."""
+        return f"{self.name} {self.version}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,12 @@ class Relay:
         workers = ["--prefill", prefill, *self.prefill_port, "--decode", decode]
         return [str(self.environment.python(bench.folder)), "-m", self.module, *self.options, *workers, *listening]
 
+    @property
+    def router(self) -> Router:
+        """What it is before it has started."""
+        version = self.environment.version(self.name)
+        return Router(self.name, None, {}, None, served=self.served, version=version)
+
 
 _RELAYS: Final = (
     Relay("vllm-router", HTTP, "vllm_router.launch_router", ("--vllm-pd-disaggregation",)),
@@ -172,7 +184,7 @@ async def relay(bench: Bench, which: Relay, ways: Sequence[str]) -> AsyncIterato
         await _models(port, (which.served,) if which.served else (), process=process)
         direct = HttpClient(bench.engines[1])
         address = f"127.0.0.1:{port}"
-        router = Router(which.name, process.pid, {}, bench.http_steps, direct, address=address, served=which.served)
+        router = replace(which.router, pid=process.pid, steps=bench.http_steps, direct=direct, address=address)
         try:
             async with _http(bench, router, port, ways, which.served) as router:
                 yield router
@@ -188,7 +200,9 @@ async def dynamo_frontend(bench: Bench, ways: Sequence[str]) -> AsyncIterator[Ro
     port = free_port()
     async with dynamo(bench.folder, port, bench.cores, bench.log) as pid:
         await _models(port, tuple(STEP_SECONDS))
-        async with _http(bench, Router("Dynamo", pid, {}, None), port, ways) as router:
+        async with _http(
+            bench, Router("Dynamo", pid, {}, None, version=DYNAMO.version("ai-dynamo")), port, ways
+        ) as router:
             yield router
 
 

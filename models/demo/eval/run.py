@@ -148,7 +148,11 @@ def main() -> None:
         ways: list[Callable[[], Iterator[Evaluated]]] = [evaluation.direct]
         ways += [lambda name=name: evaluation.through_baton(name, WAYS[name]) for name in arguments.only]  # type: ignore[misc]
         try:
-            evaluated = [each for way in ways for each in way()]
+            evaluated = []
+            for way in ways:
+                for each in way():
+                    evaluated.append(each)
+                    print(f"{each.way}: {each.outcome.task}: {each.outcome.score:.4f}", file=sys.stderr, flush=True)
         except HarnessFailed as failure:
             sys.exit(str(failure))
     text, is_all_same = table(evaluated)
