@@ -59,10 +59,11 @@ class Harness:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise HarnessFailed(f"{name}: lm-eval ended with {ran.returncode}:\n{(ran.stdout + ran.stderr)[-4000:]}")
-        return [_outcome(output, task) for task in tasks]
+        return [read_outcome(output, task) for task in tasks]
 
 
-def _outcome(output: Path, task: str) -> Outcome:
+def read_outcome(output: Path, task: str) -> Outcome:
+    """The outcome of a task, from the newest files that lm-eval has written below a folder."""
     results = json.loads(_newest(output, "results_*.json").read_text())["results"][task]
     metric = _METRICS[task]
     rows = [json.loads(line) for line in _newest(output, f"samples_{task}_*.jsonl").read_text().splitlines()]

@@ -4,12 +4,13 @@
         [--lm-eval .venv-eval/bin/python]
 
 Greedy answers are to be the same as the checkpoint's own, and so are log likelihoods up to rounding. Where a float's
-last bits decide between two tokens an answer may differ; then the score is to be within its standard error. Exits with
+last bits decide between two tokens an answer may differ; then the score is to be within two standard errors. Exits with
 1 if any of it is not so.
 """
 
 import argparse
 import math
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -107,13 +108,13 @@ def differences(outcome: Outcome, own: Outcome) -> tuple[int, float]:
 
 
 def is_same(outcome: Outcome, own: Outcome) -> bool:
-    """Within what is deterministic, and else within the standard error."""
+    """Within what is deterministic, and else within two standard errors."""
     others, difference = differences(outcome, own)
     noise = math.hypot(outcome.stderr, own.stderr)
     return (
         others <= _MOST_OTHER_ANSWERS * len(own.answers)
         and difference <= _LOGLIKELIHOOD_TOLERANCE
-        and abs(outcome.score - own.score) <= noise
+        and abs(outcome.score - own.score) <= 2 * noise
     )
 
 
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--lm-eval", type=Path, default=Path(".venv-eval/bin/python"), help="its interpreter")
     parser.add_argument("--output", type=Path, help="a file for the table")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # So that clusters are taken down.
     with tempfile.TemporaryDirectory() as folder:
         harness = Harness(arguments.lm_eval.absolute(), arguments.samples, Path(folder))
         evaluation = Evaluation(harness, write_text_model(Path(folder) / "demo"))
