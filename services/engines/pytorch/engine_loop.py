@@ -148,6 +148,9 @@ class EngineLoop:
                 value = command.run(self._core)
         except BatonError as error:
             self.notify(partial(_set_error, command.result, error))
+        except RuntimeError as error:  # which ends the thread, and its caller must not wait for ever
+            self.notify(partial(_set_error, command.result, failure_of("engine", error)))
+            raise
         else:
             self.notify(partial(_set_result, command.result, value))
 
