@@ -182,6 +182,8 @@ class Completion:
         if self._parser is None:
             return TokenDelta(text, token_ids, logprobs)
         parsed = self._parser.push(text)
+        if self._parser.has_ended and self._finished is None:
+            self._finished = Finish(sampling_pb2.FINISH_REASON_END_OF_SEQUENCE)
         return TokenDelta(parsed.text, token_ids, logprobs, parsed.reasoning, parsed.tool_calls)
 
     def _held_back_text(self) -> str:

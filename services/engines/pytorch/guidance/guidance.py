@@ -30,8 +30,8 @@ def unfollowed(reason: str) -> str:
 class Guidance:
     """A request's grammar after the tokens so far.
 
-    Belongs to the engine's thread, except between `expect` and `mask`, while a thread of the masks has it. Once its masks
-    are slow, `compute_alone` begins the next one as soon as its token is known, outside of the steps.
+    Belongs to the engine's thread, except between `expect` and `mask`, while a thread of the masks has it. Once its
+    masks are slow, `compute_alone` begins the next one as soon as its token is known, outside of the steps.
     """
 
     def __init__(self, matcher: LLMatcher, field: str, vocabulary: GrammarVocabulary) -> None:

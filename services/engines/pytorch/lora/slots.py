@@ -30,7 +30,7 @@ class EmbeddedLoraSlots:
         """Does nothing: the next adapter replaces the content."""
 
     def _install(self, slot: int, weights: dict[str, LowRank]) -> None:
-        """Fails the load alone: what is half written is in a slot that no sequence uses. A lost device ends the engine."""
+        """Fails the load alone, since no sequence uses a slot that is half written. A lost device ends the engine."""
         try:
             self._layers.install(slot, weights)
         except RuntimeError as error:

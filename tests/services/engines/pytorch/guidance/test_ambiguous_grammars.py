@@ -9,6 +9,7 @@ import pytest
 from support.engines.checkpoints import DEMO
 from support.engines.embedded import Checkpoint
 from support.engines.guided import GREEDY, PROMPT, TOKENIZER, answer, by_regex
+from support.eventually import eventually
 from support.lifetimes import in_one_task
 
 from baton.errors import InvalidRequest
@@ -45,8 +46,7 @@ async def test_an_ambiguous_grammar_does_not_hold_up_other_guided_answers(engine
     slow, quick = [0], [0]
     ambiguous = asyncio.create_task(count(engine, AMBIGUOUS, replace(PROMPT, emitted=WORDS[:60]), slow))
     async with asyncio.timeout(120):
-        while not slow[0]:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: slow[0] > 0, 100)
         before = slow[0]
         await count(engine, PLAIN, PROMPT, quick)
         during = slow[0] - before
@@ -61,7 +61,7 @@ async def test_an_answer_whose_masks_take_too_long_fails_by_the_name_of_its_gram
     engine: PyTorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guidance, "_SLOW_MASKS_SECONDS", 0.5)
-    with pytest.raises(InvalidRequest, match="it is too ambiguous: .* mask.* more than") as refused:
+    with pytest.raises(InvalidRequest, match=r"it is too ambiguous: .* mask.* more than") as refused:
         async with asyncio.timeout(120):
             await count(engine, AMBIGUOUS, replace(PROMPT, emitted=WORDS[:50]), [0])
     assert refused.value.violations[0].field == "guided.grammar"
