@@ -83,7 +83,9 @@ def _file_text(field: str, path: str) -> str:
     """The text of a file. Raises InvalidRequest naming the field if it cannot be read."""
     try:
         return read_file(path, LARGEST_REQUEST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InvalidRequest.of(field, f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise InvalidRequest.of(field, f"{path} cannot be read: {error}") from None
 
 
