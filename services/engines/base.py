@@ -171,7 +171,8 @@ class TellsProgress(Protocol):
     async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
         """Computes a prompt as `prefill` does. `progress` hears of each step but the last.
 
-        It hears of nothing after the end. What it hears of are the first blocks of the held KV, unless it hears that they are lost.
+        It hears of nothing after the end. The blocks that it hears of are the first of the held KV, unless it also
+        hears that they are lost.
         """
 
 
