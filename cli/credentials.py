@@ -16,7 +16,7 @@ _LARGEST_TOKEN_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How to connect: in plain text without `tls`, and anonymously without `token`."""
+    """The credentials of a connection: in plain text without `tls`, and anonymously without `token`."""
 
     tls: TlsConfig | None = None
     token: SecretStr = field(default=SecretStr(""))

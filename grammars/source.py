@@ -64,7 +64,7 @@ def lark_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> str:
 
 
 def may_spell_any(guide: Guide, special_ids: Mapping[str, int]) -> bool:
-    """Whether text that the guide forces may have the name of a special token in it.
+    """True if text that the guide forces may have the name of a special token in it.
 
     Exact for texts. An expression or a grammar has many ways of writing a character, such as `[<]` and `\\x3c`, and may
     be split: it may spell a name if it has the name's first character, or any character by its number.

@@ -51,7 +51,7 @@ async def check_cluster(target: RouterTarget) -> AsyncGenerator[Finding, None]:
 
 
 def check_workers(workers: Sequence[cluster_service_pb2.Worker]) -> Iterator[Finding]:
-    """Whether each worker is ready, and whether the workers of each model can hand over to each other."""
+    """Checks that each worker is ready, and that the workers of each model can hand over to each other."""
     if not workers:
         yield broken("no worker is registered", "start one with the router's namespace and etcd; see `baton logs`")
     for worker in workers:
@@ -121,5 +121,5 @@ def _layouts(model: str, workers: Sequence[cluster_service_pb2.Worker]) -> Itera
 
 
 def _has_no_kv(worker: cluster_service_pb2.Worker) -> bool:
-    """Whether it only encodes or embeds: it hands no KV over, and what it holds are embeddings."""
+    """True if it only encodes or embeds: it hands no KV over, and what it holds are embeddings."""
     return {"encode", "embed"}.issuperset(worker.roles)

@@ -54,7 +54,7 @@ class Guidance:
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether its mask is computed outside of the steps, and is not ready."""
+        """True if its mask is computed outside of the steps, and is not ready."""
         return self.compute_alone is not None and self._job is not None and not self._job.done()
 
     def note(self, seconds: float, compute_alone: "Callable[[Guidance], Future[None]]") -> None:
