@@ -23,17 +23,17 @@ _TEXT: Final = _tag("TokenDelta", "text", _LENGTH_DELIMITED)
 _TOKEN_IDS: Final = _tag("TokenDelta", "token_ids", _LENGTH_DELIMITED)
 
 # Numbers below 128, and the first bytes of those below 16,384, as varints.
-_LAST: Final = tuple(bytes((number,)) for number in range(128))
-_FIRST: Final = tuple(bytes((number | 128,)) for number in range(128))
+LAST: Final = tuple(bytes((number,)) for number in range(128))
+FIRST: Final = tuple(bytes((number | 128,)) for number in range(128))
 
 
 def varint(number: int) -> bytes:
     """A number that is not negative, as protobuf writes it."""
     if number < 128:
-        return _LAST[number]
+        return LAST[number]
     if number < 16384:
-        return _FIRST[number & 127] + _LAST[number >> 7]
-    return _FIRST[number & 127] + varint(number >> 7)
+        return FIRST[number & 127] + LAST[number >> 7]
+    return FIRST[number & 127] + varint(number >> 7)
 
 
 def message_start(request_id: str) -> bytes:

@@ -10,7 +10,6 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.canary import Canary
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
@@ -198,7 +197,7 @@ class PyTorchEngine(Engine):
             raise
         return ReservedBlocks(self._loop, blocks)
 
-    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
         """Generates until the end. Takes ownership of the reservation, also when it raises."""
         mailbox = EventQueue()
         prompt = source if isinstance(source, Prompt) else source.prompt
@@ -221,6 +220,10 @@ class PyTorchEngine(Engine):
 
         prepare = partial(self._guide, sequence) if sampling.guide is not None else None
         return DecodeStream(self._loop, mailbox, submit, abort, prepare)
+
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
+        """The same as `decode`."""
+        return self.decode(source, sampling)
 
     async def _guide(self, sequence: TokenSequence) -> None:
         """Gives a guided request its place in its grammar. Raises InvalidRequest, Unsupported and Overloaded."""
