@@ -89,9 +89,12 @@ class RunningCalls:
             number = numbers[place]
             try:
                 # Looked up for each: an earlier token may have ended the call, or left its tokens to its reader.
-                if number in sinks and sinks[number].push(token_ids[place]):
-                    pushed.append(sinks[number])
-                elif number in self._calls:
+                if number in sinks:
+                    sink = sinks[number]
+                    if sink.push(token_ids[place]):
+                        pushed.append(sink)
+                        continue
+                if number in self._calls:
                     self._calls[number].push(token_ids[place])
             except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
                 if number in self._calls:

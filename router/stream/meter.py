@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from router.routing.latency import DecodeTimer
+from router.routing.latency import Average, DecodeTimer
 from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
@@ -20,6 +20,7 @@ class TokenMeter:
         "_is_unsettled",
         "_latencies",
         "_pushed_at",
+        "_recent",
         "_single",
         "_stats",
         "_timer",
@@ -37,17 +38,20 @@ class TokenMeter:
         self._single: Latencies | None = None  # once all that a token needs is counted there
         self._token_ids = token_ids
         self._timer: DecodeTimer | None = None  # of the running decode call
+        self._recent: Average | None = None  # of the worker of that call
         self._pushed_at: float | None = None  # of the last token that was pushed, in seconds of time.monotonic
         self._is_unsettled = False
         self.detokenizing = 0  # nanoseconds, of the token that is being pushed; plain ones take none
 
     def begin_call(self, timer: DecodeTimer) -> None:
         """Times a decode call, until `end_call`."""
-        self._timer = timer
+        self._timer, self._recent = timer, timer.recent_token_seconds
 
     def end_call(self) -> None:
-        """Ends the timing of the call, also after a failure."""
+        """Counts all tokens, and ends the timing of the call, also after a failure."""
         self.settle()
+        self._stats.completion_tokens = len(self._token_ids)
+        self.detokenizing = 0
         if self._timer is not None:
             self._timer.end()
             self._timer = None
@@ -60,12 +64,12 @@ class TokenMeter:
         if before is None or self.detokenizing:
             self._push_detokenized(now)
             return
+        assert self._recent is not None
+        assert self._single is not None
         self._pushed_at = now
         self._is_unsettled = True
-        assert self._timer is not None
-        assert self._single is not None
         seconds = now - before
-        self._timer.recent_token_seconds.add(seconds, now)
+        self._recent.add(seconds, now)
         self._single.observe(seconds)
 
     def _push_detokenized(self, now: float) -> None:

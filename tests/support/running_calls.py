@@ -77,6 +77,20 @@ class Calls:
         self.calls.set_sink(number, Sink(number, output, self.happened, error))
         return call
 
+    def add_stopping(self, number: int) -> Sink:
+        """A call that its sink ends at the first token, as a stop string does."""
+        calls = self.calls
+
+        class Stopping(Sink):
+            def push(self, token_id: int) -> bool:
+                calls.forget(number)
+                return super().push(token_id)
+
+        self.add(number, None)
+        sink = Stopping(number, None, self.happened)
+        calls.set_sink(number, sink)
+        return sink
+
     def push(self, *tokens: tuple[int, int]) -> None:
         numbers, ids = zip(*tokens, strict=True)
         self.calls.push(pb.MultiplexResponse(token_calls=numbers, token_ids=ids))

@@ -31,6 +31,13 @@ async def test_a_sink_that_fails_ends_its_call_and_no_other() -> None:
         await anext(failing)
 
 
+async def test_a_sink_that_is_taken_away_by_its_own_token_is_settled() -> None:
+    calls = Calls()
+    sink = calls.add_stopping(1)
+    calls.push((1, 10))
+    assert sink.noted == 1
+
+
 async def test_tokens_without_a_known_output_are_pushed_too() -> None:
     calls = Calls()
     calls.add(1, None)
