@@ -54,6 +54,7 @@ class Options:
     """What a request asks for, and how far its client may be behind."""
 
     stop: Sequence[str]
+    stop_token_ids: Sequence[int]
     include_stop: bool
     min_tokens: int
     max_tokens: int
@@ -64,17 +65,22 @@ class Options:
 Step = tuple[int, bool]  # a token, and whether the client reads when it comes
 
 _text = st.sampled_from("ab e\u00e9\u20ac\U0001f600")
-_tokens = st.lists(st.one_of(_text.map(lambda one: [*one.encode()]), st.integers(0, EOS).map(lambda one: [one])))
+_characters = _text.map(lambda one: [*one.encode()])
+_tokens = st.lists(st.one_of(_characters, _characters, st.integers(0, EOS).map(lambda one: [one])), min_size=4)
 _options = st.builds(
     Options,
-    stop=st.lists(st.text("ab e\u00e9", min_size=1, max_size=3), max_size=2),
+    stop=st.one_of(st.just([]), st.lists(st.text("ab e\u00e9", min_size=1, max_size=3), max_size=2)),
+    stop_token_ids=st.sampled_from([[], [ord("b")]]),
     include_stop=st.booleans(),
     min_tokens=st.integers(0, 6),
     max_tokens=st.integers(2, 40),
     max_waiting=st.integers(1, 6),
-    pace=st.sampled_from([Pace(), Pace(3, 60.0)]),
+    pace=st.sampled_from([Pace(), Pace(), Pace(3, 60.0)]),
 )
-_reading = st.lists(st.sampled_from([True, True, True, False]), min_size=1, max_size=12)
+# In runs: a client that reads, and one that does not, mostly goes on so for several tokens.
+_reading = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4).map(
+    lambda runs: [reads for most, behind in runs for reads in (*(True,) * most, *(False,) * behind)]
+)
 
 
 class CountedCompletion(Completion):
@@ -97,7 +103,7 @@ def test_both_ways_give_equal_bytes(tokens: list[list[int]], reading: list[bool]
 
 
 def test_all_tokens_of_plain_text_but_a_few_are_plain() -> None:
-    options = Options((), False, 0, 100, 6, Pace())
+    options = Options((), (), False, 0, 100, 6, Pace())
     completion = _completion(options)
     asyncio.run(sent(completion, [(ord("a"), True)] * 60, options, is_pushed=True))
     assert len(completion.token_ids) == 61
@@ -153,5 +159,6 @@ def _model() -> ServedModel:
 def _completion(options: Options) -> CountedCompletion:
     request = generate_pb2.GenerateRequest(stopping={"stop": options.stop, "include_stop": options.include_stop})
     sampling = prompt_pb2.Sampling()
+    sampling.stop.stop_token_ids.extend(options.stop_token_ids)
     sampling.stop.min_tokens, sampling.stop.max_tokens = options.min_tokens, options.max_tokens
     return CountedCompletion(request, sampling, _model())
