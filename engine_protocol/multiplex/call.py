@@ -182,13 +182,9 @@ class ServedCall(aio.ServicerContext[Any, Any]):
             raise aio.UsageError("the call is over")
         tokens = self._tokens = CallTokens(self.number, source, is_paused=not self._may_write.is_set())
         try:
-            await source.subscribe(lambda: self._queue.note_ready(tokens))
-            await tokens.done
+            await self._queue.send(tokens)
         finally:
             self._tokens = None
-            self._queue.forget(tokens)
-            # It refers to what it calls when it is ready.
-            tokens.source = None
 
     async def read(self) -> Any:
         """Methods with a stream of requests are not multiplexed."""

@@ -99,6 +99,17 @@ class ResponseQueue:
         for ended in self._ended:
             ended.note_lost()
 
+    async def send(self, tokens: CallTokens) -> None:
+        """Sends the tokens of a call until the last ones. Raises what their source raises."""
+        try:
+            if tokens.source is not None:
+                await tokens.source.subscribe(lambda: self.note_ready(tokens))
+                await tokens.done
+        finally:
+            self.forget(tokens)
+            # It refers to what it calls when it is ready.
+            tokens.source = None
+
     async def room(self) -> None:
         """Waits while too much waits to be sent."""
         await self._room.wait()

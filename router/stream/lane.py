@@ -20,8 +20,8 @@ class ClientLane:
     vocabulary, and touches few objects. All others are *general*: they go through the completion, and wait with
     everything else that has not been sent. Both ways give the same messages.
 
-    A TokenSink of the call whose tokens it is `attached` to. While the client is behind, nothing is written here:
-    `fell_behind` is called, whose owner then sends the messages of `next_message` until it has `caught_up`.
+    A TokenSink of the call that it is attached to. While the client is behind, nothing is written here: `fell_behind`
+    is called, and its owner sends the messages of `next_message` until it has `caught_up`.
     """
 
     __slots__ = (
@@ -31,6 +31,7 @@ class ClientLane:
         "_fell_behind",
         "_fields",
         "_ids",
+        "_is_lost",
         "_max_waiting_tokens",
         "_message",
         "_meter",
@@ -40,7 +41,6 @@ class ClientLane:
         "_start",
         "_unsent",
         "is_behind",
-        "is_lost",
         "wire",
     )
 
@@ -61,7 +61,7 @@ class ClientLane:
         self._sequence = 0
         self.wire: Wire | None = None  # also None where the server cannot write without waiting
         self.is_behind = False
-        self.is_lost = False  # whether nothing that waits will be sent any more
+        self._is_lost = False
         self._plain_left = 0  # how many tokens may be plain from here on; 0 if the next one is general
         self._completion: Completion | None = None
         self._meter: TokenMeter | None = None
@@ -73,7 +73,7 @@ class ClientLane:
     @property
     def has_room(self) -> bool:
         """Whether tokens may be added: not too many wait."""
-        return self._unsent.num_tokens < self._max_waiting_tokens and not self.is_lost
+        return self._unsent.num_tokens < self._max_waiting_tokens and not self._is_lost
 
     # Tokens of a call, one by one: see TokenSink.
 
@@ -167,6 +167,14 @@ class ClientLane:
         message.sequence = self._sequence
         self._sequence += 1
         return True
+
+    def fall_behind(self) -> None:
+        """Writes nothing here until it has `caught_up`: all messages are those of `next_message`."""
+        self.is_behind, self._plain_left = True, 0
+
+    def lose(self) -> None:
+        """Takes no more tokens: nothing that waits will be sent any more."""
+        self._is_lost, self._plain_left = True, 0
 
     def caught_up(self) -> None:
         """Writes here again: the client has read what waited."""

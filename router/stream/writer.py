@@ -106,7 +106,7 @@ class StreamWriter:
     # The task that writes to a client that is behind.
 
     def _start_task(self) -> None:
-        self.lane.is_behind = True
+        self.lane.fall_behind()
         if self._task is None:
             # The time before this was spent waiting for tokens, not for the client.
             self._written_at = self._clock()
@@ -128,7 +128,8 @@ class StreamWriter:
                     self._wake.clear()
                     await self._wake.wait()
         finally:
-            self.lane.is_lost = not is_done
+            if not is_done:
+                self.lane.lose()
 
     async def _write_due(self) -> None:
         while True:
