@@ -50,7 +50,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """How a prompt refers to images: `placeholder` in text, and its id once for each row of the image's embedding.
+    """References to images in a prompt: `placeholder` in text, and its id once for each row of the image's embedding.
 
     `tokens_per_image` is the number of rows of every image, or 0 if images differ. A row has `hidden_size` numbers of
     `embedding_layout`'s dtype. `encoder_fingerprint` is empty without an encoder.
@@ -137,7 +137,7 @@ class Encoder(EncodeEngine, Protocol):
 
     @property
     def responsive(self) -> bool:
-        """See Engine."""
+        """True while the engine answers (Engine)."""
 
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""
@@ -153,13 +153,14 @@ class PromptProgress(Protocol):
         """The prompt has lost all blocks named so far, and begins again: they may get other content."""
 
 
-class TellsProgress(Protocol):
+class ReportsProgress(Protocol):
     """An engine that tells which blocks of a prompt are computed while it computes the others."""
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
-        """What `prefill` does. `progress` is told of each step but the last, and of nothing once this has ended.
+    async def prefill_reporting(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
+        """Computes a prompt as `prefill` does. `progress` hears of each step but the last.
 
-        What it is told of are the first blocks of the held KV, unless it is told that they are lost.
+        It hears of nothing after the end. The blocks that it hears of are the first of the held KV, unless it also
+        hears that they are lost.
         """
 
 
@@ -176,7 +177,7 @@ class DecodeEngine(Protocol):
     async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
         """Reserves blocks for a pull of `num_tokens` tokens. Waits without limit for requests that run here.
 
-        Raises NoRoom when only KV that is held for other workers is in the way: those may be waiting for this worker.
+        Raises NoFreeBlocks if only KV held for other workers is in the way: they may be waiting for this worker.
         """
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
@@ -241,7 +242,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     @property
-    def progress(self) -> TellsProgress | None:
+    def progress(self) -> ReportsProgress | None:
         """Itself, if others can read the first blocks of a prompt from `memory` while it computes the rest."""
         return None
 

@@ -24,10 +24,10 @@ class DecodeStream(Generation):
     """
 
     def __init__(
-        self, loop: EngineLoop, mailbox: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
+        self, loop: EngineLoop, events: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
     ) -> None:
         self._loop = loop
-        self._mailbox = mailbox
+        self._events = events
         self._submit: Submit | None = submit
         self._prepare = prepare
         self._abort = abort
@@ -63,7 +63,7 @@ class DecodeStream(Generation):
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Submits the request, and calls `ready` for its events."""
-        self._mailbox.listener = ready
+        self._events.listener = ready
         started = False
         try:
             await self._start()
@@ -73,8 +73,8 @@ class DecodeStream(Generation):
                 await self._end()
 
     def pull(self) -> tuple[Sequence[int], Finished | None]:
-        """What is new. Raises the generation's error if it failed."""
-        events = self._mailbox.take_now()
+        """The new tokens, and the end. Raises the generation's error if it failed."""
+        events = self._events.pull_now()
         if events and not isinstance(events[-1], Token):
             self._ending = events.pop()
         ids = [event.token_id for event in events if isinstance(event, Token)]
@@ -94,7 +94,7 @@ class DecodeStream(Generation):
     async def _next(self) -> Tokens | Finished:
         await self._start()
         if self._ending is None:
-            events = await self._mailbox.take()
+            events = await self._events.pull()
             if not events:
                 raise StopAsyncIteration
             if not isinstance(events[-1], Token):
@@ -108,7 +108,7 @@ class DecodeStream(Generation):
         if self._ended:
             return
         self._ended = True
-        self._mailbox.close()
+        self._events.close()
         await self._loop.run_shielded(self._abort)
 
 

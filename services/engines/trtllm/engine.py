@@ -227,7 +227,7 @@ class TrtllmEngine(Engine):
             if generation.error is not None:
                 raise generation.error
             has_ended = generation.has_ended
-            if tokens := generation.take():
+            if tokens := generation.pull():
                 yield tokens
             if has_ended:
                 yield results.finished(generation, prompt, sampling, self._facts, fetched=fetched)

@@ -297,7 +297,7 @@ class VllmEngine(Engine):
             if generation.error is not None:
                 raise generation.error
             has_ended = generation.has_ended
-            if tokens := generation.take():
+            if tokens := generation.pull():
                 yield tokens
             if has_ended:
                 yield finished(generation, prompt, sampling, self._facts, fetched=fetched)

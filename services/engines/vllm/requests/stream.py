@@ -37,5 +37,5 @@ class RunningStream(ClosingStream):
         if self._generation.error is not None:
             raise self._generation.error
         has_ended = self._generation.has_ended
-        tokens = self._generation.take()
+        tokens = self._generation.pull()
         return tokens.ids if tokens else (), self._finished() if has_ended else None
