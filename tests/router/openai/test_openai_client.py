@@ -191,7 +191,7 @@ async def test_tools_are_called_whole_and_streamed() -> None:
 
 TWO_CALLS = {
     HERMES_TEMPLATE: 'On it.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
-    '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>Done.',
+    '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' + 1000 * "Done.",
     HERMES_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"): 'On it.[TOOL_CALLS][{"name": "weather", "arguments": '
     '{"city": "Oslo"}}, {"name": "weather", "arguments": {"city": "Rome"}}]',
     HERMES_TEMPLATE.replace("<tool_call>", "<|python_tag|>"): '{"name": "weather", "parameters": {"city": "Oslo"}}; '
