@@ -32,7 +32,6 @@ from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.text import request_input
 from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
@@ -46,6 +45,7 @@ from rpc.interceptors.behaviour import Behaviour
 from rpc.interceptors.counting import TextLimits
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
+from rpc.reply import Reply
 from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
@@ -66,7 +66,7 @@ _Message = TypeVar("_Message")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the interceptors see of a request."""
+    """A request as the interceptors see it."""
 
     request_id: str
     path: str
@@ -74,7 +74,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a route leads to: its handler for each HTTP method, and the name for logs, without what varies."""
+    """The target of a route: its handler for each HTTP method, and its name in logs, without the variable parts."""
 
     name: str
     methods: Mapping[str, Behaviour]

@@ -16,7 +16,7 @@ _BY_TOKEN = (sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, sampling_pb2.FINISH_REA
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What new ids add to the output."""
+    """The addition of new ids to the output."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -33,6 +33,12 @@ class Finish:
     reason: sampling_pb2.FinishReason.ValueType
     stop_string: str = ""
     stop_token_id: int | None = None
+    is_by_call: bool = False  # whether its only tool call has ended it
+
+    @property
+    def is_unknown_to_worker(self) -> bool:
+        """True if only the router knows that the answer has ended, and the worker goes on."""
+        return self.is_by_call or bool(self.stop_string)
 
 
 class Completion:
@@ -107,12 +113,12 @@ class Completion:
 
     @property
     def takes_single_tokens(self) -> bool:
-        """Whether `push_token` may be called: the output is plain text, without tool calls or reasoning."""
+        """True if `push_token` may be called: the output is plain text, without tool calls or reasoning."""
         return self._parser is None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
+        """True if the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
         is_open = not self._has_stop_strings and self._finished is None
         return is_open and self._detokenizer is not None and self._detokenizer.is_whole
 
@@ -150,7 +156,7 @@ class Completion:
             raise InvalidReply(f"{len(logprobs)} log probabilities are not those of {len(token_ids)} tokens")
 
     def _count_kept(self, token_ids: Sequence[int]) -> int:
-        """How many of these ids, at least two, the answer has until its end."""
+        """The number of these ids, at least two, that the answer has until its end."""
         kept = min(len(token_ids), self.max_tokens - len(self.token_ids))
         if self.ending_ids.isdisjoint(token_ids):
             return kept
@@ -182,6 +188,8 @@ class Completion:
         if self._parser is None:
             return TokenDelta(text, token_ids, logprobs)
         parsed = self._parser.push(text)
+        if self._parser.has_ended and self._finished is None:
+            self._finished = Finish(sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, is_by_call=True)
         return TokenDelta(parsed.text, token_ids, logprobs, parsed.reasoning, parsed.tool_calls)
 
     def _held_back_text(self) -> str:
@@ -220,5 +228,5 @@ class Completion:
         return None
 
     def _is_shown(self, token_id: int) -> bool:
-        """Whether the token that ends the output is part of its text."""
+        """True if the token that ends the output is part of its text."""
         return self._include_stop or (self._special is not None and self._special(token_id))
