@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.telemetry.timings import Timings
 from rpc.status import OK
 
+GENERATE = "generate"
 _MOST_DRAFTED = 2**27  # of one answer: the field has 32 bits, and a request may have several answers
 
 
@@ -18,7 +18,7 @@ class RequestStats:
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
-    operation: Literal["generate", "embed"] = "generate"
+    operation: str = GENERATE
     model: str = ""
     outcome: str = "CANCELLED"
     prompt_tokens: int = 0
@@ -36,6 +36,11 @@ class RequestStats:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     is_first_token_timed: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether its answer has tokens, a topology and a reason to end: other operations are roles of workers."""
+        return self.operation == GENERATE
 
     def note_end(self, error: BaseException | None) -> None:
         """Sets `outcome` to OK, or to the reason of the error that ended the request.
