@@ -27,7 +27,7 @@ class Unpaired:
 
 
 def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, within: Domain | None = None) -> bool:
-    """Whether a prefill worker can hand over to a decode worker of its model.
+    """True if a prefill worker can hand over to a decode worker of its model.
 
     They are other processes, have the same KV layout, and the one offers a transport that the other reads. If handoffs
     stay `within` a zone, rack or host, both are known to be in the same one.
@@ -51,7 +51,7 @@ def outside(record: WorkerRecord, within: Domain, other: WorkerRecord) -> str:
 
 
 def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
-    """Whether a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
+    """True if a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
     return offers is None or reads is None or bool(set(offers) & set(reads))
 
 
@@ -139,7 +139,7 @@ def partly_unpaired(records: Iterable[WorkerRecord], within: Domain | None = Non
 
 
 def _kind(record: WorkerRecord, within: Domain | None) -> tuple[object, ...]:
-    """What decides with whom a worker can be paired."""
+    """The facts that decide which workers a worker can be paired with."""
     return record.layout_digest, record.offers, record.reads, _domain(record, within)
 
 

@@ -42,7 +42,7 @@ class RoleKind:
 
     @property
     def has_kv(self) -> bool:
-        """Whether its engine is a language model with a block pool; one engine serves all such roles of a worker."""
+        """True if its engine is a language model with a block pool; one engine serves all such roles of a worker."""
         return self.engine == LANGUAGE_MODEL
 
     @property

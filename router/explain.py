@@ -50,7 +50,7 @@ class RouteExplainer:
         self._policy = policy
 
     def cache_view(self, worker: WorkerHandle) -> generate_pb2.CacheView.ValueType:
-        """How the router knows what the worker's prefix cache holds."""
+        """The router's source of knowledge about the worker's prefix cache."""
         return self._placer.cache_view(worker)
 
     async def explain(self, request: generate_pb2.GenerateRequest) -> cluster_service_pb2.ExplainRouteResponse:

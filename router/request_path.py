@@ -1,4 +1,4 @@
-"""What answers requests, by whatever protocol they come: the parts of a router behind its listeners."""
+"""The parts of a router behind its listeners, which answer requests by whatever protocol they come."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

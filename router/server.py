@@ -92,7 +92,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """What all listeners of a router share."""
+    """The parts that all listeners of a router share."""
 
     access: Access | None
     tracer: Tracer

@@ -244,6 +244,6 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
 
 
 def _changes(sampling: sampling_pb2.SamplingParams, name: str) -> bool:
-    """Whether a field is set, and to something else than its default."""
+    """True if a field is set, and to something else than its default."""
     values = {field.name: value for field, value in sampling.ListFields()}
     return name in values and (name not in OPTIONS or values[name] != OPTIONS[name].row.neutral)

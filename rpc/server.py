@@ -104,7 +104,7 @@ class ConnectionLimits(Section):
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """What the servers of one process share: memory for their requests, and descriptors for their connections."""
+    """The limits that a process' servers share: memory for requests, and descriptors for connections."""
 
     input: InputBudget
     connections: OpenConnections

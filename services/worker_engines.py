@@ -51,17 +51,17 @@ class WorkerEngines:
 
     @property
     def healthy(self) -> bool:
-        """Whether all engines are healthy."""
+        """True if all engines are healthy."""
         return all(one.healthy for one in self._all)
 
     @property
     def responsive(self) -> bool:
-        """Whether all engines answer as quickly as usual."""
+        """True if all engines answer as quickly as usual."""
         return all(one.responsive for one in self._all)
 
     @property
     def load_seconds(self) -> float:
-        """How long loading took."""
+        """The seconds that loading took."""
         return sum(facts.load_seconds for facts in self._all_facts)
 
     @property

@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WantedVectors:
-    """What is asked of workers beside the inputs. None: as the model says."""
+    """The vectors that a client wants, besides the inputs. None: as the model says."""
 
     model: str
     dimensions: int | None

@@ -103,7 +103,7 @@ class KServeServicer:
         return embed_response(request, embedded)
 
     def _wants_vectors(self, request: pb.ModelInferRequest) -> bool:
-        """Whether the output `embedding` is wanted: it is named, or the model has no other.
+        """True if the output `embedding` is wanted: it is named, or the model has no other.
 
         Which workers happen to run does not decide: without those that generate, a prompt fails.
         """

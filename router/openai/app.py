@@ -62,7 +62,7 @@ _Message = TypeVar("_Message")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the interceptors see of a request."""
+    """A request as the interceptors see it."""
 
     request_id: str
     path: str
@@ -70,7 +70,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a route leads to: its handler for each HTTP method, and the name for logs, without what varies."""
+    """The target of a route: its handler for each HTTP method, and its name in logs, without the variable parts."""
 
     name: str
     methods: Mapping[str, Behaviour]

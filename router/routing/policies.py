@@ -127,7 +127,7 @@ def _factory(config: RoutingConfig) -> Callable[..., Any]:
 
 
 def _priors(config: RoutingConfig) -> Priors | None:
-    """What the configured profile says of costs; None without one. Raises ConfigError."""
+    """The costs of the configured profile; None without one. Raises ConfigError."""
     return priors_of(read_timing_profile(Path(config.profile))) if config.profile else None
 
 

@@ -39,7 +39,7 @@ class RequestStats:
 
     @property
     def generates(self) -> bool:
-        """Whether its answer has tokens, a topology and a reason to end: other operations are roles of workers."""
+        """True if its answer has tokens, a topology and a reason to end: other operations are roles of workers."""
         return self.operation == GENERATE
 
     def note_end(self, error: BaseException | None) -> None:

@@ -103,7 +103,7 @@ class Detokenizer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no character is incomplete, and the text of the next token is its own."""
+        """True if no character is incomplete, and the text of the next token is its own."""
         return self.texts is not None and not self._window
 
     def push_one(self, token_id: int) -> str:

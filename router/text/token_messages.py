@@ -37,7 +37,7 @@ def varint(number: int) -> bytes:
 
 
 def message_start(request_id: str) -> bytes:
-    """What the messages of a request begin with; the sequence follows, then the token."""
+    """The beginning of a request's messages; the sequence follows, then the token."""
     encoded = request_id.encode()
     return _REQUEST_ID + varint(len(encoded)) + encoded + _SEQUENCE
 

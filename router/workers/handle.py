@@ -76,11 +76,11 @@ class Waiting:
     tokens = 0
 
     def answer_seconds(self) -> float:
-        """How long an idle worker may take to answer."""
+        """The seconds that an idle worker may take to answer."""
         raise NotImplementedError
 
     def another_can(self, worker: "WorkerHandle") -> bool:
-        """Whether another worker could answer instead of this one."""
+        """True if another worker could answer instead of this one."""
         raise NotImplementedError
 
 
@@ -235,7 +235,7 @@ class WorkerHandle:
 
     @property
     def silent_seconds(self) -> float:
-        """How long it has not been heard of."""
+        """The seconds since it was last heard of."""
         return time.monotonic() - self._heard_at
 
     def mark_unhealthy(self, problem: str) -> None:
@@ -411,7 +411,7 @@ class WorkerHandle:
 
 
 class _Interruptible:
-    """What `fail_if_hung` returns. Not an asyncio.timeout, which makes twice the calls: each request has two."""
+    """The context of `fail_if_hung`. Not an asyncio.timeout, which makes twice the calls: each request has two."""
 
     __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "waiting")
 

@@ -38,7 +38,7 @@ class RoleCall(Protocol[Result_co]):
         """Makes the call, unary or streaming, and checks the reply. Raises BatonError; an InvalidReply is retried."""
 
     async def relieve(self, worker: WorkerHandle) -> bool:
-        """Whether an overloaded worker can take the call now, since something was freed there."""
+        """True if an overloaded worker can take the call now, since something was freed there."""
         del worker
         return False
 

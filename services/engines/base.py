@@ -62,7 +62,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """How a prompt refers to images: `placeholder` in text, and its id once for each row of the image's embedding.
+    """References to images in a prompt: `placeholder` in text, and its id once for each row of the image's embedding.
 
     `tokens_per_image` is the number of rows of every image, or 0 if images differ. A row has `hidden_size` numbers of
     `embedding_layout`'s dtype. `encoder_fingerprint` is empty without an encoder.
@@ -174,9 +174,10 @@ class TellsProgress(Protocol):
     """An engine that tells which blocks of a prompt are computed while it computes the others."""
 
     async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
-        """What `prefill` does. `progress` is told of each step but the last, and of nothing once this has ended.
+        """Computes a prompt as `prefill` does. `progress` hears of each step but the last.
 
-        What it is told of are the first blocks of the held KV, unless it is told that they are lost.
+        It hears of nothing after the end. The blocks that it hears of are the first of the held KV, unless it also
+        hears that they are lost.
         """
 
 

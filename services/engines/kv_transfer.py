@@ -28,10 +28,10 @@ class ConfirmsKv(EngineHeldKv, Protocol):
 
     @property
     def is_held(self) -> bool:
-        """Whether the engine is certain to hold it now; a lease on KV that it may have freed is not renewed."""
+        """True if the engine is certain to hold it now; a lease on KV that it may have freed is not renewed."""
 
     async def was_held(self) -> bool:
-        """Whether the engine has held it until its reader had all of it. Asked once, before `release`."""
+        """True if the engine has held it until its reader had all of it. Asked once, before `release`."""
 
 
 class EngineDestination(HeldBlocks, Protocol):
@@ -84,7 +84,7 @@ class AllocatesFirst(TransfersKv, Protocol):
         """
 
     async def prefill_into(self, prompt: Prompt, sampling: Sampling, destination: bytes) -> EngineHeldKv:
-        """What `prefill` does, for KV that goes to a destination. Its state comes from the wire.
+        """Computes a prompt as `prefill` does, for KV that goes to a destination. Its state comes from the wire.
 
         Cancelling it ends the sending. Raises InvalidRequest for an invalid state, and HandoffLost once the other side
         does not wait for it any more.

@@ -185,7 +185,7 @@ class Nearness:
 
 @dataclass(slots=True, eq=False)
 class WorkerCost:
-    """What is known about one worker. `ways` are from it, by the reading process."""
+    """The measured costs of one worker. `ways` are the links from it, by the reading process."""
 
     record: WorkerRecord
     process: str
@@ -234,7 +234,7 @@ class Costs:
         self._by_record: dict[int, WorkerCost] = {}
 
     def of(self, record: WorkerRecord) -> WorkerCost:
-        """What is known about a worker."""
+        """The measured costs of a worker."""
         found = self._by_record.get(id(record))
         if found is None:
             found = self._of_process(record)

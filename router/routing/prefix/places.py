@@ -1,4 +1,4 @@
-"""What a prompt costs at each data-parallel rank of the workers that could run it."""
+"""The costs of a prompt at each data-parallel rank of the workers that could run it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeAlias
@@ -49,7 +49,7 @@ class PrefillPlace(NamedTuple, Generic[W]):
         return self.work.cache.rank
 
     def late(self, arrival: float) -> float:
-        """How long a stream that arrives after so many seconds is held up by the prompts that run here until then."""
+        """The seconds by which the prompts that run here delay a stream that arrives after `arrival` seconds."""
         return max(0.0, self.wait - arrival)
 
 

@@ -78,7 +78,6 @@ class PredictedSeconds:
         return [self._predict(option, request) for option in self._options(request, candidates, matched)]
 
     def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
-        """See PredictingPolicy."""
         is_reported = self.caches.reports(process)
         return generate_pb2.CACHE_VIEW_REPORTED if is_reported else generate_pb2.CACHE_VIEW_ESTIMATED
 
@@ -194,7 +193,7 @@ def _pairs(
 
 
 def _moved_bytes(cached_tokens: int, request: RoutingRequest) -> float:
-    """What a handoff moves to a decode worker that has so many tokens: the blocks that it does not have."""
+    """The bytes that a handoff moves to a decode worker that has `cached_tokens`: the blocks that it does not have."""
     blocks = request.blocks
     return (request.prompt_tokens - cached_tokens) / blocks.block_tokens * blocks.block_bytes
 

@@ -41,7 +41,7 @@ class BlockKeys(Sequence[int]):
 
     @property
     def num_known(self) -> int:
-        """How many have been computed."""
+        """The number of blocks whose names have been computed."""
         return len(self._known)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PromptHasher:
         self._older: _Pieces = {}
 
     def is_quick(self, request: RoutingRequest) -> bool:
-        """Whether the blocks of a prompt are named soon enough for an event loop."""
+        """True if the blocks of a prompt are named soon enough for an event loop."""
         return request.prompt_tokens < _MANY_TOKENS
 
     def blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:

@@ -58,11 +58,11 @@ class KeptBlocks:
         return len(self._references) - sum(block in self._references for block in blocks)
 
     def may_add(self, cached: Sequence[int], missing: int) -> bool:
-        """Whether another prompt with these cached blocks and `missing` new ones may be computed for another worker."""
+        """True if another prompt with these cached blocks and `missing` new ones may be computed for another worker."""
         return not self._references or self.beside(cached) + len(cached) + missing <= self._most
 
     def leave_room(self, cached: Sequence[int], missing: int) -> bool:
-        """Whether a request would fit if only kept blocks were in the pool. If not, it waits for other workers."""
+        """True if a request would fit if only kept blocks were in the pool. If not, it waits for other workers."""
         return self.beside(cached) + len(cached) + missing <= self._total
 
 

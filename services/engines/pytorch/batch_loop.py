@@ -67,7 +67,7 @@ class BatchLoop(ABC, Generic[AnyJob]):
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread runs and does not hang."""
+        """True if the thread runs and does not hang."""
         return self._failure is None and not self._pulse.is_stuck
 
     @property

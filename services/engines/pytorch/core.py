@@ -88,7 +88,7 @@ class EngineCore:
 
     @property
     def exposes_kv(self) -> bool:
-        """Whether the memory contains the KV of all heads; not where each rank has a pool of its own."""
+        """True if the memory contains the KV of all heads; not where each rank has a pool of its own."""
         return self.followers is None or self.followers.shard.shares_pool
 
     def close(self) -> None:
@@ -364,7 +364,7 @@ class EngineCore:
         )
 
     def _ended_already(self, sequence: TokenSequence) -> bool:
-        """Whether the ids that the client already has are the whole answer; if so, sends the last event."""
+        """True if the ids that the client already has are the whole answer; if so, sends the last event."""
         if not sequence.prompt.emitted:
             return False
         reason = sequence.finish_reason(self.eos_token_ids, self._max_context_tokens)

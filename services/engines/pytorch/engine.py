@@ -150,7 +150,7 @@ class PyTorchEngine(Engine):
         return await self.prefill_telling(prompt, sampling, None)
 
     async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> HeldKv:
-        """What `prefill` does. See TellsProgress."""
+        """Computes a prompt as `prefill` does, with progress (TellsProgress)."""
         assert prompt.is_computable
         check_prompt(prompt, self.facts)
         check_sampling(sampling, self.facts)

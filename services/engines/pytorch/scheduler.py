@@ -134,7 +134,7 @@ class Scheduler:
         self.join(sequence)
 
     def is_held_up(self, reservation: BlockReservation) -> bool:
-        """Whether a reservation waits for KV held for other workers, and not only for requests that run here."""
+        """True if a reservation waits for KV held for other workers, and not only for requests that run here."""
         if reservation.state is not State.WAITING:
             return False
         return self._find(reservation.num_tokens, reservation.hashes).state(self.kept) is Offer.HELD

@@ -128,7 +128,7 @@ class TokenSequence:
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether it can be preempted, and computed again from its ids."""
+        """True if it can be preempted, and computed again from its ids."""
         return self.prompt.is_computable
 
     @property
@@ -155,7 +155,7 @@ class TokenSequence:
             self.told_blocks = 0
 
     def ends_in_flight(self, max_context_tokens: int) -> bool:
-        """Whether, as far as is known now, nothing remains to compute after the steps in flight."""
+        """True if, as far as is known now, nothing remains to compute after the steps in flight."""
         flying = self.in_flight
         if flying.is_void:
             return True

@@ -72,7 +72,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
                 await self._end()
 
     def take(self) -> tuple[Sequence[int], Finished | None]:
-        """What is new. See StepStream."""
+        """The new tokens, and the end (StepStream)."""
         events = self._mailbox.take_now()
         if events and not isinstance(events[-1], Token):
             self._ending = events.pop()

@@ -105,7 +105,7 @@ class SimulatedEngine(Engine):
         return await self.prefill_telling(prompt, sampling, None)
 
     async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> SimulatedKv:
-        """What `prefill` does. See TellsProgress."""
+        """Computes a prompt as `prefill` does, with progress (TellsProgress)."""
         sequence = self._run_here(prompt, sampling)
         sequence.held, sequence.progress = True, progress
         try:
@@ -253,7 +253,7 @@ class _SteppedStream(ClosingStream):
         self._engine.begin(self._sequence)
 
     def take(self) -> tuple[tuple[int, ...], Finished | None]:
-        """What is new. See StepStream."""
+        """The new tokens, and the end (StepStream)."""
         sequence = self._sequence
         if sequence.error:
             raise sequence.error

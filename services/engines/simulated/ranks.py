@@ -49,7 +49,7 @@ class SimulatedRank:
 
 
 class RankParts:
-    """What all ranks share: the events of their caches, and the rules of allocation."""
+    """The parts that all ranks share: the events of their caches, and the rules of allocation."""
 
     def __init__(self, config: SimulatedConfig, room: RoomRules) -> None:
         self.kv_events = KvPublisher(config.data_parallel_ranks)

@@ -98,7 +98,7 @@ class SimulatedScheduler:
         return len(block_ids)
 
     def is_held_up(self, claim: Claim) -> bool:
-        """Whether a claim waits for KV held for other workers, and not only for requests that run here."""
+        """True if a claim waits for KV held for other workers, and not only for requests that run here."""
         return claim in self.waiting and self._in_the_way(*self._find(claim)) is Offer.HELD
 
     def give_up(self, claim: Claim) -> None:
@@ -240,7 +240,7 @@ class SimulatedScheduler:
         sequence.changed.set()
 
     async def _changed(self, seconds: float | None) -> bool:
-        """Whether blocks become free or requests arrive in time."""
+        """True if blocks become free or requests arrive in time."""
         self._wake.clear()
         try:
             async with timeout(seconds):

@@ -57,12 +57,12 @@ class Sequence:
 
     @property
     def gives_way(self) -> bool:
-        """Whether it can be preempted, and run again later."""
+        """True if it can be preempted, and run again later."""
         return not self.held and self.prompt.is_computable
 
     @property
     def decoding(self) -> bool:
-        """Whether a step computes one token and yields one: the prompt is computed, or was pulled."""
+        """True if a step computes one token and yields one: the prompt is computed, or was pulled."""
         return self.missing == 1 and not self.held
 
     def adopt(self, blocks: Items[int], num_tokens: int, cached_blocks: int) -> None:

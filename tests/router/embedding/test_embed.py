@@ -180,6 +180,7 @@ async def test_a_request_is_counted_and_logged_as_others_are() -> None:
 async def test_a_worker_without_the_role_says_so() -> None:
     async with bench(DECODE, E1) as running:
         worker = next(one for one in running.cluster.workers if one.record.worker_id == "d1")
+        stub = worker.stub(embed_pb2_grpc.EmbedServiceStub)
         with pytest.raises(aio.AioRpcError) as caught:
-            await worker.stub(embed_pb2_grpc.EmbedServiceStub).Embed(engine_pb2.EmbedRequest(request_id="r"), timeout=60)
+            await stub.Embed(engine_pb2.EmbedRequest(request_id="r"), timeout=60)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION

@@ -65,7 +65,7 @@ class PyTorchEmbedder:
 
     @property
     def steps(self) -> int:
-        """How often the model has been run for calls."""
+        """The number of runs of the model for calls."""
         return self._loop.steps
 
     def load(self) -> EncoderLoad:

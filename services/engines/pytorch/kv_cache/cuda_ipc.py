@@ -127,7 +127,6 @@ class PeerPool:
         self.begin((), ()).wait()
 
     def begin(self, source: Sequence[int], destination: Sequence[int]) -> DeviceCopy:
-        """See DeviceReader."""
         try:
             with self._launching:
                 room = self._free.pop() if self._free else IdRoom(self._num_blocks, self._device, self._stream)
@@ -137,7 +136,6 @@ class PeerPool:
         return _Copy(room, self._free)
 
     def close(self) -> None:
-        """See DeviceReader."""
         if self._mapped is not None:
             unmap(self._mapped, self._device)
         self._mapped = None
@@ -222,13 +220,12 @@ class _Copy:
         self._free = free
 
     def is_done(self) -> bool:
-        """See DeviceCopy."""
         if self._room is not None and self._asked(self._room.arrived.query):
             self._end()
         return self._room is None
 
     def wait(self) -> None:
-        """See DeviceCopy. The event is one that blocks and does not spin."""
+        """Waits for the copy. The event blocks and does not spin."""
         if self._room is not None:
             self._asked(self._room.arrived.synchronize)
             self._end()

@@ -1,4 +1,4 @@
-"""What rank 0 needs of the other ranks, wherever they run, and the models and roles that cannot be split."""
+"""The other ranks as rank 0 sees them, wherever they run, and the models and roles that cannot be split."""
 
 from collections.abc import Sequence
 from typing import Protocol
