@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.calls import unary
 from baton.engine.v1 import embed_pb2, embed_pb2_grpc
@@ -16,6 +17,7 @@ from router.routing.retry import Retries
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_vectors
 from router.workers.role_calls import Metadata, RoleCall, call_with_retries
+from rpc.violations import renamed
 from runtime.aio import gather_or_cancel
 
 ROLE = "embed"
@@ -69,7 +71,7 @@ class EmbedCalls:
             async with room:
                 return await call_with_retries(ctx, self._retries, _EmbedCall(self._workers, ctx, wanted, part))
         except InvalidRequest as error:
-            raise _renamed(error, part.first) from error
+            raise renamed(error, partial(_in_client_request, part.first)) from error
         finally:
             ctx.cancellation.close()
 
@@ -126,14 +128,9 @@ def in_parts(inputs: Sequence[generate_pb2.TokenIds]) -> list[Part]:
     return parts
 
 
-def _renamed(error: InvalidRequest, first: int) -> InvalidRequest:
-    """The worker's error, with the inputs counted as in the client's request."""
-
-    def renamed(violation: FieldViolation) -> FieldViolation:
-        number, bracket, rest = violation.field.removeprefix("inputs[").partition("]")
-        if not bracket or not number.isdecimal():
-            return violation
-        return FieldViolation(f"inputs[{int(number) + first}]{rest}", violation.description)
-
-    violations = [renamed(violation) for violation in error.violations]
-    return InvalidRequest(violations, stage=error.stage, worker_id=error.worker_id)
+def _in_client_request(first: int, violation: FieldViolation) -> FieldViolation:
+    """The violation, with the inputs of a part counted as in the client's request."""
+    number, bracket, rest = violation.field.removeprefix("inputs[").partition("]")
+    if not bracket or not number.isdecimal():
+        return violation
+    return FieldViolation(f"inputs[{int(number) + first}]{rest}", violation.description)

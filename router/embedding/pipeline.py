@@ -13,7 +13,6 @@ from router.embedding.calls import ROLE, EmbedCalls, WantedVectors
 from router.embedding.inputs import EmbeddingModel
 from router.running import RunningRequests
 from router.telemetry.spans import set_embed_attributes
-from router.text.request_input import unsupported
 from router.workers.cluster import Cluster
 
 
@@ -61,21 +60,13 @@ class EmbedPipeline:
     async def _validate(self, ctx: RequestContext, request: embed_pb2.EmbedRequest) -> EmbeddingModel:
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
             await ctx.inject("admission")
-            target = self._target(request.model)
+            target = inputs.find_model(self._cluster, request.model)
             ctx.stats.model = target.model.name
             if ctx.is_large:
                 await asyncio.to_thread(inputs.check, request, target, self._contexts.limits.max_embed_inputs)
             else:
                 inputs.check(request, target, self._contexts.limits.max_embed_inputs)
         return target
-
-    def _target(self, name: str) -> EmbeddingModel:
-        """Raises ModelNotFound, NoWorker, or Unsupported if no worker of the model has the role."""
-        model = self._cluster.model(name)
-        for worker in self._cluster.workers:
-            if worker.record.model == model.name and worker.model is not None and worker.model.embedding is not None:
-                return EmbeddingModel(worker.model, worker.model.embedding)
-        raise unsupported("embeddings, since no worker has the role embed", model)
 
     async def _tokenize(
         self, ctx: RequestContext, request: embed_pb2.EmbedRequest, target: EmbeddingModel

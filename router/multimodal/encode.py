@@ -16,6 +16,7 @@ from router.routing.retry import Retries
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_embedding
 from router.workers.role_calls import Metadata, RoleCall, call_with_retries
+from rpc.violations import renamed
 
 _WORKER_PATH = "media[0]"  # of the only item in a request to a worker
 
@@ -47,7 +48,7 @@ class Embedder:
         try:
             return await self.cache.acquire(key, encode, ctx.cancellation)
         except InvalidRequest as error:
-            raise _renamed(error, loaded.path) from error
+            raise renamed(error, partial(_in_client_request, loaded.path)) from error
 
     async def _encode(
         self, ctx: RequestContext, media: CheckedMedia, encoder: EncoderVersion, inflight: InflightEncode
@@ -98,12 +99,8 @@ def _encode_request(call_id: str, model: str, media: CheckedMedia) -> encode_pb2
     return encode_pb2.EncodeRequest(request_id=call_id, model=model, media=[item])
 
 
-def _renamed(error: InvalidRequest, path: str) -> InvalidRequest:
-    """The worker's error, with the field's path in the client's request."""
-    violations = [
-        FieldViolation(path + violation.field.removeprefix(_WORKER_PATH), violation.description)
-        if violation.field.startswith(_WORKER_PATH)
-        else FieldViolation(path, f"{violation.field}: {violation.description}")
-        for violation in error.violations
-    ]
-    return InvalidRequest(violations, stage=error.stage, worker_id=error.worker_id)
+def _in_client_request(path: str, violation: FieldViolation) -> FieldViolation:
+    """The violation, with the field's path in the client's request."""
+    if violation.field.startswith(_WORKER_PATH):
+        return FieldViolation(path + violation.field.removeprefix(_WORKER_PATH), violation.description)
+    return FieldViolation(path, f"{violation.field}: {violation.description}")
