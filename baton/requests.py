@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
 
 from google.protobuf.message import Message
 
@@ -85,6 +85,11 @@ def takes(
         return call
 
     return decorate
+
+
+def response_of(definition: Callable[..., UnaryCall[Any]]) -> Any:
+    """The type that a call of the definition returns."""
+    return get_args(inspect.signature(definition).return_annotation)[0]
 
 
 def generate(
