@@ -19,7 +19,7 @@ from services.config import WorkerConfig
 from services.engines.base import Encoder, Engine, EngineLoad, EnginePart, ModelFacts
 from services.engines.context import EngineContext
 from services.engines.kv_transfer import AllocatesFirst
-from services.engines.memory.allocation import RoomRules
+from services.engines.memory.allocation import AllocationRules
 from services.engines.registry import open_engine, open_part
 from services.multimodal.embedding_pool import EmbeddingPool
 
@@ -124,7 +124,7 @@ async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterato
     template = read_chat_template(config.chat_template)
     async with AsyncExitStack() as stack:
         context = EngineContext(
-            config.roles, config.handoff.lease_seconds, room=_room(config), log_level=config.log.level
+            config.roles, config.handoff.lease_seconds, allocation=_allocation(config), log_level=config.log.level
         )
         needed = dict.fromkeys(role_kinds()[role].engine for role in config.roles)
         encoding = None
@@ -164,10 +164,10 @@ def read_chat_template(path: Path | None) -> str:
     return text
 
 
-def _room(config: WorkerConfig) -> RoomRules:
+def _allocation(config: WorkerConfig) -> AllocationRules:
     """A worker that does not decode may hold KV in its whole pool."""
     shares = set(config.roles) >= with_kv()
-    return RoomRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
+    return AllocationRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
 
 
 @asynccontextmanager

@@ -20,10 +20,10 @@ from router.kserve.metadata import PLATFORM, config, metadata
 from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_request, is_version, reason_of, response
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.counting import count_fields
+from rpc.reply import Reply
 from runtime.aio import TaskGroup
 
 Context = aio.ServicerContext[Any, Any]

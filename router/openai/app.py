@@ -30,7 +30,6 @@ from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.loras import loras_of_model, named
@@ -42,6 +41,7 @@ from rpc.interceptors.behaviour import Behaviour
 from rpc.interceptors.counting import TextLimits
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
+from rpc.reply import Reply
 from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered

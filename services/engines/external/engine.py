@@ -11,6 +11,7 @@ from services.engines.base import Engine, ModelFacts
 from services.engines.canary import Canary
 from services.engines.external.held_kv import HeldHandoffs
 from services.engines.external.requests import ExternalGeneration, ExternalRequests
+from services.engines.generation import Generation
 from services.engines.kv import PulledKv
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
@@ -69,7 +70,7 @@ class ExternalEngine(Engine):
             raise Unsupported(f"the {self._facts.engine} engine decodes no pulled blocks: it fetches KV itself")
         return self._whole(source, sampling)
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and generates from it (TransfersKv)."""
         raise NotImplementedError
 
@@ -96,7 +97,7 @@ class ExternalEngine(Engine):
             if generation.error is not None:
                 raise generation.error
             has_ended = generation.has_ended
-            if tokens := generation.take():
+            if tokens := generation.pull():
                 yield tokens
             if has_ended:
                 yield finish()

@@ -42,8 +42,8 @@ class ExternalGeneration:
         """Tokens with KV: those of the context and the generated ones."""
         raise NotImplementedError
 
-    def take(self) -> Tokens | None:
-        """All tokens that were not taken yet."""
+    def pull(self) -> Tokens | None:
+        """All tokens that were not pulled yet."""
         raise NotImplementedError
 
     async def reached(self, is_there: Callable[[], bool] = lambda: False) -> None:

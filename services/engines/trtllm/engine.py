@@ -13,10 +13,10 @@ from baton.errors import EngineFailed, HandoffLost
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
-from services.engines.closing_stream import ClosingStream
 from services.engines.context import EngineContext
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.external.held_kv import HeldHandoffs
+from services.engines.generation import ClosingStream, Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
@@ -136,7 +136,7 @@ class TrtllmEngine(ExternalEngine):
                 # Also for a request that has ended or was cancelled: the engine holds KV until it is fetched.
                 self._held.hold(kv or generation, generation.tokens)
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and generates from it. See TransfersKv."""
         prompt = source.prompt
         self._builder.check(prompt, is_computed=False)

@@ -15,6 +15,7 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
+from services.engines.generation import Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
@@ -175,7 +176,7 @@ class VllmEngine(ExternalEngine):
         request_id = str((generation.kv_transfer or {}).get("remote_request_id", ""))
         return VllmHeldKv(found, request_id, self._held, asked_at + self._config.handoff.seconds)
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and returns when vLLM has generated the tokens that the client has. See TransfersKv.
 
         They were computed from the fetched KV, so KV of another prompt is found out here, or by its owner's answer.

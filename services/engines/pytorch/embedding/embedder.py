@@ -42,8 +42,8 @@ class PyTorchEmbedder(PyTorchPart[EmbedderLoop]):
             self._model.vectors([[0] * min(8, self._model.rules.max_input_tokens)])
 
     def _new_loop(self) -> EmbedderLoop:
-        pulse = StallDetector(self._model.module, self._config.stall_seconds)
-        return EmbedderLoop(self._model, pulse, _limits(self._config, self._model))
+        stall_detector = StallDetector(self._model.module, self._config.stall_seconds)
+        return EmbedderLoop(self._model, stall_detector, _limits(self._config, self._model))
 
     def _new_facts(self, load_seconds: float) -> ModelFacts:
         return _facts(self._config, self._model, load_seconds)

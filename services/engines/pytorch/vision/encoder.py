@@ -42,8 +42,8 @@ class PyTorchEncoder(PyTorchPart[EncoderLoop]):
 
     def _new_loop(self) -> EncoderLoop:
         config = self._config
-        pulse = StallDetector(self._vision.module, config.stall_seconds)
-        return EncoderLoop(self._vision, pulse, config.max_step_images, config.max_waiting)
+        stall_detector = StallDetector(self._vision.module, config.stall_seconds)
+        return EncoderLoop(self._vision, stall_detector, config.max_step_images, config.max_waiting)
 
     def _new_facts(self, load_seconds: float) -> ModelFacts:
         return _facts(self._config, self._vision, load_seconds)

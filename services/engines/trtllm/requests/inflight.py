@@ -91,7 +91,7 @@ class InflightGeneration(ExternalGeneration):
         self.keeps = None
         super().end(error)
 
-    def take(self) -> Tokens | None:
+    def pull(self) -> Tokens | None:
         """All ids that were not taken yet."""
         self._reader.has_read()
         ids = tuple(self.output.token_ids[self._read :])

@@ -115,8 +115,8 @@ class VllmGeneration(ExternalGeneration):
             token_ids = self.request.plan.prompt[: self.request.reported]
             self.prompt_logprobs = prompt_logprobs(token_ids, reports, top)
 
-    def take(self) -> Tokens | None:
-        """All ids that were not taken yet, without the known ones."""
+    def pull(self) -> Tokens | None:
+        """All ids that were not pulled yet, without the known ones."""
         self._reader.has_read()
         ids = tuple(self.ids[self._read :])
         if not ids:
