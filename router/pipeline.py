@@ -4,7 +4,7 @@ Read this first and execution.py next: there a request is placed, prefilled, han
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -61,16 +61,14 @@ class Pipeline:
         self._grammars = grammars
         self._checks = validation.OptionChecks(limits)
 
-    async def run(self, ctx: RequestContext, reply: Reply) -> None:
+    def run(self, ctx: RequestContext, reply: Reply) -> Coroutine[Any, Any, None]:
         """Answers a request: Started, tokens, Finished. Raises a BatonError if it fails.
 
         A cancellation of the caller means that the client has left.
         """
-        describe = partial(set_request_attributes, ctx.request)
-        try:
-            await self._running.run(ctx, "baton.generate", describe, partial(self._answer, ctx, reply))
-        finally:
-            end_reply(reply, ctx.timings)
+        # Not a coroutine of its own, which every step of the request would pass.
+        describe, answer = partial(set_request_attributes, ctx.request), partial(self._answer, ctx, reply)
+        return self._running.run(ctx, "baton.generate", describe, answer, partial(end_reply, reply, ctx.timings))
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""

@@ -23,8 +23,9 @@ class RunningRequests:
         name: str,
         describe: Callable[[Span], None],
         answer: Callable[[], Coroutine[Any, Any, None]],
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs `answer` in a span of this name. Raises a BatonError if it fails.
+        """Runs `answer` in a span of this name, then `ended`. Raises a BatonError if it fails.
 
         A cancellation of the caller means that the client has left.
         """
@@ -42,6 +43,8 @@ class RunningRequests:
             except (asyncio.CancelledError, Cancelled):
                 _note_passed_deadline(ctx, span)
                 raise
+            finally:
+                ended()
 
 
 def _note_passed_deadline(ctx: RequestContext, span: Span) -> None:

@@ -3,7 +3,7 @@
 from baton.enum_names import value_name
 from baton.inference.v1 import embed_pb2, generate_pb2, sampling_pb2
 from baton.sampling_options import OPTIONS, given
-from router.telemetry.stats import RequestStats
+from router.telemetry.stats import GENERATE, RequestStats
 from rpc.tracing.span import AttributeValue, Span
 
 _FINISH_REASONS = {
@@ -77,7 +77,7 @@ def set_result_attributes(stats: RequestStats, span: Span) -> None:
 
 
 def _topology(stats: RequestStats) -> str:
-    if not stats.generates:
+    if stats.operation != GENERATE:
         return ""
     return value_name(generate_pb2.Topology, stats.topology)
 

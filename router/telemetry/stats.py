@@ -18,7 +18,7 @@ class RequestStats:
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
-    operation: str = GENERATE
+    operation: str = GENERATE  # or a role, whose answers have no tokens, no topology and no reason to end
     model: str = ""
     outcome: str = "CANCELLED"
     prompt_tokens: int = 0
@@ -36,11 +36,6 @@ class RequestStats:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     is_first_token_timed: bool = False
-
-    @property
-    def generates(self) -> bool:
-        """True if its answer has tokens, a topology and a reason to end: other operations are roles of workers."""
-        return self.operation == GENERATE
 
     def note_end(self, error: BaseException | None) -> None:
         """Sets `outcome` to OK, or to the reason of the error that ended the request.

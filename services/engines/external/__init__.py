@@ -1,4 +1,4 @@
-"""What the adapters of engines that transfer KV themselves have in common: vllm/ and trtllm/.
+"""The common part of the adapters of engines that transfer KV themselves: vllm/ and trtllm/.
 
 engine.py          the skeleton of such an engine
 requests.py        the requests inside it, followed to their end
