@@ -123,7 +123,7 @@ def generate(
         grammar: The answer follows this grammar, in Lark's notation or GBNF.
         priority: From -10 to 10; where requests wait, higher ones go first.
         timeout_seconds: For the whole answer; by default the router's own limit holds.
-        sampling: Numbers such as `temperature=0` and `seed=7`: see `baton.sampling_options`.
+        {options}
 
     Raises:
         ValueError: Options are given beside a GenerateRequest, which has fields for them, or several grammars.
@@ -143,6 +143,21 @@ def generate(
         **sampling,
     )
     return GenerateCall(message, priority, timeout_seconds)
+
+
+def _show_options(definition: Callable[..., Any]) -> None:
+    """Shows the options of sampling in the signature and the docstring, as if they were written there."""
+    shown, keyword = inspect.signature(definition), inspect.Parameter.KEYWORD_ONLY
+    written = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(one.name, keyword, default=None, annotation=one.kind | None) for one in OPTIONS.values()
+    ]
+    vars(definition)["__signature__"] = shown.replace(parameters=[*written, *options])
+    lines = "\n        ".join(f"{one.name}: {one.row.help[0].upper()}{one.row.help[1:]}." for one in OPTIONS.values())
+    definition.__doc__ = (definition.__doc__ or "").replace("{options}", lines)
+
+
+_show_options(generate)
 
 
 def generate_unary(call: GenerateCall) -> UnaryCall[generate_pb2.GenerateUnaryResponse]:
