@@ -180,7 +180,7 @@ fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
 fuzz-http2: $(STUBS) ## Send FRAMES (1,000,000) mutated frames to our own HTTP/2 server, and as many to its client
-	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/rpc/http2/test_mutated_frames.py tests/rpc/http2/test_client_mutated_frames.py
+	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/http2/test_mutated_frames.py tests/http2/test_client_mutated_frames.py
 
 soak: $(STUBS) ## Send HOURS (8) of RATE (4) requests a second through our own HTTP/2, as fast as it goes, and look for growth (20 minutes)
 	@PYTHONPATH=tests:. $(BIN)/python -m benchmarks.soak --hours $(HOURS) --rate $(RATE)

@@ -18,6 +18,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "baton",
+    "baton_http2",
     "runtime",
     "rpc",
     "engine_protocol",
@@ -31,7 +32,7 @@ PACKAGES = (
 )
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 # Packages whose folders are rooms of their own.
-ROOMS = ("router", "services", "rpc")
+ROOMS = ("router", "services", "rpc", "baton_http2")
 SHORT_LINES = 40
 # A docstring that begins with a clause instead of its subject, or that only points elsewhere.
 CLAUSE = re.compile(r"^(What|Whether|Who|Whom|Whose|How|Until|See|Does nothing)\b")

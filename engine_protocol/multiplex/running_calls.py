@@ -9,10 +9,10 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, InvalidReply
+from baton_http2.turns import CallTurns
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
 from engine_protocol.multiplex.tokens import TokenOutput, TokenTaker
-from rpc.turns import CallTurns
 
 
 class RunningCalls:

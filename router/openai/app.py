@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
+from baton_http2.input_budget import InputBudget
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.openai import embeddings
@@ -38,7 +39,6 @@ from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
-from rpc.input_budget import InputBudget
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.behaviour import Behaviour
