@@ -89,7 +89,7 @@ help: ## List all tasks
 
 install: $(INSTALLED) ## Create or update .venv, at the versions of constraints.txt
 
-$(INSTALLED): pyproject.toml packaging/client/pyproject.toml constraints.txt tools/install.py
+$(INSTALLED): pyproject.toml packaging/client/pyproject.toml packaging/http2/pyproject.toml constraints.txt tools/install.py
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
@@ -158,8 +158,9 @@ compose: $(STUBS) $(TRANSCODING) ## Run a Compose topology of these images throu
 containers: $(STUBS) $(TRANSCODING) ## Build images and test them in containers; as root, with podman: tools/install_system_packages.sh containers
 	@$(BIN)/python -m pytest -s -n 0 --timeout=0 tests/containers
 
-wheel: $(STUBS) ## Build both wheels into dist/ (COMPILED=1 compiles the router's hot modules, with mypyc and a C compiler)
+wheel: $(STUBS) ## Build the three wheels into dist/ (COMPILED=1 compiles the router's hot modules, with mypyc and a C compiler)
 	@cd packaging/client && $(abspath $(BIN))/python -m hatchling build --target wheel --directory $(CURDIR)/dist
+	@cd packaging/http2 && HATCH_BUILD_HOOK_ENABLE_CUSTOM=$(if $(COMPILED),true,false) $(abspath $(BIN))/python -m hatchling build --target wheel --directory $(CURDIR)/dist
 	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=$(if $(COMPILED),true,false) $(BIN)/python -m hatchling build --target wheel --directory dist
 
 compiled: $(STUBS) ## Compile the router's hot modules outside the checkout, and test them (minutes)

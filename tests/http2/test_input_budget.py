@@ -43,7 +43,7 @@ async def fill(peer: Peer, stream_id: int, size: int) -> None:
 
 async def test_a_message_over_a_window_waits_until_others_leave_it_its_bytes() -> None:
     async with bounded(InputLimits(process_bytes=32 * MIB, peer_bytes=32 * MIB)) as server:
-        budget = server.server.input
+        budget = server.server.connections.input
         content = bytes(8 * MIB)
         async with aio.insecure_channel(server.address, options=[("grpc.max_receive_message_length", -1)]) as channel:
             answers = await asyncio.gather(*(channel.unary_unary(path("unary"))(content) for _ in range(6)))
@@ -85,11 +85,11 @@ async def test_unfinished_messages_of_many_connections_use_no_more_than_their_pe
                     await announce(peer, stream_id, 900_000)
                     await fill(peer, stream_id, 880_000)
                 await peer.ping()
-            assert server.server.input.used <= SMALL.peer_bytes
+            assert server.server.connections.input.used <= SMALL.peer_bytes
             statuses = [answer.status for peer in peers for answer in peer.answers.values() if answer.is_ended]
             assert len(statuses) > 8
             assert set(statuses) == {RESOURCE_EXHAUSTED}
-        await eventually(lambda: server.server.input.used == 0)
+        await eventually(lambda: server.server.connections.input.used == 0)
 
 
 async def test_what_is_not_grpc_is_not_kept() -> None:
@@ -99,7 +99,7 @@ async def test_what_is_not_grpc_is_not_kept() -> None:
         await peer.send(DataFrame(1, b"\0" + (60 * MIB).to_bytes(4, "big")))
         await fill(peer, 1, MIB)
         await peer.ping()
-        assert server.server.input.used == 0
+        assert server.server.connections.input.used == 0
 
 
 @pytest.mark.parametrize("method", ["unary", "gather"])
@@ -161,7 +161,7 @@ async def test_a_compressed_message_counts_with_its_plain_size() -> None:
         await peer.send(*compressed_call(peer, 1, bomb))
         answer = await peer.ended(1)
         assert answer.status == RESOURCE_EXHAUSTED
-        assert server.server.input.used == 0
+        assert server.server.connections.input.used == 0
 
 
 async def test_compressed_messages_are_decompressed_one_after_the_other() -> None:
@@ -176,13 +176,13 @@ async def test_compressed_messages_are_decompressed_one_after_the_other() -> Non
 
         def all_answered() -> bool:
             nonlocal used
-            used = max(used, server.server.input.used)
+            used = max(used, server.server.connections.input.used)
             return sum(answer.is_ended for answer in peer.answers.values()) == 8
 
         receiving = asyncio.create_task(peer.until(all_answered))
         await eventually(all_answered, 30)
         await receiving
-        await eventually(lambda: server.server.input.used == 0)
+        await eventually(lambda: server.server.connections.input.used == 0)
         assert {answer.status for answer in peer.answers.values() if answer.is_ended} == {0}
     assert 4 * MIB < used < 10 * MIB
 

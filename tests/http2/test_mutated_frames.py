@@ -37,7 +37,7 @@ async def test_mutated_frames_do_no_harm() -> None:
             frames = mutated(source, conversation(source, source.randrange(1, 6)))
             data = wire(frames)
             cuts = sorted(source.randrange(len(data)) for _ in range(source.randrange(3)))
-            await converse(Connection(server.server), data, cuts)
+            await converse(Connection(server.server.connections), data, cuts)
             sent += len(frames)
             assert not failures, f"seed {seed}, after {sent} frames: {failures}"
             memory = memory or (sent > 5000 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -57,7 +57,7 @@ async def _settle(server: Echoing) -> None:
 
 
 async def _still_serves(server: Echoing) -> None:
-    pipe = await converse(Connection(server.server), wire(conversation(random.Random(3), 1)), [])
+    pipe = await converse(Connection(server.server.connections), wire(conversation(random.Random(3), 1)), [])
     assert not pipe.is_closed
 
 
@@ -68,7 +68,7 @@ def test_any_bytes_after_the_preface_do_no_harm(data: bytes, cuts: list[int]) ->
         failures = failures_of(asyncio.get_running_loop())
         async with echoing() as server:
             whole = wire([b"\0\0\0\4\0\0\0\0\0", data])
-            await converse(Connection(server.server), whole, sorted(min(cut, len(whole)) for cut in cuts))
+            await converse(Connection(server.server.connections), whole, sorted(min(cut, len(whole)) for cut in cuts))
         assert failures == []
 
     asyncio.run(run())
@@ -97,11 +97,11 @@ def test_any_frames_are_answered_with_frames_that_h2_understands(sent: list[byte
         client.send_headers(1, head("unary"))
         client.send_data(1, message(b"hello"), end_stream=True)
         async with echoing() as server:
-            valid = await converse(Connection(server.server), client.data_to_send(), [])
+            valid = await converse(Connection(server.server.connections), client.data_to_send(), [])
             events = client.receive_data(valid.written)
             assert any(isinstance(event, h2.events.StreamEnded) for event in events)
             start = wire([b"\0\0\0\4\0\0\0\0\0"])
-            pipe = await converse(Connection(server.server), start + b"".join(sent), [])
+            pipe = await converse(Connection(server.server.connections), start + b"".join(sent), [])
             assert kinds_of_frames(pipe.written) <= {0, 1, 3, 4, 6, 7, 8}
         assert failures == []
 

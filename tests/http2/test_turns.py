@@ -80,7 +80,7 @@ async def test_a_call_that_is_reset_while_it_waits_for_its_turn_never_begins() -
             before += 1
 
         for _ in range(TURNS * CALLS_A_TURN):
-            server.server.turns.run(begin_another)
+            server.server.calls.turns.run(begin_another)
         await peer.call(1, "hang", b"x")
         await peer.send(RstStreamFrame(1, error_code=CANCEL))
         await peer.ping()
