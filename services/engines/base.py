@@ -165,10 +165,10 @@ class PromptProgress(Protocol):
         """The prompt has lost all blocks named so far, and begins again: they may get other content."""
 
 
-class TellsProgress(Protocol):
+class ReportsProgress(Protocol):
     """An engine that tells which blocks of a prompt are computed while it computes the others."""
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
+    async def prefill_reporting(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
         """Computes a prompt as `prefill` does. `progress` hears of each step but the last.
 
         It hears of nothing after the end. The blocks that it hears of are the first of the held KV, unless it also
@@ -189,7 +189,7 @@ class DecodeEngine(Protocol):
     async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
         """Reserves blocks for a pull of `num_tokens` tokens. Waits without limit for requests that run here.
 
-        Raises NoRoom when only KV that is held for other workers is in the way: those may be waiting for this worker.
+        Raises NoFreeBlocks if only KV held for other workers is in the way: they may be waiting for this worker.
         """
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
@@ -254,7 +254,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     @property
-    def progress(self) -> TellsProgress | None:
+    def progress(self) -> ReportsProgress | None:
         """Itself, if others can read the first blocks of a prompt from `memory` while it computes the rest."""
         return None
 

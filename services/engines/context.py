@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.config import Section
-from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.memory.allocation import UNSHARED, AllocationRules
 
 
 class EngineConfig(Section):
@@ -55,5 +55,5 @@ class EngineContext:
     roles: Sequence[str] = ("prefill", "decode")
     lease_seconds: float = 0.0
     node: Callable[[], int] | None = None
-    room: RoomRules = UNSHARED
+    allocation: AllocationRules = UNSHARED
     log_level: str = "info"  # debug, info, warning, error

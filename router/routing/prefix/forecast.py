@@ -93,7 +93,7 @@ class Forecast(Generic[W]):
         for timing in timings:
             seconds = timing.duration.ToNanoseconds() / 1e9
             if timing.stage == timing_pb2.STAGE_HANDOFF_TRANSFER:
-                self._costs.of(owner.record).way_to(cost).add(timing.num_bytes, seconds)
+                self._costs.of(owner.record).link_to(cost).add(timing.num_bytes, seconds)
             elif timing.stage == timing_pb2.STAGE_HANDOFF_WAIT:
                 cost.entry.add(0.0, seconds)
 

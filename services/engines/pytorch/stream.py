@@ -23,10 +23,10 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
     """
 
     def __init__(
-        self, loop: EngineLoop, mailbox: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
+        self, loop: EngineLoop, events: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
     ) -> None:
         self._loop = loop
-        self._mailbox = mailbox
+        self._events = events
         self._submit: Submit | None = submit
         self._prepare = prepare
         self._abort = abort
@@ -62,7 +62,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Begins. See StepStream."""
-        self._mailbox.listener = ready
+        self._events.listener = ready
         started = False
         try:
             await self._start()
@@ -73,7 +73,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
 
     def take(self) -> tuple[Sequence[int], Finished | None]:
         """The new tokens, and the end (StepStream)."""
-        events = self._mailbox.take_now()
+        events = self._events.take_now()
         if events and not isinstance(events[-1], Token):
             self._ending = events.pop()
         ids = [event.token_id for event in events if isinstance(event, Token)]
@@ -93,7 +93,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
     async def _next(self) -> Tokens | Finished:
         await self._start()
         if self._ending is None:
-            events = await self._mailbox.take()
+            events = await self._events.take()
             if not events:
                 raise StopAsyncIteration
             if not isinstance(events[-1], Token):
@@ -107,7 +107,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
         if self._ended:
             return
         self._ended = True
-        self._mailbox.close()
+        self._events.close()
         await self._loop.run_shielded(self._abort)
 
 

@@ -21,7 +21,7 @@ from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.closing_stream import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
-from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.memory.allocation import UNSHARED, AllocationRules
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
@@ -37,11 +37,11 @@ from services.engines.simulated.tokens import TokenStream, vocabulary_of
 class SimulatedEngine(Engine):
     """An Engine without a model. See services/engines/base.py for the contract, and SimulatedConfig for the costs."""
 
-    def __init__(self, config: SimulatedConfig, room: RoomRules = UNSHARED) -> None:
+    def __init__(self, config: SimulatedConfig, rules: AllocationRules = UNSHARED) -> None:
         self._config = config
-        self._room = room
+        self._rules = rules
         self._vocabulary = vocabulary_of(config)
-        self._parts = RankParts(config, room)
+        self._parts = RankParts(config, rules)
         self._held: Counter[int] = Counter()
         self._resources = ExitStack()
         self._tasks = AsyncExitStack()
@@ -103,10 +103,12 @@ class SimulatedEngine(Engine):
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> SimulatedKv:
         """Computes the prompt and one id. See PrefillEngine."""
-        return await self.prefill_telling(prompt, sampling, None)
+        return await self.prefill_reporting(prompt, sampling, None)
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> SimulatedKv:
-        """Computes a prompt as `prefill` does, with progress (TellsProgress)."""
+    async def prefill_reporting(
+        self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None
+    ) -> SimulatedKv:
+        """Computes a prompt as `prefill` does, with progress (ReportsProgress)."""
         sequence = self._run_here(prompt, sampling)
         sequence.held, sequence.progress = True, progress
         try:
@@ -139,7 +141,7 @@ class SimulatedEngine(Engine):
         granted = asyncio.ensure_future(claim.changed.wait())
         try:
             while not claim.changed.is_set():
-                await asyncio.wait([granted], timeout=self._room.held_wait_seconds)
+                await asyncio.wait([granted], timeout=self._rules.held_wait_seconds)
                 if scheduler.is_held_up(claim):
                     scheduler.give_up(claim)
         finally:

@@ -56,7 +56,7 @@ class Sequence:
         return len(self.ids) - len(self.prompt.token_ids)
 
     @property
-    def gives_way(self) -> bool:
+    def is_preemptible(self) -> bool:
         """True if it can be preempted, and run again later."""
         return not self.held and self.prompt.is_computable
 
@@ -78,7 +78,7 @@ class Sequence:
         if self.decoding:
             self.clock.decode()
 
-    def tell_computed(self) -> None:
+    def report_computed(self) -> None:
         """Tells of the blocks that were filled since the last call, if that was asked for."""
         filled = self.computed // self._block_tokens
         if self.progress is not None and filled > self._told_blocks:

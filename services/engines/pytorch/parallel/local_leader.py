@@ -65,14 +65,14 @@ class LocalFollowers:
         self._ranks = join(self.shard, SameHost(self._meeting), device)
         return self._ranks
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         if self.failure is not None:
             raise RuntimeError(self.failure)
         for follower in self._followers:
             self._send(follower, order)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        self.tell(ZeroBlocks(tuple(block_ids)))
+        self.send(ZeroBlocks(tuple(block_ids)))
 
     def close(self) -> None:
         self._closing = True

@@ -86,11 +86,11 @@ class RemoteFollowers:
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
         del pool_file
         meeting = open_store(self._links[0].own_address, self.shard.size)
-        self.tell(Begin(num_blocks, sizes, meeting.port))
+        self.send(Begin(num_blocks, sizes, meeting.port))
         self._ranks = join(self.shard, meeting, device)
         return self._ranks
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         for link in self._links:
             if self.failure is not None:
                 raise RuntimeError(self.failure)
@@ -102,7 +102,7 @@ class RemoteFollowers:
             metrics.RANK_READY.set(1)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        self.tell(ZeroBlocks(tuple(block_ids)))
+        self.send(ZeroBlocks(tuple(block_ids)))
 
     def close(self) -> None:
         """Ends the other ranks. May be called twice."""
