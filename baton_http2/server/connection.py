@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import ClassVar, Final, cast
 
 import structlog
 
@@ -71,6 +71,9 @@ class Connections:
 
 class Connection(asyncio.Protocol):
     """A connection of a client. `heard_at` is when it last sent something, in the loop's time."""
+
+    # For mypyc.
+    __deletable__: ClassVar = ("heads", "liveness", "receiver")
 
     transport: asyncio.Transport
     output: Output
