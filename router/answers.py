@@ -10,6 +10,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from baton.inference.v1 import generate_pb2, timing_pb2
+from baton_http2.server.reply import Reply
 from router import validation
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
@@ -17,8 +18,9 @@ from router.config import LimitsConfig
 from router.context import RequestContext
 from router.execution import Executor
 from router.multimodal.prompt import MultimodalPrompt
-from router.stream.reply import Pace, Reply
-from router.stream.writer import FillFinished, StreamWriter
+from router.stream.general import FillFinished
+from router.stream.reply import Pace
+from router.stream.writer import StreamWriter
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.text.served_model import ServedModel
@@ -160,7 +162,7 @@ class _SharedReply:
 
     def __init__(self, reply: Reply) -> None:
         self.fill_finished: FillFinished | None = None
-        self._send = reply.send
+        self._send = reply.write
         self._sending = asyncio.Lock()
         self._sequence = 0
         self._request_id = ""

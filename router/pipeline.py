@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from baton.engine.v1 import prompt_pb2
 from baton.errors import Cancelled
 from baton.inference.v1 import lora_pb2, timing_pb2
+from baton_http2.server.reply import Reply
 from router import validation
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
@@ -21,7 +22,7 @@ from router.execution import Executor
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
-from router.stream.reply import Pace, Reply
+from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import record_request
 from router.telemetry.spans import set_request_attributes
@@ -80,7 +81,7 @@ class Pipeline:
                 note_passed_deadline(ctx, span)
                 raise
             finally:
-                reply.end_with(ctx.timings)
+                end_reply(reply, ctx.timings)
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""

@@ -35,6 +35,7 @@ from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits, TextL
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
+from rpc.reply import AddReplies
 from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
@@ -196,7 +197,7 @@ async def serve(
     else:
         # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
         sharing = ("grpc.so_reuseport", int(shares_port))
-        server = aio.server(interceptors=[interceptor], options=(*_OPTIONS, sharing, *limits.options()))
+        server = aio.server(interceptors=[interceptor, AddReplies()], options=(*_OPTIONS, sharing, *limits.options()))
     _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
     port = _bind(server, listen, tls, shares_port=shares_port)
     try:

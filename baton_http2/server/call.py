@@ -13,10 +13,10 @@ from grpc import StatusCode, aio
 from baton_http2.aio import ended_with, timeout
 from baton_http2.input_budget import InputHold, offer_hold
 from baton_http2.limits import EXCEEDED
-from baton_http2.output import Output
 from baton_http2.server.calls import Calls
 from baton_http2.server.methods import CallDetails, Caller, Method, method_of
 from baton_http2.server.peer import Peer
+from baton_http2.server.reply import Reply
 from baton_http2.server.servicer_context import CallContext
 from baton_http2.stream import Stream
 from baton_http2.turns import wait_for_room
@@ -276,42 +276,22 @@ class Context(CallContext):
         stream = self._stream
         if not stream.can_take(len(wire)):
             await wait_for_room(stream, len(wire))
-        if self._call.is_over:
-            raise aio.UsageError("the call is over")
-        if not stream.started:
-            self._start(())
-        stream.write(wire, int(is_compressed))
+        self._open_wire().write(wire, int(is_compressed))
         if self._turn != stream.turns:
             self._turn, self._written = stream.turns, 0
         self._written += 1
         if self._written >= _MESSAGES_A_TURN:
             await asyncio.sleep(0)
 
-    def write_now(self, message: Any) -> bool:
-        """Sends a message without waiting or compressing; False if there is no room for another one.
+    def reply(self) -> Reply:
+        """The way back to the caller. Its wire does not compress."""
+        return Reply(self.write, self.set_trailing_metadata, self._open_wire)
 
-        For what writes the messages of many calls at once, such as the tokens of one step. Raises aio.UsageError once
-        the call is over.
-        """
+    def _open_wire(self) -> Stream:
         if self._call.is_over:
             raise aio.UsageError("the call is over")
-        stream = self._stream
-        if not stream.started:
+        if not self._stream.started:
             self._start(())
-        return stream.write(self._method.serialize(message)) or stream.can_take(0)
-
-    async def room(self) -> None:
-        """Waits until `write_now` has room again."""
-        await wait_for_room(self._stream, 0)
-
-    @property
-    def output(self) -> Output:
-        """What `write_now` sends by: the connection's."""
-        return self._stream.output
-
-    @property
-    def wire(self) -> Stream:
-        """What takes serialized messages, uncompressed, once the headers are sent; after the end it drops them."""
         return self._stream
 
     # The answer's beginning and end.

@@ -14,6 +14,7 @@ from baton.errors import BatonError, InvalidRequest, ModelNotFound
 from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
+from baton_http2.server.reply import Reply
 from discovery.roles import COMPLETING
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
@@ -22,7 +23,6 @@ from router.kserve.metadata import PLATFORM, config, metadata
 from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_request, is_version, reason_of, response
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.workers.cluster import Cluster
 from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
 from baton_http2.input_budget import InputBudget
+from baton_http2.server.reply import Reply
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.openai import embeddings
@@ -33,7 +34,6 @@ from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster

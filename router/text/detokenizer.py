@@ -3,7 +3,8 @@
 import codecs
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-REPLACEMENT = "\ufffd"
+from router.text.token_messages import REPLACEMENT, TokenTexts
+
 # A character has at most four bytes: three tokens may be an incomplete one, four cannot.
 _LONGEST_INCOMPLETE = 3
 _WINDOW = 8
@@ -48,33 +49,6 @@ class WholeCharacters:
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return self._tokens.of(rest)
-
-
-class TokenTexts(dict[int, str | None]):
-    """The text of each token of a vocabulary whose texts are joined byte by byte, decoded when it is first asked for.
-
-    None for tokens in `hidden`, and for those that are not whole characters by themselves. `serialized` has others in
-    the form in which they are sent.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        hidden: Collection[int],
-        serialize: Callable[[str, int], bytes],
-    ) -> None:
-        super().__init__()
-        self._decode = decode
-        self._hidden = hidden
-        self._serialize = serialize
-        self.serialized: dict[int, bytes] = {}
-
-    def __missing__(self, token_id: int) -> str | None:
-        text = None if token_id in self._hidden else self._decode((token_id,))
-        self[token_id] = found = None if text is None or REPLACEMENT in text else text
-        if found is not None:
-            self.serialized[token_id] = self._serialize(found, token_id)
-        return found
 
 
 class Detokenizer:

@@ -8,12 +8,12 @@ import tokenizers
 
 from baton.errors import Unsupported
 from router.text.chat_template import LONGEST_SECONDS, ChatTemplate, Turn
-from router.text.detokenizer import ByteTokens, Detokenizer, TokenTexts, WholeCharacters
+from router.text.detokenizer import ByteTokens, Detokenizer, WholeCharacters
 from router.text.encoding.encoder import Encoder
 from router.text.parsing.formats import ToolFormat
 from router.text.parsing.reasoning import BEGIN, END
 from router.text.parsing.registry import format_of
-from router.text.token_messages import token_field
+from router.text.token_messages import TokenTexts
 
 _REASONING_TOKENS = 16  # of a prompt's end that may spell <think> and white space
 
@@ -40,7 +40,7 @@ class Tokenizer:
         )
         self._byte_tokens = _byte_tokens(self._tokenizer)
         joins = _joins_bytes(self._tokenizer)
-        self._texts = TokenTexts(self._decode_all, self._special_ids, token_field) if joins else None
+        self._texts = TokenTexts(self._decode_all, self._special_ids) if joins else None
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property

@@ -5,7 +5,7 @@ An engine never imports grpc and never sees text. Close the generator of `decode
 tests/services/engines/contract/ define what an engine must do.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -14,24 +14,12 @@ from typing_extensions import Self
 
 from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
+from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import TellsKv
 from services.engines.kv_transfer import TransfersKv
 from services.engines.loras import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
-
-
-class StepStream(Protocol):
-    """A generation that can be read without a task's step for each token: instead of iterating over it, subscribe.
-
-    What `Engine.decode` returns may be one. Closing it is the abort, in either case.
-    """
-
-    async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Begins, and calls `ready` on the event loop whenever `take` has something new; at once, if it has already."""
-
-    def take(self) -> tuple[Sequence[int], Finished | None]:
-        """The new ids, and the end, if it has come. Raises what ended the generation, if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +255,10 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     def loras(self) -> ServesLoras | None:
         """The engine's adapters; None if it serves none, and then no prompt has one."""
         return None
+
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> Generation:
+        """What `decode` generates, which can be pulled too. An engine whose `decode` returns that overrides it."""
+        return ClosingStream(self.decode(source, sampling))
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Computes and holds KV. Raises Unsupported unless the engine holds KV. See PrefillEngine."""

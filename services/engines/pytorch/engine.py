@@ -10,7 +10,6 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.canary import Canary
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
@@ -163,7 +162,7 @@ class PyTorchEngine(Engine):
         await self._guide(sequence)
         try:
             await self._loop.call(lambda core: core.submit(sequence))
-            [event] = await events.take()
+            [event] = await events.pull()
         except asyncio.CancelledError:
             await self._loop.run_shielded(partial(_abort, current_freed_kv(), sequence))
             raise
@@ -198,7 +197,7 @@ class PyTorchEngine(Engine):
             raise
         return ReservedBlocks(self._loop, blocks)
 
-    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
         """Generates until the end. Takes ownership of the reservation, also when it raises."""
         events = EventQueue()
         prompt = source if isinstance(source, Prompt) else source.prompt
@@ -221,6 +220,10 @@ class PyTorchEngine(Engine):
 
         prepare = partial(self._guide, sequence) if sampling.guide is not None else None
         return DecodeStream(self._loop, events, submit, abort, prepare)
+
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
+        """The same as `decode`."""
+        return self.decode(source, sampling)
 
     async def _guide(self, sequence: TokenSequence) -> None:
         """Gives a guided request its place in its grammar. Raises InvalidRequest, Unsupported and Overloaded."""

@@ -18,7 +18,7 @@ from baton.errors import EngineFailed, InvalidRequest, Unsupported
 from runtime.aio import TaskGroup
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
-from services.engines.closing_stream import ClosingStream
+from services.engines.generation import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.memory.allocation import UNSHARED, AllocationRules
@@ -152,6 +152,10 @@ class SimulatedEngine(Engine):
         sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._run_here(source, sampling)
         return _SteppedStream(self, sequence)
 
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> "_SteppedStream":
+        """The same as `decode`."""
+        return self.decode(source, sampling)
+
     async def drop(self, sequence: Sequence) -> None:
         """Ends a generation; once is as good as twice."""
         self._of(sequence).drop(sequence)
@@ -165,7 +169,7 @@ class SimulatedEngine(Engine):
                 sequence.changed.clear()
                 if sequence.error:
                     raise sequence.error
-                if tokens := sequence.take():
+                if tokens := sequence.pull():
                     yield tokens
                 if sequence.finish and not sequence.output:
                     yield sequence.finished()
@@ -243,7 +247,7 @@ class SimulatedEngine(Engine):
 
 
 class _SteppedStream(ClosingStream):
-    """A generation that is iterated over, or subscribed to."""
+    """A generation whose sequence is read without a task."""
 
     def __init__(self, engine: SimulatedEngine, sequence: Sequence) -> None:
         super().__init__(engine.generate(sequence), partial(engine.drop, sequence))
@@ -251,12 +255,12 @@ class _SteppedStream(ClosingStream):
         self._sequence = sequence
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Begins. See StepStream."""
+        """Begins."""
         self._sequence.changed.listener = ready
         self._engine.begin(self._sequence)
 
-    def take(self) -> tuple[tuple[int, ...], Finished | None]:
-        """The new tokens, and the end (StepStream)."""
+    def pull(self) -> tuple[tuple[int, ...], Finished | None]:
+        """The new tokens, and the end. Raises the sequence's error."""
         sequence = self._sequence
         if sequence.error:
             raise sequence.error

@@ -108,7 +108,7 @@ class Sequence:
         end = min(start + self._block_tokens, num_tokens)
         return block_hash(self.previous_hash(index), self.ids[start:end], media_key(self.prompt.media, start, end))
 
-    def take(self) -> Tokens | None:
+    def pull(self) -> Tokens | None:
         """Returns the output since the last call; None if there is none."""
         if not self.output:
             return None
