@@ -229,11 +229,6 @@ class Stream:
     # What is sent.
 
     @property
-    def output(self) -> Output:
-        """What it sends by: its connection's."""
-        return self._output
-
-    @property
     def connection(self) -> Output:
         """The same for all streams that are flushed together."""
         return self._output

@@ -90,7 +90,7 @@ class Call:
         if not stream.can_take(len(message)):
             return False
         stream.write(message)
-        stream.output.flush_early()
+        stream.flush()
         return True
 
     def cancel(self) -> None:
