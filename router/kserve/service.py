@@ -14,6 +14,7 @@ from baton.errors import BatonError, InvalidRequest, ModelNotFound
 from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
+from baton_http2.server.reply import Reply
 from engine_protocol.roles import completing
 from router.kserve.embeddings import embed_request, embed_response
 from router.kserve.metadata import PLATFORM, config, metadata
@@ -23,7 +24,6 @@ from router.stream.collector import UnaryCollector
 from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.counting import count_fields
-from rpc.reply import Reply
 from runtime.aio import TaskGroup
 
 Context = aio.ServicerContext[Any, Any]
