@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
@@ -36,6 +37,7 @@ from services.handoff.destinations import Allocator
 from services.handoff.early import PromptsInProgress
 from services.handoff.fetcher import Fetcher
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
+from services.handoff.opening import PoolOpener
 from services.handoff.peers import Peers
 from services.handoff.pull import Puller
 from services.handoff.service import HandoffOwner, HandoffServicer, OfferedPool
@@ -97,8 +99,10 @@ async def host_worker(
         registration = WorkerRegistration(registry)
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
         worker = Worker(identity, engines, leases, drainer, Health())
-        services = await stack.enter_async_context(_open_services(config, worker, calls))
-        await stack.enter_async_context(_serve(config, worker, services))
+        opened = await stack.enter_async_context(_open_services(config, worker, calls))
+        await stack.enter_async_context(_serve(config, worker, opened.services))
+        if opened.opener is not None:
+            await stack.enter_async_context(opened.opener.running(registry, _record(worker)))
         await stack.enter_async_context(_registered(worker, registration))
         await warn_if_unpaired(registry, _record(worker))
         yield worker
@@ -116,9 +120,17 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     return identity
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """All services, and the opener of a worker that reads the KV of others."""
+
+    services: list[Service]
+    opener: PoolOpener | None
+
+
 @asynccontextmanager
-async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> AsyncIterator[list[Service]]:
-    """Yields all services. Every worker has all of them; the service of a missing role answers RoleMismatch."""
+async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> AsyncIterator[_Opened]:
+    """Every worker has all services; the service of a missing role answers RoleMismatch."""
     identity, engines, engine, leases = worker.identity, worker.engines, worker.engine, worker.leases
     async with AsyncExitStack() as stack:
         memory = engine.memory if engine is not None else None
@@ -139,7 +151,7 @@ async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> 
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, peers) if transfer else None
             decoder = Decoder(engine, puller, fetcher, Allocator(engine, identity, leases))
-        yield [
+        services = [
             Service(
                 encode.SERVICE_NAME,
                 encode_pb2_grpc.add_EncodeServiceServicer_to_server,
@@ -171,6 +183,8 @@ async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> 
                 WorkerServicer(identity.epoch, engines, Aborter(calls, leases), worker.drainer),
             ),
         ]
+        reads_kv = "decode" in identity.roles and memory is not None and facts.takes_handoffs
+        yield _Opened(services, PoolOpener(peers, transports, facts.layout) if reads_kv else None)
 
 
 def _pools(engines: WorkerEngines) -> list[tuple[KvLayout, BlockMemory]]:

@@ -42,14 +42,16 @@ class OwnerConnection:
     def __init__(self, address: str, dial: Dial) -> None:
         self.users = 0
         self.used_at = time.monotonic()
+        self.forgotten = asyncio.Event()
         self._channel = dial(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
         self._opening = asyncio.Lock()
         self._pools: dict[str, Pool] = {}
 
     async def pool(self, leased: LeasedBlocks, transports: Sequence[Transport], layout: KvLayout) -> Pool:
-        """Returns a reader of the pool with this layout. Raises StaleEpoch, LayoutMismatch, and HandoffLost for other
-        failures.
+        """Returns a reader of the pool with this layout; `leased` may be without a lease.
+
+        Raises StaleEpoch, LayoutMismatch, and HandoffLost for other failures.
         """
         async with self._opening:
             if layout.digest not in self._pools:
@@ -121,6 +123,7 @@ class Peers:
         """Forgets a peer, so that the next use opens it again: its process may have ended."""
         peer = self._peers.pop((leased.address, leased.epoch), None)
         if peer is not None:
+            peer.forgotten.set()
             self._forgotten.append(peer)
 
     async def _sweep(self) -> None:
