@@ -35,6 +35,7 @@ class _ComingDecode(IgnoredProgress):
 
     def first_token(self, cached_tokens: int | None) -> None:
         """See Progress."""
+        del cached_tokens
         self.close()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ _INTEGERS = st.integers(min_value=0, max_value=2**64 - 1)
         layout_digest=_TEXTS,
         max_context_tokens=_INTEGERS,
         capabilities=st.lists(_TEXTS).map(tuple),
-        data_parallel_ranks=st.integers(1, 4096),
+        data_parallel_ranks=st.integers(1, 512),
         draining=st.booleans(),
         certificate=_TEXTS,
         layout=_TEXTS,
