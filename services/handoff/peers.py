@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 _SWEEP_SECONDS = 5.0
 _IDLE_SECONDS = 300.0
+_MOST_ENDPOINTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +155,10 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
     """Opens the first of the owner's endpoints that works here."""
     known = {transport.name: transport for transport in transports}
     refusals = []
-    for endpoint in offer.endpoints:
+    for endpoint in offer.endpoints[:_MOST_ENDPOINTS]:
         name = transport_of(endpoint)
         if name not in known:
-            refusals.append(f"{name}: not supported here")
+            refusals.append(f"{name[:80]}: not supported here")
             continue
         try:
             reader = await known[name].open(endpoint, shape)
@@ -166,4 +167,4 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
             continue
         log.info("opened a pool", owner=offer.worker_id, transport=name, refused=refusals)
         return Pool(shape, name, reader)
-    raise HandoffLost(f"the pool of {offer.worker_id} cannot be read: {'; '.join(refusals)}")
+    raise HandoffLost(f"the pool of {offer.worker_id[:80]} cannot be read: {'; '.join(refusals)}")

@@ -99,12 +99,14 @@ def test_an_unknown_key_is_ignored() -> None:
         ("epoch", -1),
         ("epoch", 2**64),
         ("data_parallel_ranks", 0),
-        ("data_parallel_ranks", 4097),
+        ("data_parallel_ranks", 513),
         ("data_parallel_ranks", 2**63),
         ("roles", "decode"),
         ("roles", ["decode", 1]),
         ("capabilities", {}),
         ("draining", 0),
+        ("address", "a" * 5000),
+        ("roles", ["decode"] * 257),
     ],
 )
 def test_a_wrong_value_is_named(key: str, value: object) -> None:

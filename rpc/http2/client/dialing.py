@@ -87,7 +87,7 @@ async def _connect(peer: Peer, path: str, take: TakeMessage, limits: ServerLimit
                 ssl=peer.tls,
                 server_hostname=(peer.server_name or host) if peer.tls else None,
             )
-    except (OSError, TimeoutError, ConfigError) as error:
+    except (OSError, TimeoutError, UnicodeError, ConfigError) as error:  # UnicodeError: no name of DNS
         raise Unavailable(f"cannot connect to {peer.address}: {error}") from error
     secured_by = connection.transport.get_extra_info("ssl_object")
     if secured_by is not None and secured_by.selected_alpn_protocol() != "h2":
