@@ -121,4 +121,5 @@ def _may_hand_over(owner: WorkerRecord, reader: WorkerRecord) -> bool:
 
 def _order(reader: WorkerRecord, owner: WorkerRecord) -> tuple[int, int]:
     """Among those as near, each reader has another order, so that all owners are some readers' first."""
-    return steps_apart(reader.place, owner.place), zlib.crc32(f"{reader.worker_id} {owner.worker_id}".encode())
+    own_order = zlib.crc32(f"{reader.worker_id} {owner.worker_id}".encode())
+    return steps_apart(reader.known_location, owner.known_location), own_order
