@@ -9,10 +9,10 @@ from support.servers.tcp_proxy import TcpProxy
 
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
+from baton_http2.client.call import Call
+from baton_http2.client.dialing import Peer, open_call
 from benchmarks.leftovers import garbage
 from rpc.health import Health
-from rpc.http2.client.call import Call
-from rpc.http2.client.dialing import Peer, open_call
 from rpc.server import Service, serve
 from runtime.aio import timeout
 
@@ -56,4 +56,4 @@ async def test_a_connection_that_has_ended_is_no_garbage(end: Callable[[TcpProxy
                 await end(proxy, call)
             del call
         _, cycles = garbage.found()
-    assert [cycle for cycle in cycles if "http2.client" in cycle or "ClientConnection" in cycle] == []
+    assert [cycle for cycle in cycles if "baton_http2.client" in cycle or "ClientConnection" in cycle] == []
