@@ -21,6 +21,7 @@ from services.config import WorkerConfig
 from services.control import Aborter, WorkerServicer
 from services.handoff import service as handoff
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
+from services.handoff.opening import PoolOpener
 from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
 from services.parts import WorkerParts, open_parts
@@ -77,6 +78,7 @@ async def host_worker(
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
         services = await stack.enter_async_context(_open_services(parts))
         await stack.enter_async_context(_serve(config, worker, services))
+        await stack.enter_async_context(_opening_ahead(parts, registry))
         await stack.enter_async_context(_registered(worker, registration))
         await warn_if_unpaired(registry, _record(worker))
         yield worker
@@ -109,6 +111,19 @@ async def _open_services(parts: WorkerParts) -> AsyncIterator[list[Service]]:
             Service(handoff.SERVICE_NAME, handoff_pb2_grpc.add_HandoffServiceServicer_to_server, holder),
             Service(control.SERVICE_NAME, worker_pb2_grpc.add_WorkerServiceServicer_to_server, control_servicer),
         ]
+
+
+@asynccontextmanager
+async def _opening_ahead(parts: WorkerParts, registry: Registry) -> AsyncIterator[None]:
+    """Opens the pools of prefill workers before their first handoffs, on a worker that reads other workers' KV."""
+    worker, engine = parts.worker, parts.worker.engine
+    reads_kv = engine is not None and engine.memory is not None and engine.facts.takes_handoffs
+    if engine is None or not reads_kv or "decode" not in worker.identity.roles:
+        yield
+        return
+    opener = PoolOpener(parts.peers, parts.transports, engine.facts.layout)
+    async with opener.running(registry, _record(worker)):
+        yield
 
 
 @asynccontextmanager

@@ -97,6 +97,10 @@ class Call:
         """Tells the peer that the answer is not wanted any more."""
         self._end(Status(StatusCode.CANCELLED, "the call was cancelled on this side"), CANCEL)
 
+    def forget(self) -> None:
+        """Lets go of its stream, which refers to it: the connection is closed."""
+        self._stream.take_messages(_ignore)
+
     # What the connection says.
 
     def note_fields(self, fields: Sequence[Field], *, is_last: bool) -> None:
@@ -152,6 +156,10 @@ class Call:
         if not self.status.done():
             self.status.set_result(status)
         self._stream.reset(code)
+
+
+def _ignore(is_compressed: bool, message: bytes) -> None:
+    """Takes a message that nobody reads any more."""
 
 
 def _status_of(values: dict[bytes, bytes], fields: Sequence[Field]) -> Status:

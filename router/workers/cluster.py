@@ -32,7 +32,7 @@ from router.config import ProbeConfig
 from router.telemetry import metrics
 from router.text.served_model import ServedModel
 from router.workers.handle import WorkerHandle, connect
-from router.workers.loras import SEPARATOR, find_lora, loras_of_model, split_name
+from router.workers.loras import SEPARATOR, find_lora, has_lora, split_name
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
 from runtime.lasting import lasting
@@ -107,7 +107,7 @@ class Cluster:
         if not name and served:
             raise InvalidRequest.of("model", f"is missing; served are {_names(served)}")
         for base, adapter in split_name(name):
-            if base in self._models and adapter in loras_of_model(self.workers, base):
+            if base in self._models and has_lora(self.workers, base, adapter):
                 return self._models[base]
         if not name or any(worker.record.model == name for worker in self.workers):
             raise NoWorker(f"no worker is ready yet: {self._problems()}")

@@ -476,7 +476,7 @@ async def connect(
                 "worker_card": partial(worker.read_card, load_card),
             }
             if LORA in record.capabilities:
-                watches["worker_loras"] = partial(watch_loras, worker.control, worker.note_loras)
+                watches["worker_loras"] = partial(watch_loras, record.worker_id, worker.control, worker.note_loras)
             tasks = [group.create_task(lasting(name, watch)) for name, watch in watches.items()]
             try:
                 yield worker
