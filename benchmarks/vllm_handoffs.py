@@ -66,7 +66,7 @@ class Sizes:
 async def main(sizes: Sizes) -> None:
     """Prints one line for each part."""
     with TemporaryDirectory() as folder:
-        checkpoint = save_qwen3(Path(folder), vllm.HEAD_DIM)
+        checkpoint = save_qwen3(Path(folder), vllm.HEAD_DIM, max(2048, sizes.longest + 500))
         async with AsyncExitStack() as stack:
             prefill = await stack.enter_async_context(_open(checkpoint, "prefill", sizes))
             decode = await stack.enter_async_context(_open(checkpoint, "decode", sizes))

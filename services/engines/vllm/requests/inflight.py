@@ -131,4 +131,6 @@ class VllmRequests:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """With the cause: vLLM raises an EngineGenerateError without a message from whatever went wrong."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{text}, from {_text(error.__cause__)}" if error.__cause__ else text
