@@ -141,6 +141,8 @@ def row(system: System, point: Point, found: Sequence[Answered], moved: Handoffs
     gaps = [(b - a) * 1e3 for each in good for a, b in pairwise(each.times)]
     per_token = [statistics.mean(b - a for a, b in pairwise(each.times)) * 1e3 for each in good]
     span = max((each.times[-1] for each in good), default=1.0) - min((each.sent for each in good), default=0.0)
+    second = [(each.times[1] - each.sent) * 1e3 for each in good if len(each.times) > 1]
+    moving = [each.handoff_seconds * 1e3 for each in good if each.handed_over]
     stages = sorted({name for each in good for name in each.stages})
     return {
         "prompt, load": str(point),
@@ -149,10 +151,12 @@ def row(system: System, point: Point, found: Sequence[Answered], moved: Handoffs
         "handed over": sum(each.handed_over for each in good) if system.protocol == "grpc" else "",
         "TTFT p50": quantile(first, 0.5),
         "TTFT p99": quantile(first, 0.99),
+        "second token p50": quantile(second, 0.5),
         "ITL p50": quantile(gaps, 0.5),
         "ITL p99": quantile(gaps, 0.99),
         "ms/token p50": quantile(per_token, 0.5),
         "tokens/s": sum(len(each.times) for each in good) / span,
+        "handoff ms p50": quantile(moving, 0.5) if moving else "",
         "NIXL ms": moved.seconds / moved.count * 1e3 if moved.count else "",
         "NIXL MiB": moved.bytes / moved.count / 2**20 if moved.count else "",
         "stages": {
