@@ -65,7 +65,7 @@ TINY = (Point(60, 1, 2), Point(60, 4, 8), Point(60, rate=2, seconds=3))
 
 @dataclass(frozen=True, slots=True)
 class Handoffs:
-    """What an engine has fetched so far, by NIXL's own count."""
+    """The reads of an engine so far, by NIXL's own count."""
 
     seconds: float = 0.0
     count: float = 0.0
@@ -76,6 +76,7 @@ class Handoffs:
 
 
 def handoffs(server: Server | None) -> Handoffs:
+    """Reads them from the page of metrics of a decode engine; zeros for None."""
     if server is None:
         return Handoffs()
     with urlopen(server.metrics, timeout=10) as answer:

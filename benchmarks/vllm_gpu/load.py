@@ -20,7 +20,7 @@ REQUEST_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is asked: an address, the protocol, and for Baton the topology."""
+    """A server under test: its address, its protocol, and for Baton the topology."""
 
     name: str
     address: str

@@ -19,6 +19,7 @@ class Recipe:
     imports: tuple[str, ...]
 
     def excludes(self, path: str) -> bool:
+        """Says of a path inside a wheel that the target does without it."""
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.exclude)
 
 

@@ -1,4 +1,4 @@
-"""How a request ends that vLLM did not answer; without vLLM."""
+"""Requests that vLLM does not answer; without vLLM."""
 
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
