@@ -30,8 +30,8 @@ END_SECONDS = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of both pairs. `gpus` are those of prefill and decode; `share` is an engine's part of a GPU's memory,
-    and `pool_gib` what it has for KV.
+    """The settings of both pairs. `gpus` are those of prefill and decode; `share` is an engine's part of a GPU's
+    memory, and `pool_gib` what it has for KV.
     """
 
     model: Path
