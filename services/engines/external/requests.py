@@ -161,5 +161,6 @@ class ExternalRequests(Generic[Generation]):
 
 
 def text_of(error: BaseException) -> str:
-    """An error of another package, in one line."""
-    return f"{type(error).__name__}: {error}"
+    """An error of another package, in one line, with its cause: vLLM raises some without a message of their own."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{text}, from {text_of(error.__cause__)}" if error.__cause__ else text
