@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from baton.errors import InvalidRequest
+from baton.files import LARGEST_REQUEST_BYTES, read_file
 from baton.images import Image, media_item, user_message
 from baton.inference.v1 import generate_pb2, sampling_pb2
 
@@ -55,7 +56,15 @@ def _set_input(request: generate_pb2.GenerateRequest, arguments: argparse.Namesp
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt != "-":
         return str(arguments.prompt)
-    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+    return standard_input("prompt")
+
+
+def standard_input(field: str) -> str:
+    """All of standard input. Raises InvalidRequest naming the field if that is more than a request may have."""
+    content = sys.stdin.buffer.read(LARGEST_REQUEST_BYTES + 1)
+    if len(content) > LARGEST_REQUEST_BYTES:
+        raise InvalidRequest.of(field, f"has more than {LARGEST_REQUEST_BYTES} bytes")
+    return content.decode("utf-8", "surrogateescape")
 
 
 def _set_guided(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
@@ -73,8 +82,10 @@ def _set_guided(request: generate_pb2.GenerateRequest, arguments: argparse.Names
 def _file_text(field: str, path: str) -> str:
     """The text of a file. Raises InvalidRequest naming the field if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(path, LARGEST_REQUEST_BYTES).decode()
+    except OSError as error:
+        raise InvalidRequest.of(field, f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise InvalidRequest.of(field, f"{path} cannot be read: {error}") from None
 
 

@@ -329,7 +329,7 @@ class RequestExecution(Waiting):
                     if self._suspects is not None:
                         self._suspects.answered(worker)
                     if self._completion.finished is not None:
-                        if self._has_found_stop_string:
+                        if self._ends_here:
                             return
                         self._await_end()
                     if self._completion.takes_single_tokens:
@@ -358,16 +358,16 @@ class RequestExecution(Waiting):
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
                     call.responses.set_sink(None)
-        if not has_ended and not self._has_found_stop_string:
+        if not has_ended and not self._ends_here:
             raise Unavailable("the decode stream ended before its last message")
 
     @property
-    def _has_found_stop_string(self) -> bool:
-        return self._completion.finished is not None and bool(self._completion.finished.stop_string)
+    def _ends_here(self) -> bool:
+        return self._completion.finished is not None and self._completion.finished.is_unknown_to_worker
 
     def _answer_ended(self, call: DecodeCall) -> None:
-        """A token that was pushed has finished the answer: the worker ends the call, but knows of no stop string."""
-        if self._has_found_stop_string:
+        """A token that was pushed has finished the answer: the worker ends the call, if it knows of this end."""
+        if self._ends_here:
             call.responses.stop()
         else:
             self._await_end()

@@ -91,6 +91,8 @@ def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: Lim
     _check_texts("sampling.bad_words", request.sampling.bad_words, limits.max_bad_word_length, violations)
     _check_stopping(request.stopping, model, limits, violations)
     _check_response(request.response, model.limits, violations)
+    is_found = not (request.chat.tool_choice.is_single and request.response.raw_text)
+    violations.require(is_found, "chat.tool_choice.is_single", "cannot be followed with response.raw_text")
     violations.raise_any()
     _check_supported(request, model)
 

@@ -195,9 +195,24 @@ def text_of(path: str, element: bytes) -> str:
         raise InvalidRequest.of(path, "is not valid UTF-8") from None
 
 
+class _GivenTwice(ValueError):
+    """A key that an object has twice."""
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _GivenTwice(f"{key[:128]} is given twice")
+        found[key] = value
+    return found
+
+
 def _json(element: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(element)
+        value = json.loads(element, object_pairs_hook=_unrepeated)
+    except _GivenTwice as error:
+        raise InvalidRequest.of("inputs.sampling_parameters", str(error)) from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -241,6 +256,8 @@ def _set(message: Any, field: str, value: Any) -> None:
         if not isinstance(biases, dict):
             raise TypeError("must be a JSON object of biases by token id")
         for token_id, bias in biases.items():
+            if not (token_id.isascii() and token_id.isdecimal()) or type(bias) not in (int, float):
+                raise TypeError("must be a JSON object of biases by token id")
             message.logit_bias[int(token_id)] = bias
     elif isinstance(value, bool) == (field in _FLAGS):
         setattr(message, field, value)
@@ -272,7 +289,9 @@ def _parsed(value: Any) -> Any:
     if len(value) > MAX_TEXT_BYTES:
         raise ValueError(f"has {len(value)} characters of at most {MAX_TEXT_BYTES}")
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=_unrepeated)
+    except _GivenTwice:
+        raise
     except (ValueError, RecursionError):
         raise ValueError("must be the text of JSON") from None
 
