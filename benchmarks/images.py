@@ -28,7 +28,7 @@ from devtools.bench.server import GrpcServer
 from devtools.bench.summary import Summary, Targets, summarize
 from devtools.bench.workload import Images, Lengths, Workload
 from discovery.memory import MemoryRegistry
-from discovery.roles import Role
+from engine_protocol.roles import Role
 from router.config import EmbeddingsConfig, ProbeConfig, RouterConfig
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig

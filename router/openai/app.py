@@ -205,7 +205,7 @@ class OpenAIApp:
         await call.respond(200, await asyncio.to_thread(content))
 
     def _echo(self, request: generate_pb2.GenerateRequest, token_text: TokenText) -> EchoedPrompt:
-        model = self._cluster.model(request.model)
+        model = self._path.cluster.model(request.model)
         ids = request_input.tokenize(request, model)
         if model.tokenizer is None:
             return EchoedPrompt(" ".join(map(str, ids)), ids, token_text)

@@ -1,5 +1,6 @@
 """Clients that send one prompt of any length, as text or as token ids, and wait for one token."""
 
+import asyncio
 import json
 import time
 from typing import Protocol, TypeAlias
@@ -9,8 +10,10 @@ from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.peers.clients.http_client import Connection
 from benchmarks.peers.clients.load import FLAT
 from rpc.channels import open_channel
+from runtime.aio import timeout
 
 Prompt: TypeAlias = str | list[int]
+_PATIENCE_SECONDS = 30.0
 
 
 class Sender(Protocol):
@@ -85,9 +88,16 @@ class HttpSender:
         if self._connection is None:
             self._connection = await Connection.open(self._port)
         asked = {"model": self._served or FLAT, "user": FLAT, "prompt": prompt, "max_tokens": 1, "stream": True}
-        answer = await self._connection.answer(json.dumps(asked).encode(), 1)
+        try:
+            async with timeout(_PATIENCE_SECONDS):
+                answer = await self._connection.answer(json.dumps(asked).encode(), 1)
+        except (OSError, asyncio.TimeoutError) as error:
+            await self.close()
+            raise ConnectionError(f"no answer: {error}") from error
         return answer.arrivals[0] - answer.started
 
     async def close(self) -> None:
+        """Closes the connection. The next prompt opens another."""
         if self._connection is not None:
             self._connection.close()
+            self._connection = None

@@ -14,8 +14,8 @@ from pathlib import Path
 from baton import AsyncClient
 from baton.errors import BatonError
 from baton.inference.v1 import cluster_service_pb2
-from cli.local.plan import WORKERS
 from cli.local.state import ClusterState, StateFolder
+from engine_protocol.roles import roles
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SECONDS_BETWEEN_KILLS = 3.0
@@ -74,7 +74,7 @@ class Kills:
     def _run(self) -> None:
         while not self._enough.wait(_SECONDS_BETWEEN_KILLS):
             state = self.cluster.state
-            workers = [each for each in state.processes if each.role in WORKERS]
+            workers = [each for each in state.processes if each.role in roles()]
             victim = workers[self.done % len(workers)]
             if victim.pid and asyncio.run(_are_ready(state.address, len(workers))):
                 os.kill(victim.pid, signal.SIGKILL)
