@@ -1,4 +1,4 @@
-"""What routers and workers say to each other beside the protos: engine calls, handoff leases and sampling rules.
+"""The protocol of routers and workers beside the protos: engine calls, handoff leases and sampling rules.
 
 | module | subject |
 |---|---|

@@ -41,7 +41,7 @@ class Fault:
     seed: int = 0
 
     def applies_to(self, request_id: str) -> bool:
-        """Whether the fault happens to this request, by its probability."""
+        """True if the fault happens to this request, by its probability."""
         text = f"{self.seed}\0{request_id}\0{self.action}\0{self.point}"
         drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return drawn < self.probability * 2**64

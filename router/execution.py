@@ -281,11 +281,10 @@ class RequestExecution(Waiting):
         self.awaits_answer, self.asked_at, self.tokens = True, None, tokens
 
     def answer_seconds(self) -> float:
-        """See Waiting."""
         return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
     def another_can(self, worker: WorkerHandle) -> bool:
-        """Whether the call can be given up: another worker could answer, or the answer is complete without its end."""
+        """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self._completion.finished is not None:
             return True
         attempts = self._attempts

@@ -119,7 +119,6 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See BaseServer."""
         with self._lock:
             self._connections[id(request)] = request
             oldest = next(iter(self._connections.values())) if len(self._connections) > _MOST_CONNECTIONS else None
@@ -131,7 +130,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """See BaseServer."""
         with self._lock:
             self._connections.pop(id(request), None)
         super().shutdown_request(request)

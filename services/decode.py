@@ -235,7 +235,7 @@ class TimedTokens:
 
 
 def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
-    """Whether a token is its id alone, and nothing is planned between two of them."""
+    """True if a token is its id alone, and nothing is planned between two of them."""
     options = work.sampling
     return options.logprobs is None and options.prompt_logprobs is None and call.faults is NO_FAULTS
 

@@ -35,7 +35,7 @@ _OF_HTTP: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call has ended, in the form that `baton.error_details.from_rpc_error` reads."""
+    """The end of a call, in the form that `baton.error_details.from_rpc_error` reads."""
 
     status_code: StatusCode
     message: str = ""
@@ -135,7 +135,7 @@ class Call:
         self._end(self._trailers or missing, CANCEL)
 
     def fail(self, failure: MessageFailure) -> None:
-        """What has come is no message of gRPC's, or not of this method's."""
+        """Ends the call: the peer sent no message of gRPC's, or not one of this method's."""
         self._end(Status(failure.code, failure.details), CANCEL)
 
     def leave(self) -> None:

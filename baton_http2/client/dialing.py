@@ -1,4 +1,4 @@
-"""How a call on a connection of its own is opened, and closed."""
+"""Opening and closing of a call on a connection of its own."""
 
 import asyncio
 import ssl

@@ -34,12 +34,10 @@ class _ComingDecode(IgnoredProgress):
         coming[process] += 1
 
     def first_token(self, cached_tokens: int | None) -> None:
-        """See Progress."""
         del cached_tokens
         self.close()
 
     def close(self) -> None:
-        """See Progress."""
         if not self._process:
             return
         self._coming[self._process] -= 1

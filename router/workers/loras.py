@@ -85,7 +85,7 @@ def find_lora(workers: Iterable[LoraWorker], model: ServedModel, name: str) -> l
 
 
 def has_lora(workers: Iterable[LoraWorker], model: str, name: str) -> bool:
-    """Whether a worker of the model has an adapter of this name."""
+    """True if a worker of the model has an adapter of this name."""
     of_model = (worker for worker in workers if worker.record.model == model)
     return any(adapter.name == name for worker in of_model for adapter in worker.loras.adapters)
 

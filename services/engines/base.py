@@ -262,7 +262,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> Generation:
-        """What `decode` generates, which can be pulled too. An engine whose `decode` returns that overrides it."""
+        """The generation of `decode`, which can be pulled too. An engine whose `decode` returns one overrides it."""
         return ClosingStream(self.decode(source, sampling))
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:

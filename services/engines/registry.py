@@ -25,7 +25,7 @@ Follow = Callable[[Any, RankProgress, asyncio.Event], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """How to configure, open and describe a kind of engine. All open functions get an instance of `config`.
+    """The configuration, opening and description of a kind of engine. Open functions get an instance of `config`.
 
     They return context managers; entering one loads the model. They raise ConfigError for a wrong setting. `parts` are
     what roles without KV need, by the name that their RoleKind has for it.

@@ -61,7 +61,6 @@ class ExternalEngine(Engine):
 
     @property
     def fetch_seconds(self) -> float:
-        """See TransfersKv."""
         raise NotImplementedError
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:

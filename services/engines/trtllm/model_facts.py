@@ -1,4 +1,4 @@
-"""What the engine says about its model and how images stand in its prompts, from the checkpoint and the arguments."""
+"""Facts of the engine's model and the form of images in its prompts, from the checkpoint and the arguments."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def image_rules(folder: Path, model: dict[str, Any]) -> ImageRules | None:
-    """How images stand in prompts; None for a model without images or one whose images cannot be served."""
+    """The form of images in prompts; None for a model without images or one whose images cannot be served."""
     if "vision_config" not in model or problem(model):
         return None
     token_id = int(model.get("image_token_id", model.get("image_token_index", -1)))

@@ -1,4 +1,4 @@
-"""What the engine says about its model, from the checkpoint and the arguments in effect."""
+"""Facts of the engine's model, from the checkpoint and the arguments in effect."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
 
 
 def has_vision(folder: Path) -> bool:
-    """Whether the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
+    """True if the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
     return "vision_config" in read_json(folder / "config.json")
 
 

@@ -57,7 +57,7 @@ class VllmPackage:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether this is vLLM's build for CPUs."""
+        """True if this is vLLM's build for CPUs."""
         return bool(_SOURCE.load("platforms").current_platform.is_cpu())
 
 

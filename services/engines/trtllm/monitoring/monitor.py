@@ -135,7 +135,6 @@ class Monitor:
         await self._open.aclose()
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """See TellsKv."""
         if not self._has_events:
             raise Unsupported(
                 "KV events are off: kv_cache_config.event_buffer_max_size is 0, or enable_block_reuse is off"

@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a generation waits, in seconds.
+    """The seconds that a generation waits.
 
     `reader` limits the wait for its reader, `abort` the wait for the engine to end an aborted request, and `fetch` the
     wait for KV, during which nothing is aborted.
@@ -117,7 +117,7 @@ class InflightGeneration(ExternalGeneration):
 
     @property
     def is_fetching(self) -> bool:
-        """Whether KV may be on its way to here."""
+        """True if KV may be on its way to here."""
         return self._replayed > 0 and not (self.has_begun or self.has_ended)
 
     def _give_up(self, error: Overloaded) -> None:
@@ -173,7 +173,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class InflightLimits:
-    """How many requests may run and wait, and the patience of each."""
+    """Limits: the requests that may run and wait, and the patience of each."""
 
     requests: int
     block_tokens: int

@@ -78,7 +78,7 @@ def unsupported(package: Package) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a prompt runs. `params` are the DisaggregatedParams of KV and embeddings that arrive or leave."""
+    """The options of a prompt's run. `params` are the DisaggregatedParams of KV and embeddings that arrive or leave."""
 
     sampling: Sampling
     budget: Budget

@@ -63,7 +63,7 @@ class VllmGeneration(ExternalGeneration):
 
     @property
     def has_known_tokens(self) -> bool:
-        """Whether every token that the client has already was generated, and at least one token at all."""
+        """True if every token that the client has already was generated, and at least one token at all."""
         return len(self.ids) >= max(1, len(self.request.plan.known))
 
     async def ending(self) -> None:

@@ -15,7 +15,7 @@ from services.engines.vllm.requests.generation import VllmGeneration, VllmReques
 
 @dataclass(frozen=True, slots=True)
 class VllmLimits:
-    """How many requests may run and wait, and how long a reader and an abort may take, in seconds."""
+    """Limits: the requests that may run and wait, and the seconds that a reader and an abort may take."""
 
     requests: int
     block_tokens: int
