@@ -17,6 +17,7 @@ from discovery.registry import Registry
 from engine_protocol.multiplex.peer_stream import StreamDialer, stream_dialer
 from media.loader import MediaLoader
 from router.admission.controller import AdmissionController
+from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
 from router.config import RouterConfig
 from router.context import ContextFactory, RequestTable
@@ -30,6 +31,7 @@ from router.multimodal.cache import EmbeddingCache
 from router.multimodal.encode import Embedder
 from router.multimodal.processor import MultimodalProcessor
 from router.openai.app import PREFIX, OpenAIApp
+from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.server import PickerServer, serve_picker
 from router.pipeline import Pipeline
@@ -131,9 +133,12 @@ async def host_router(
         loader = await stack.enter_async_context(MediaLoader(config.media))
         # Inside the cluster: leased embeddings are released before the channels close.
         embeddings = await stack.enter_async_context(EmbeddingCache(config.embeddings))
-        quotas, retries = Quotas(config.quotas), Retries(config.retry)
+        peers = await stack.enter_async_context(follow_peers(config, registry)) if config.shares_with_peers else None
+        quotas, retries = Quotas(config.quotas, peers=peers or ALONE), Retries(config.retry)
         tokenization = await stack.enter_async_context(Tokenization(cluster, quotas, config.limits))
-        admission = AdmissionController(cluster, config.admission, quotas)
+        admission = AdmissionController(
+            cluster, config.admission, quotas, fairness=config.fairness, peers=peers or ALONE
+        )
         following = group.create_task(lasting("admission", admission.follow))
         stack.callback(following.cancel)
         processor = MultimodalProcessor(
@@ -166,6 +171,8 @@ async def host_router(
             max_body_bytes=config.openai.max_body_bytes,
             input=shared.input,
         )
+        if peers is not None:
+            await stack.enter_async_context(serve_peers(config, registry, peers, admission))
         if before_listening is not None:
             await before_listening()
         openai = await _serve_openai(stack, config, app, shared, shares_port=shares_port)
@@ -178,7 +185,7 @@ async def host_router(
         services = _services(
             inference,
             KServeServicer(contexts, pipeline, embed_pipeline, cluster),
-            ClusterServicer(cluster, explainer),
+            ClusterServicer(cluster, explainer, admission, peers),
         )
         server = await stack.enter_async_context(
             serve(

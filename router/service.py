@@ -18,9 +18,12 @@ from baton.inference.v1 import (
     tokenize_pb2,
 )
 from discovery.record import WorkerRecord
+from router.admission.controller import AdmissionController
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.explain import RouteExplainer
+from router.peers.membership import RegisteredPeers
+from router.peers.tenants import all_tenants
 from router.pipeline import Pipeline
 from router.processes.siblings import Siblings, stop_everywhere
 from router.stream.collector import UnaryCollector
@@ -112,9 +115,13 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     """The state of the cluster, for operators."""
 
-    def __init__(self, cluster: Cluster, explainer: RouteExplainer) -> None:
+    def __init__(
+        self, cluster: Cluster, explainer: RouteExplainer, admission: AdmissionController, peers: RegisteredPeers | None
+    ) -> None:
         self._cluster = cluster
         self._explainer = explainer
+        self._admission = admission
+        self._peers = peers
         self._loras = LoraOperations(cluster)
 
     async def ExplainRoute(
@@ -130,6 +137,11 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         return cluster_service_pb2.ListWorkersResponse(
             workers=[_worker_message(worker, self._explainer, pairing) for worker in workers]
         )
+
+    async def ListTenants(
+        self, _request: cluster_service_pb2.ListTenantsRequest, _context: Context
+    ) -> cluster_service_pb2.ListTenantsResponse:
+        return await all_tenants(self._admission, self._peers.links if self._peers else ())
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
         return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from copy import copy
 
 from typing_extensions import Self
 
@@ -35,6 +36,13 @@ class EtcdRegistry:
         self._start_timeout_seconds = config.start_timeout_seconds
         self._lease_ttl_seconds = lease_ttl_seconds
         self._outage_grace_seconds = lease_ttl_seconds if outage_grace_seconds is None else outage_grace_seconds
+
+    @property
+    def routers(self) -> "EtcdRegistry":
+        """See `Registry.routers`. It shares the connection."""
+        registry = copy(self)
+        registry._keys = WorkerKeys(self._keys.namespace, "routers")  # noqa: SLF001
+        return registry
 
     async def __aenter__(self) -> Self:
         return self

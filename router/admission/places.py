@@ -1,0 +1,220 @@
+"""Places for running requests, which all routers of a fleet share: each model's home lends them.
+
+A router keeps the places that its requests use, and gives back those that it does not need. While others wait, one
+whose waiting tenants got more work than theirs gives up places as its requests end. With each ask go the counters of
+fair_queue.py, so that a tenant's work at one router counts at all.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.engine.v1 import peer_pb2
+from baton.errors import BatonError
+from router.admission.ledger import THIS_ROUTER
+from router.admission.peers import Peers
+from router.admission.queue import AdmissionQueue
+from router.routing.latency import Clock
+
+IDLE_SECONDS, BUSY_SECONDS, CONTENDED_SECONDS = 1.0, 0.2, 0.05  # between two asks
+_SETTLING_SECONDS = 1.5  # for which a new home lends no more than is told: routers tell what they hold
+_RECENT_SECONDS = 3.0  # for which a router's wish counts
+_UNREACHABLE_SECONDS = 1.0  # then a router has its part of the places
+_SPARE_PART = 4  # of a router's even part, which it keeps beyond what it needs while no other router waits
+_YIELDED_PART = 8  # of a router's places, in one ask
+_MOST_TENANTS = 1024  # of whom an ask tells
+_MOST_MODELS = 256  # whose places are remembered as their home
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A router as the home knows it."""
+
+    places: int = 0
+    is_short: bool = False
+    least: float | None = None
+    step: float = 0.0
+    heard_at: float = 0.0
+    served: dict[str, float] = field(default_factory=dict)  # of which it has not heard
+
+
+class PlaceLender:
+    """The places of one model, at their home. Never lends more than `limit` together."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._holders: dict[str, _Holder] = {}
+        self._began = -math.inf
+
+    def begin(self, since: float) -> None:
+        """Forgets everything, as this router has become the home at that time."""
+        if since > self._began:
+            self._holders.clear()
+            self._began = since
+
+    def lend(self, borrower: str, ask: peer_pb2.PlacesAsk, limit: int, routers: frozenset[str]) -> peer_pb2.PlacesLoan:
+        """Answers the ask of a router. Places of those that are no longer registered are free."""
+        now = self._clock()
+        self._holders = {name: one for name, one in self._holders.items() if name in routers or name == borrower}
+        holder = self._holders.setdefault(borrower, _Holder())
+        held, wanted = max(ask.held, ask.running), ask.running + ask.waiting
+        holder.least = ask.least_counter if ask.HasField("least_counter") else None
+        holder.step, holder.heard_at, holder.is_short = ask.step, now, wanted > held
+        rivals = [
+            one
+            for one in self._holders.values()
+            if one is not holder and one.is_short and now < one.heard_at + _RECENT_SECONDS
+        ]
+        free = limit - held - sum(one.places for one in self._holders.values() if one is not holder)
+        places = min(held, wanted)
+        is_ahead = any(_is_ahead(holder, held, one) for one in rivals)
+        if wanted > held and free > 0 and not is_ahead and now >= self._began + _SETTLING_SECONDS:
+            places = held + min(wanted - held, -(-free // (1 + len(rivals))))
+        elif (rivals and is_ahead and free <= 0) or free < 0:
+            places = max(0, min(places, held - max(1, held // _YIELDED_PART, -free)))
+        # What is given up is free once it was told that no request runs there.
+        holder.places = max(places, ask.running)
+        self._note_served(holder, ask)
+        served, holder.served = holder.served, {}
+        loan = peer_pb2.PlacesLoan(places=places, served=served, contended=bool(rivals))
+        waiting = [
+            one.least
+            for one in self._holders.values()
+            if one is not holder and one.least is not None and now < one.heard_at + _RECENT_SECONDS
+        ]
+        if waiting:
+            loan.least_counter = min(waiting)
+        return loan
+
+    def _note_served(self, holder: _Holder, ask: peer_pb2.PlacesAsk) -> None:
+        for other in self._holders.values():
+            if other is holder:
+                continue
+            for name, work in ask.served.items():
+                if name in other.served or len(other.served) < 2 * _MOST_TENANTS:
+                    other.served[name] = other.served.get(name, 0.0) + work
+
+
+def _is_ahead(holder: _Holder, held: int, other: _Holder) -> bool:
+    """Whether a router's tenants got more than those that wait at the other one; without tenants, its requests."""
+    if holder.least is not None and other.least is not None:
+        ahead = holder.least - other.least
+        if abs(ahead) > max(holder.step, other.step):
+            return ahead > 0
+    return held > other.places + 1
+
+
+class SharedPlaces:
+    """The places of one model as this router has borrowed them: Places of its queue."""
+
+    def __init__(self, peers: Peers, key: str, wake: Callable[[], None], clock: Clock = time.monotonic) -> None:
+        self._peers = peers
+        self._key = key
+        self._wake = wake
+        self._clock = clock
+        self._held = 0
+        self._usable = 0
+        self._answered_at = clock()
+        self._ask_at = 0.0
+        self._is_contended = False
+
+    def usable(self, limit: int) -> int:
+        """Those that are lent; all without other routers."""
+        if self._peers.count == 1:
+            self._held = self._usable = limit
+            return limit
+        if self._clock() - self._answered_at > _UNREACHABLE_SECONDS:
+            return min(limit, max(self._usable, limit // self._peers.count, 1))
+        return min(limit, self._usable)
+
+    def changed(self) -> None:
+        """Has the home asked soon."""
+        if self._peers.count > 1:
+            self._ask_at = 0.0
+            self._wake()
+
+    @property
+    def held(self) -> int:
+        """Places that the home counts as this router's."""
+        return self._held if self._peers.count > 1 else 0
+
+    def is_due(self, now: float) -> bool:
+        """Whether the home is to be asked."""
+        return self._peers.count > 1 and now >= self._ask_at
+
+    @property
+    def due_at(self) -> float:
+        """When the home is to be asked next."""
+        return self._ask_at if self._peers.count > 1 else math.inf
+
+    async def ask(self, queue: AdmissionQueue, model: str, role: str, lend_here: "LendHere") -> None:
+        """Gives back what is not needed and asks for what is, once."""
+        order, running = queue.order, queue.running
+        limit, home = queue.limit, self._peers.home(self._key)
+        if not limit:
+            self._ask_at = self._clock() + BUSY_SECONDS
+            return
+        order.is_shared = order.compares_routers
+        ask = peer_pb2.PlacesAsk(
+            model=model,
+            role=role,
+            held=min(max(self._held, running), limit),
+            running=running,
+            waiting=order.count,
+            served=order.take_unsent(_MOST_TENANTS),
+        )
+        if order.compares_routers and (least := order.least_counter) is not None:
+            ask.least_counter, ask.step = least, order.step
+        # What is given back must not be used meanwhile.
+        self._usable = min(self._usable, running)
+        loan = None
+        try:
+            loan = lend_here(ask) if home == THIS_ROUTER else await self._peers.lend_places(home, ask)
+        except BatonError:
+            loan = None
+        finally:
+            if loan is None or loan.not_home:
+                # The home may have lent fewer than were held.
+                self._held = self._usable = min(ask.held, max(running, queue.running))
+                self._ask_at = self._clock() + BUSY_SECONDS
+        if loan is None or loan.not_home:
+            return
+        self._take(queue, loan)
+
+    def _take(self, queue: AdmissionQueue, loan: peer_pb2.PlacesLoan) -> None:
+        self._held = self._usable = loan.places
+        now = self._answered_at = self._clock()
+        order = queue.order
+        order.floor_elsewhere = loan.least_counter if loan.HasField("least_counter") else None
+        for name, work in loan.served.items():
+            order.add_served(name, work)
+        busy = CONTENDED_SECONDS if loan.contended or order.count else BUSY_SECONDS
+        self._ask_at = now + (busy if queue.running or order.count else IDLE_SECONDS)
+        queue.update()
+
+
+LendHere = Callable[[peer_pb2.PlacesAsk], peer_pb2.PlacesLoan]
+
+
+class PlaceLenders:
+    """The places of the models whose home is this router."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lenders: dict[str, PlaceLender] = {}
+
+    def of(self, key: str, home_since: float) -> PlaceLender:
+        """Those of a model and role, by `key_of`."""
+        lender = self._lenders.get(key)
+        if lender is None:
+            if len(self._lenders) >= _MOST_MODELS:
+                self._lenders.pop(next(iter(self._lenders)))
+            lender = self._lenders[key] = PlaceLender(self._clock)
+        lender.begin(home_since)
+        return lender
+
+
+def key_of(model: str, role: str) -> str:
+    """What the home of a model's places is chosen by. No tenant has such a name."""
+    return f"\n{role}\n{model}"
