@@ -16,6 +16,9 @@ from discovery.record import WorkerRecord, epoch_after
 from discovery.renewal import renewed
 from discovery.retry import retry_until
 
+# Shorter than a worker's: until it is over the others have a part of the quotas whose home has died.
+ROUTER_LEASE_SECONDS = 4.0
+
 
 class EtcdRegistry:
     """A Registry in etcd: `async with EtcdRegistry(config, namespace) as registry: ...`.
@@ -42,6 +45,7 @@ class EtcdRegistry:
         """See `Registry.routers`. It shares the connection."""
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")  # noqa: SLF001
+        registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)  # noqa: SLF001
         return registry
 
     async def __aenter__(self) -> Self:

@@ -1,6 +1,7 @@
 """Admits requests to the workers: within quotas, when there is room, and if the deadline can be met."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -93,11 +94,8 @@ class AdmissionController:
     async def share(self) -> None:
         """Asks the homes for places, and gives back what is not needed, until cancelled."""
         while True:
-            now = self.clock()
-            due = [key for key, places in self._places.items() if places.is_due(now) and key in self._queues]
-            if due:
-                await asyncio.gather(*(self._ask_places(*key) for key in due))
-            wait = min((places.due_at for places in self._places.values()), default=now + 1.0) - self.clock()
+            await self.ask_due()
+            wait = min((places.due_at for places in self._places.values()), default=math.inf) - self.clock()
             self._needs_places.clear()
             try:
                 async with timeout(min(1.0, max(_GATHERED_SECONDS, wait))):
@@ -105,6 +103,13 @@ class AdmissionController:
             except TimeoutError:
                 continue
             await asyncio.sleep(_GATHERED_SECONDS)
+
+    async def ask_due(self) -> None:
+        """Asks the homes for places once, where that is due."""
+        now = self.clock()
+        due = [key for key, places in self._places.items() if places.is_due(now)]
+        if due:
+            await asyncio.gather(*(self._ask_places(*key) for key in due))
 
     async def _ask_places(self, model: str, role: str) -> None:
         lend = partial(self.lend_places, THIS_ROUTER, routers=self._peers.routers)

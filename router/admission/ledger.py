@@ -22,6 +22,9 @@ _MOST_TENANTS = 10_000
 _LOOKED_AT = 4  # how many are examined for each new tenant, which bounds the cost of one request
 _MOST_SPENT = 2.0**24  # tokens, of one ask
 _BUSY_SECONDS = 1.0  # the advice to retry when too many requests run
+# Of its rate, which a router may give back in a second: one that lies about it gets no more beside its loans.
+_RETURNABLE_SECONDS = 2.0
+_NOTHING_LEFT = peer_pb2.QuotaAsk()
 _GRANTED = peer_pb2.QuotaLoan(granted=True)
 
 
@@ -102,6 +105,7 @@ class _Loan:
     requests: float
     tokens: float
     at: float
+    returnable: float  # for how many seconds of the rate the borrower may still give back
 
 
 @dataclass(slots=True)
@@ -126,22 +130,34 @@ class Account:
         """Whether forgetting it changes nothing."""
         return not self.running and not self.loans and self.requests.is_full and self.tokens.is_full
 
-    def settle(self, borrower: str, ask: peer_pb2.QuotaAsk, now: float) -> None:
-        """Ends the loans that are over, and this router's last one."""
+    def settle(self, borrower: str, ask: peer_pb2.QuotaAsk, now: float) -> float:
+        """Ends the loans that are over, and this router's last one. Returns what it may give back of the next one."""
+        returnable = _RETURNABLE_SECONDS
         for name, loan in list(self.loans.items()):
-            if name == borrower or now > loan.at + _FORGOTTEN_SECONDS:
-                del self.loans[name]
-                # No faster than the rate, so that a router that lies about it gets at most the rate again.
-                seconds = min(LOAN_SECONDS, now - loan.at) if name == borrower else 0.0
-                self.requests.end_loan(loan.requests, _left(ask.left_requests, loan.requests, self.requests, seconds))
-                self.tokens.end_loan(loan.tokens, _left(ask.left_tokens, loan.tokens, self.tokens, seconds))
+            if name == borrower:
+                returnable = min(returnable, loan.returnable + _RETURNABLE_SECONDS * (now - loan.at))
+                returnable -= self._end(loan, ask, returnable)
+            elif now > loan.at + _FORGOTTEN_SECONDS:
+                self._end(loan, _NOTHING_LEFT, 0.0)
+            else:
+                continue
+            del self.loans[name]
         self.tokens.take(min(_MOST_SPENT, ask.spent_tokens))
         for name, there in list(self.running.items()):
             if now > there.at + _RUNNING_SECONDS:
                 del self.running[name]
         self._note_running(borrower, ask.running, now)
+        return returnable
 
-    def lend(self, borrower: str, ask: peer_pb2.QuotaAsk, now: float) -> peer_pb2.QuotaLoan:
+    def _end(self, loan: _Loan, ask: peer_pb2.QuotaAsk, returnable: float) -> float:
+        """Takes back what is left of a loan. Returns how many seconds of the rate that was."""
+        requests = min(ask.left_requests, loan.requests, self.requests.rate * returnable)
+        tokens = min(ask.left_tokens, loan.tokens, self.tokens.rate * returnable)
+        self.requests.end_loan(loan.requests, requests)
+        self.tokens.end_loan(loan.tokens, tokens)
+        return max(requests / (self.requests.rate or 1.0), tokens / (self.tokens.rate or 1.0))
+
+    def lend(self, borrower: str, ask: peer_pb2.QuotaAsk, now: float, returnable: float) -> peer_pb2.QuotaLoan:
         """Lends what is asked for, or says what there is too little of. After `settle`."""
         running = sum(there.count for there in self.running.values())
         if ask.beginning and self.concurrent and running + ask.beginning > self.concurrent:
@@ -157,7 +173,7 @@ class Account:
             return _GRANTED
         requests = self.requests.lend(ask.requests, ask.more_requests)
         tokens = self.tokens.lend(ask.tokens, ask.more_tokens)
-        self.loans[borrower] = _Loan(ask.requests + requests, ask.tokens + tokens, now)
+        self.loans[borrower] = _Loan(ask.requests + requests, ask.tokens + tokens, now, returnable)
         return peer_pb2.QuotaLoan(granted=True, more_requests=requests, more_tokens=tokens)
 
     def _note_running(self, borrower: str, count: int, now: float) -> None:
@@ -187,10 +203,10 @@ class Ledger:
     def lend(self, borrower: str, ask: peer_pb2.QuotaAsk, home_since: float) -> peer_pb2.QuotaLoan:
         """Answers an ask of a router, whose numbers must be finite and at least 0."""
         account, now = self.account(ask.tenant, home_since), self._clock()
-        account.settle(borrower, ask, now)
+        returnable = account.settle(borrower, ask, now)
         if not (ask.requests or ask.tokens or ask.beginning):
             return _GRANTED
-        return account.lend(borrower, ask, now)
+        return account.lend(borrower, ask, now, returnable)
 
     def account(self, tenant: str, home_since: float) -> Account:
         """A tenant's account. It begins empty when this router becomes the home, since the last home's is unknown."""
@@ -225,10 +241,6 @@ class Ledger:
                 del self._accounts[name]
             else:
                 self._accounts.move_to_end(name)
-
-
-def _left(claimed: float, lent: float, bucket: TokenBucket, seconds: float) -> float:
-    return max(0.0, min(claimed, lent, max(1.0, bucket.rate * seconds)))
 
 
 def _refusal(kind: "peer_pb2.QuotaKind.ValueType", seconds: float) -> peer_pb2.QuotaLoan:

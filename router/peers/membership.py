@@ -15,8 +15,6 @@ from discovery.registry import Registry, WorkerRecord
 from router.admission.ledger import THIS_ROUTER
 from router.peers.link import PeerLink
 from router.routing.latency import Clock
-from rpc.channels import Dial
-from runtime.aio import TaskGroup
 
 log = structlog.get_logger(__name__)
 
@@ -25,19 +23,18 @@ _MOST_HOMES = 20_000  # that are remembered
 _MOST_VIEWS = 64  # the latest, by which it is known since when this router is a home
 
 
+Connect = Callable[[WorkerRecord], PeerLink]
+
+
 class RegisteredPeers:
     """Peers as the registry has them. The home is the router with the highest hash of its id and the key.
 
     Routers without an address beyond their host share with those of the same host alone.
     """
 
-    def __init__(
-        self, own: WorkerRecord, group: TaskGroup, dial: Dial, timeout_seconds: float, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, own: WorkerRecord, connect: Connect, clock: Clock = time.monotonic) -> None:
         self.own = own
-        self._group = group
-        self._dial = dial
-        self._timeout_seconds = timeout_seconds
+        self._connect = connect
         self._clock = clock
         self._links: dict[str, PeerLink] = {}
         self._homes: dict[str, str] = {}
@@ -50,7 +47,7 @@ class RegisteredPeers:
     @property
     def count(self) -> int:
         """See `Peers.count`."""
-        return len(self._views[0][1])
+        return len({*self._views[0][1], self.own.worker_id})
 
     @property
     def routers(self) -> frozenset[str]:
@@ -70,13 +67,16 @@ class RegisteredPeers:
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """Takes a view of the registry."""
-        others = {one.worker_id: one for one in records if one.worker_id != self.own.worker_id and self._reaches(one)}
+        known = {one.worker_id: one for one in records if self._reaches(one)}
+        # While the others do not know of it, this router is no home: they would choose another one.
+        own = {self.own.worker_id} if known.pop(self.own.worker_id, None) or not known else set()
+        others = known
         for name in [name for name, link in self._links.items() if others.get(name) != link.record]:
             self._links.pop(name).close()
         for name, record in others.items():
             if name not in self._links:
-                self._links[name] = PeerLink(record, self.own.worker_id, self._group, self._dial, self._timeout_seconds)
-        routers = tuple(sorted((*others, self.own.worker_id)))
+                self._links[name] = self._connect(record)
+        routers = tuple(sorted({*others} | own))
         if not self._has_view and others:
             # What they did before this router came is unknown.
             self._views.clear()
@@ -96,8 +96,6 @@ class RegisteredPeers:
 
     def home(self, key: str) -> str:
         """See `Peers.home`."""
-        if self.count == 1:
-            return THIS_ROUTER
         home = self._homes.get(key)
         if home is None:
             if len(self._homes) >= _MOST_HOMES:
@@ -137,8 +135,6 @@ class RegisteredPeers:
         return link
 
     def _choose(self, key: str, routers: tuple[str, ...]) -> str:
-        if len(routers) == 1:
-            return THIS_ROUTER
         best = max(routers, key=lambda name: hashlib.blake2b(f"{name}\n{key}".encode(), digest_size=8).digest())
         return THIS_ROUTER if best == self.own.worker_id else best
 

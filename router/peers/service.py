@@ -19,7 +19,7 @@ from discovery.registry import Registry
 from router.admission.controller import AdmissionController
 from router.admission.ledger import THIS_ROUTER
 from router.config import RouterConfig
-from router.peers.link import MOST_ASKS, MOST_NUMBER, are_counters
+from router.peers.link import MOST_ASKS, MOST_NUMBER, PeerLink, are_counters
 from router.peers.membership import RegisteredPeers
 from router.peers.tenants import own_tenants
 from rpc.auth.access import Access, Rules
@@ -111,7 +111,10 @@ def _check_numbers(field: str, numbers: Iterable[float]) -> None:
 async def follow_peers(config: RouterConfig, registry: Registry) -> AsyncIterator[RegisteredPeers]:
     """The other routers, while the context is open. Entering waits a little for the first view."""
     async with TaskGroup() as group:
-        peers = RegisteredPeers(_record(config), group, dialer(config.tls.call), config.peers.timeout_seconds)
+        own, dial = _record(config), dialer(config.tls.call)
+        peers = RegisteredPeers(
+            own, lambda record: PeerLink(record, own.worker_id, group, dial, config.peers.timeout_seconds)
+        )
         seen = asyncio.Event()
         peers.changed = seen.set
         following = group.create_task(lasting("router_registry", partial(peers.follow, registry.routers)))
