@@ -67,12 +67,17 @@ class PlaceLender:
             if one is not holder and one.is_short and now < one.heard_at + _RECENT_SECONDS
         ]
         free = limit - held - sum(one.places for one in self._holders.values() if one is not holder)
+        surplus = max((_surplus(holder, held, one) for one in rivals), default=0)
+        # Without tenants to compare, one more than a rival has is for that one to take.
+        may_grow = not surplus and (holder.least is not None or all(held <= one.places for one in rivals))
+        if not rivals and wanted:
+            # So that its next requests need not wait for an answer.
+            wanted += max(1, limit // (_SPARE_PART * len(routers)))
         places = min(held, wanted)
-        is_ahead = any(_is_ahead(holder, held, one) for one in rivals)
-        if wanted > held and free > 0 and not is_ahead and now >= self._began + _SETTLING_SECONDS:
+        if wanted > held and free > 0 and may_grow and now >= self._began + _SETTLING_SECONDS:
             places = held + min(wanted - held, -(-free // (1 + len(rivals))))
-        elif (rivals and is_ahead and free <= 0) or free < 0:
-            places = max(0, min(places, held - max(1, held // _YIELDED_PART, -free)))
+        elif free <= 0:
+            places = max(0, min(places, held - surplus, held + free))
         # What is given up is free once it was told that no request runs there.
         holder.places = max(places, ask.running)
         self._note_served(holder, ask)
@@ -96,13 +101,13 @@ class PlaceLender:
                     other.served[name] = other.served.get(name, 0.0) + work
 
 
-def _is_ahead(holder: _Holder, held: int, other: _Holder) -> bool:
-    """Whether a router's tenants got more than those that wait at the other one; without tenants, its requests."""
+def _surplus(holder: _Holder, held: int, other: _Holder) -> int:
+    """How many places a router gives up for one whose waiting tenants got less; of equal ones, half of the difference."""
     if holder.least is not None and other.least is not None:
         ahead = holder.least - other.least
         if abs(ahead) > max(holder.step, other.step):
-            return ahead > 0
-    return held > other.places + 1
+            return max(1, held // _YIELDED_PART) if ahead > 0 else 0
+    return max(0, held - other.places) // 2
 
 
 class SharedPlaces:

@@ -112,7 +112,7 @@ async def test_the_home_itself_may_be_killed_and_its_quota_goes_on_elsewhere() -
     await demand.run(20.0)
     assert_bounded(demand)
     after = sum(demand.used[-round(15.0 / STEP) :]) / (RATE * 15.0)
-    assert away > 0.8, "each of the seven others has its eighth"
+    assert away > 0.75, "each of the seven others has its eighth"
     assert after > 0.98
 
 
