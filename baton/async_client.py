@@ -116,6 +116,12 @@ class AsyncClient:
     async def workers(self, call: UnaryCall[list[cluster_service_pb2.Worker]]) -> list[cluster_service_pb2.Worker]:
         return await self._call(call)
 
+    @requests.takes(requests.tenants)
+    async def tenants(
+        self, call: UnaryCall[cluster_service_pb2.ListTenantsResponse]
+    ) -> cluster_service_pb2.ListTenantsResponse:
+        return await self._call(call)
+
     @requests.takes(requests.loras)
     async def loras(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
         return await self._call(call)

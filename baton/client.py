@@ -114,6 +114,12 @@ class Client:
     def workers(self, call: UnaryCall[list[cluster_service_pb2.Worker]]) -> list[cluster_service_pb2.Worker]:
         return self._call(call)
 
+    @requests.takes(requests.tenants)
+    def tenants(
+        self, call: UnaryCall[cluster_service_pb2.ListTenantsResponse]
+    ) -> cluster_service_pb2.ListTenantsResponse:
+        return self._call(call)
+
     @requests.takes(requests.loras)
     def loras(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
         return self._call(call)

@@ -15,7 +15,6 @@ from rpc.tracing.config import TracingConfig
 from runtime.config import Section
 from runtime.logs import LogConfig
 
-
 Fairness = Literal["weighted", "strict", "none"]
 
 

@@ -141,6 +141,9 @@ async def host_router(
         )
         following = group.create_task(lasting("admission", admission.follow))
         stack.callback(following.cancel)
+        if config.fairness != "none":
+            watching = group.create_task(lasting("tenants", admission.watch_tenants))
+            stack.callback(watching.cancel)
         processor = MultimodalProcessor(
             loader, Embedder(Encoders(cluster, config.routing), retries, embeddings), config.limits.max_loading_images
         )

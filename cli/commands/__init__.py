@@ -5,6 +5,7 @@ embed.py                             prints the vectors of texts
 bench.py                             puts load on a cluster and reports what came of it
 lora.py                              lists, loads and unloads adapters
 info.py, models.py, workers.py       ask a router what it offers
+tenants.py                           asks a router what each tenant uses
 health.py                            asks any process for its health
 doctor.py                            diagnoses an installation, a cluster or a deployment
 tracing/                             show traces, and check one

@@ -44,8 +44,8 @@ class EtcdRegistry:
     def routers(self) -> "EtcdRegistry":
         """See `Registry.routers`. It shares the connection."""
         registry = copy(self)
-        registry._keys = WorkerKeys(self._keys.namespace, "routers")  # noqa: SLF001
-        registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)  # noqa: SLF001
+        registry._keys = WorkerKeys(self._keys.namespace, "routers")
+        registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)
         return registry
 
     async def __aenter__(self) -> Self:

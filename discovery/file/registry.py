@@ -49,8 +49,8 @@ class FileRegistry:
     def routers(self) -> "FileRegistry":
         """See `Registry.routers`. It shares the folder and its thread."""
         registry = copy(self)
-        registry._keys = WorkerKeys(self._keys.namespace, "routers")  # noqa: SLF001
-        registry._workers = self._folder.path(registry._keys.prefix)  # noqa: SLF001
+        registry._keys = WorkerKeys(self._keys.namespace, "routers")
+        registry._workers = self._folder.path(registry._keys.prefix)
         return registry
 
     async def __aenter__(self) -> Self:

@@ -27,6 +27,7 @@ from runtime.aio import timeout
 
 _GENERATING = "decode"  # the role whose speed is predicted
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
+_WATCH_SECONDS = 5.0
 # An ask waits so long for others to join it.
 _GATHERED_SECONDS = 0.002
 _NOT_HOME = peer_pb2.PlacesLoan(not_home=True)
@@ -90,6 +91,16 @@ class AdmissionController:
     def queues(self) -> Iterable[AdmissionQueue]:
         """Those of all models and roles that are in use."""
         return self._queues.values()
+
+    async def watch_tenants(self) -> None:
+        """Measures how long tenants wait, until cancelled."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            orders = [queue.order for queue in self._queues.values() if queue.order.tells_tenants]
+            waiting = [(order, tenant) for order in orders for tenant in order.waiting()]
+            metrics.WAITING_TENANTS.set(len(waiting))
+            metrics.LONGEST_TENANT_WAIT.set(max((order.longest_wait(one) for order, one in waiting), default=0.0))
+            metrics.STARVING_TENANTS.set(sum(order.starving() for order in orders if order.count))
 
     async def share(self) -> None:
         """Asks the homes for places, and gives back what is not needed, until cancelled."""

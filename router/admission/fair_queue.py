@@ -25,6 +25,8 @@ _FIRST_ANSWER_TOKENS = 200.0  # of a tenant without measurements
 _LEARNT = 0.1  # the weight of a new measurement
 _PRIORITIES_PER_DOUBLING = 5  # of the weight
 _MINUTE, _SLICE = 60.0, 10.0  # what counts as recent, and the steps in which it passes
+# A tenant starves that has waited for so long, and got less than this part of an even share.
+_LONG_SECONDS, _LITTLE = 10.0, 0.5
 _OTHERS = "(others)"
 
 
@@ -127,6 +129,7 @@ class FairQueue:
         self._tenants: OrderedDict[tuple[int, str], Tenant] = OrderedDict()  # least recently seen first
         self._numbers = itertools.count()
         self.count = 0  # of waiting requests
+        self._served: deque[list[float]] = deque()  # as a tenant's, of all
         self.is_shared = False  # with other routers
         self._unsent: dict[str, float] = {}  # what other routers have not heard of
         self.floor_elsewhere: float | None = None  # the least counter of those that wait at other routers
@@ -280,11 +283,8 @@ class FairQueue:
         if self.is_shared and name != _OTHERS:
             self._unsent[name] = self._unsent.get(name, 0.0) + work / weight
         now = self._clock()
-        if not tenant.served or now >= tenant.served[-1][0] + _SLICE:
-            while tenant.served and tenant.served[0][0] < now - _MINUTE:
-                tenant.served.popleft()
-            tenant.served.append([now, 0.0])
-        tenant.served[-1][1] += work
+        _note(tenant.served, now, work)
+        _note(self._served, now, work)
 
     def _add(self, tenant: Tenant, work: float) -> None:
         tenant.counter += work
@@ -330,19 +330,31 @@ class FairQueue:
 
     def recent_work(self, tenant: Tenant) -> float:
         """What a tenant was served in the last minute."""
-        oldest = self._clock() - _MINUTE
-        return sum(work for began, work in tenant.served if began >= oldest)
+        return self._recent(tenant.served)
+
+    def starving(self) -> int:
+        """How many tenants have waited for long, and got little of what the tenants in this queue got."""
+        active = max(1, sum(lane.active for lane in self._lanes.values()))
+        little = _LITTLE * self._recent(self._served) / active
+        return sum(
+            1
+            for tenant in self.waiting()
+            if self.longest_wait(tenant) > _LONG_SECONDS and self.recent_work(tenant) < little
+        )
 
     def longest_wait(self, tenant: Tenant) -> float:
-        """For how long the oldest request of a tenant has waited."""
-        since = min((next(iter(same.values())).since for same in tenant.waiting.values()), default=None)
-        return 0.0 if since is None else self._clock() - since
+        """For how long a tenant's next request has waited."""
+        return self._clock() - tenant.first.since if tenant.count else 0.0
 
     def waiting(self) -> Iterator[Tenant]:
         """The tenants that wait."""
         for lane in self._lanes.values():
             for tenants in lane.lengths.values():
                 yield from tenants
+
+    def _recent(self, served: Iterable[list[float]]) -> float:
+        oldest = self._clock() - _MINUTE
+        return sum(work for began, work in served if began >= oldest)
 
     def _lane_of(self, priority: int) -> int:
         return priority if self._is_strict else 0
@@ -387,6 +399,14 @@ class FairQueue:
         if tenant is None:
             tenant = self._tenants[lane, name] = Tenant(name, at, counter=at.floor)
         return tenant
+
+
+def _note(served: deque[list[float]], now: float, work: float) -> None:
+    if not served or now >= served[-1][0] + _SLICE:
+        while served and served[0][0] < now - _MINUTE:
+            served.popleft()
+        served.append([now, 0.0])
+    served[-1][1] += work
 
 
 def _estimate(ticket: Ticket) -> None:

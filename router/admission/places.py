@@ -102,7 +102,7 @@ class PlaceLender:
 
 
 def _surplus(holder: _Holder, held: int, other: _Holder) -> int:
-    """How many places a router gives up for one whose waiting tenants got less; of equal ones, half of the difference."""
+    """How many places a router gives up for another: some if its tenants got more, else half of what it has more."""
     if holder.least is not None and other.least is not None:
         ahead = holder.least - other.least
         if abs(ahead) > max(holder.step, other.step):

@@ -272,7 +272,10 @@ class Quotas:
         share = tenant.share = tenant.share or self._share_of(tenant)
         if self._clock() - share.since > self._config.unreachable_seconds:
             if self._config.unreachable == "allow":
+                metrics.QUOTA_FALLBACKS.labels("allowed").inc()
                 return
+            metrics.QUOTA_FALLBACKS.labels("refused").inc()
+            metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
             raise QuotaUnavailable(f"the router that has the quota of tenant {tenant.name!r:.140} cannot be reached")
         lacking = max(share.requests.lacks_seconds(need.requests), share.tokens.lacks_seconds(need.tokens))
         if share.concurrent and need.beginning and tenant.running > share.concurrent:
@@ -280,6 +283,7 @@ class Quotas:
         if lacking:
             why = "its part of the quota is exceeded, as the router that has the whole cannot be reached"
             raise _exceeded(tenant.name, why, lacking)
+        metrics.QUOTA_FALLBACKS.labels("own_part").inc()
         share.requests.take(need.requests)
         share.tokens.take(need.tokens)
 

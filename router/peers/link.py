@@ -32,9 +32,7 @@ _PlacesFuture: TypeAlias = "asyncio.Future[peer_pb2.PlacesLoan]"
 class PeerLink:
     """The calls to one router. Its channel is opened with the first one."""
 
-    def __init__(
-        self, record: WorkerRecord, own_id: str, group: TaskGroup, dial: Dial, timeout_seconds: float
-    ) -> None:
+    def __init__(self, record: WorkerRecord, own_id: str, group: TaskGroup, dial: Dial, timeout_seconds: float) -> None:
         self.record = record
         self._own_id = own_id
         self._dial = dial

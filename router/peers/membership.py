@@ -15,6 +15,7 @@ from discovery.registry import Registry, WorkerRecord
 from router.admission.ledger import THIS_ROUTER
 from router.peers.link import PeerLink
 from router.routing.latency import Clock
+from router.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +88,8 @@ class RegisteredPeers:
             self._views.appendleft((self._clock(), routers))
             self._homes.clear()
             self._since.clear()
-            log.info("routers of the fleet changed", routers=len(routers))
+            log.info("routers of the fleet changed", routers=self.count)
+            metrics.PEERS.set(self.count)
             self.changed()
 
     def close(self) -> None:

@@ -19,7 +19,9 @@ def own_tenants(admission: AdmissionController) -> list[_Usage]:
     """
     orders = [queue.order for queue in admission.queues if queue.order.tells_tenants]
     all_of_them = ((order.recent_work(tenant), tenant, order) for order in orders for tenant in order.tenants)
-    in_use = ((work, tenant, order) for work, tenant, order in all_of_them if work > 0 or tenant.running or tenant.count)
+    in_use = (
+        (work, tenant, order) for work, tenant, order in all_of_them if work > 0 or tenant.running or tenant.count
+    )
     found: dict[str, _Usage] = {}
     for work, tenant, order in nlargest(_MOST_TENANTS, in_use, key=lambda one: (one[0], one[1].count)):
         usage = _Usage(tenant=tenant.name, running=tenant.running, waiting=tenant.count, recent_work=max(0.0, work))

@@ -63,8 +63,8 @@ class SimulatedRouter:
 class Fleet:
     """Routers that see each other's registrations when `see` is called. `cut` are pairs whose calls fail."""
 
-    quotas: QuotasConfig = QuotasConfig()
-    admission: AdmissionConfig = AdmissionConfig()
+    quotas: QuotasConfig = field(default_factory=QuotasConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     fairness: Fairness = "none"
     clock: ManualClock = field(default_factory=ManualClock)
     routers: dict[str, SimulatedRouter] = field(default_factory=dict)
