@@ -22,7 +22,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -251,17 +251,20 @@ async def measure_quota(seconds: float) -> None:
     print(f"quota: {used:.0f} tokens in {seconds:.0f} s of at most {bound:.0f} ({used / bound:.3f})")
 
 
-async def run(seconds: float) -> None:
-    await measure_light(seconds)
-    await measure_shapes(seconds)
-    await measure_late(seconds)
-    await measure_quota(min(30.0, seconds))
+MEASUREMENTS = {"light": measure_light, "shapes": measure_shapes, "late": measure_late, "quota": measure_quota}
+
+
+async def run(names: Sequence[str], seconds: float) -> None:
+    for name in names:
+        await MEASUREMENTS[name](seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement, more of those under a flood")
-    asyncio.run(run(parser.parse_args().seconds))
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
+    arguments = parser.parse_args()
+    asyncio.run(run(arguments.only, arguments.seconds))
 
 
 if __name__ == "__main__":

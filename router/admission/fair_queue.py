@@ -42,6 +42,7 @@ class Tenant:
     work: float = 0.0  # of those
     entry: int = -1  # the number of its valid entry in the heap
     answer_tokens: float = _FIRST_ANSWER_TOKENS
+    answers: int = 0  # that have ended
     uncached_share: float = 1.0
     drift: float = 0.0  # by how much the counter is above what was served and what runs
     waiting: dict[int, "OrderedDict[int, Ticket]"] = field(default_factory=dict)  # by priority, in order of arrival
@@ -132,7 +133,6 @@ class FairQueue:
         self._served: deque[list[float]] = deque()  # as a tenant's, of all
         self.is_shared = False  # with other routers
         self._unsent: dict[str, float] = {}  # what other routers have not heard of
-        self.floor_elsewhere: float | None = None  # the least counter of those that wait at other routers
         self._single = self._tenant("", 0)
 
     def ticket(self, name: str, priority: int, prompt_tokens: int, *, generates: bool = True) -> Ticket:
@@ -265,7 +265,8 @@ class FairQueue:
         """
         tenant, begun = ticket.tenant, ticket.work - ticket.prompt_work
         now = TOKEN_WORK * tenant.answer_tokens
-        tenant.answer_tokens += _LEARNT * (answer_tokens - tenant.answer_tokens)
+        tenant.answers += 1
+        tenant.answer_tokens += max(_LEARNT, 1 / tenant.answers) * (answer_tokens - tenant.answer_tokens)
         drift = tenant.drift + begun - now
         most = TOKEN_WORK * tenant.answer_tokens * tenant.running
         tenant.drift = max(-most, min(most, drift))
@@ -279,9 +280,8 @@ class FairQueue:
 
     def _serve(self, tenant: Tenant, work: float, weight: float) -> None:
         self._add(tenant, work / weight)
-        name = tenant.name
-        if self.is_shared and name != _OTHERS:
-            self._unsent[name] = self._unsent.get(name, 0.0) + work / weight
+        if self.is_shared:
+            self._unsent[tenant.name] = self._unsent.get(tenant.name, 0.0) + work / weight
         now = self._clock()
         _note(tenant.served, now, work)
         _note(self._served, now, work)
@@ -303,12 +303,6 @@ class FairQueue:
         """What a waiting request adds to a counter, on average."""
         return self._lanes[0].work / max(1, self.count)
 
-    @property
-    def least_counter(self) -> float | None:
-        """The counter of the tenant that is next; None if no request waits."""
-        least = self._lanes[0].least
-        return least.counter if least else None
-
     def take_unsent(self, most: int) -> Mapping[str, float]:
         """The work of each tenant that other routers are to be told of; of too many, the most."""
         unsent, self._unsent = self._unsent, {}
@@ -316,10 +310,11 @@ class FairQueue:
             return unsent
         return dict(heapq.nlargest(most, unsent.items(), key=lambda item: abs(item[1])))
 
-    def add_served(self, name: str, work: float) -> None:
-        """Counts what a tenant got from other routers."""
-        if self.compares_routers:
-            self._add(self._tenant(name, 0), work)
+    def set_counter(self, name: str, counter: float) -> None:
+        """Takes over a counter that counts what a tenant got at all routers, but for what they have not heard of."""
+        tenant = self._tenants.get((0, name))
+        if tenant is not None and self.compares_routers:
+            self._add(tenant, counter + self._unsent.get(name, 0.0) - tenant.counter)
 
     # Tenants.
 
@@ -363,8 +358,6 @@ class FairQueue:
         lane = tenant.lane
         least = lane.least
         floor = lane.floor if least is None else least.counter
-        if self.floor_elsewhere is not None:
-            floor = self.floor_elsewhere if least is None else min(floor, self.floor_elsewhere)
         tenant.counter = max(tenant.counter, floor)
 
     def _enter(self, tenant: Tenant) -> None:

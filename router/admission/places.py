@@ -7,8 +7,10 @@ fair_queue.py, so that a tenant's work at one router counts at all.
 
 import math
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from baton.engine.v1 import peer_pb2
 from baton.errors import BatonError
@@ -24,6 +26,8 @@ _UNREACHABLE_SECONDS = 1.0  # then a router has its part of the places
 _SPARE_PART = 4  # of a router's even part, which it keeps beyond what it needs while no other router waits
 _YIELDED_PART = 8  # of a router's places, in one ask
 _MOST_TENANTS = 1024  # of whom an ask tells
+_MOST_COUNTERS = 10_000  # tenants whose work the home of a model knows
+_TELLING_STEPS = 0.5  # of a request's work, below which counters count as equal
 _MOST_MODELS = 256  # whose places are remembered as their home
 
 
@@ -33,24 +37,25 @@ class _Holder:
 
     places: int = 0
     is_short: bool = False
-    least: float | None = None
     step: float = 0.0
     heard_at: float = 0.0
-    served: dict[str, float] = field(default_factory=dict)  # of which it has not heard
+    waiting: dict[str, int] = field(default_factory=dict)  # requests by tenant
 
 
 class PlaceLender:
-    """The places of one model, at their home. Never lends more than `limit` together."""
+    """The places of one model, at their home, and the tenants' counters. Never lends more than `limit` together."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._holders: dict[str, _Holder] = {}
+        self._counters: OrderedDict[str, float] = OrderedDict()  # least recently served first
         self._began = -math.inf
 
     def begin(self, since: float) -> None:
         """Forgets everything, as this router has become the home at that time."""
         if since > self._began:
             self._holders.clear()
+            self._counters.clear()
             self._began = since
 
     def lend(self, borrower: str, ask: peer_pb2.PlacesAsk, limit: int, routers: frozenset[str]) -> peer_pb2.PlacesLoan:
@@ -59,17 +64,14 @@ class PlaceLender:
         self._holders = {name: one for name, one in self._holders.items() if name in routers or name == borrower}
         holder = self._holders.setdefault(borrower, _Holder())
         held, wanted = max(ask.held, ask.running), ask.running + ask.waiting
-        holder.least = ask.least_counter if ask.HasField("least_counter") else None
+        others = [one for one in self._holders.values() if one is not holder]
+        self._count(holder, ask, [one for one in others if now < one.heard_at + _RECENT_SECONDS])
         holder.step, holder.heard_at, holder.is_short = ask.step, now, wanted > held
-        rivals = [
-            one
-            for one in self._holders.values()
-            if one is not holder and one.is_short and now < one.heard_at + _RECENT_SECONDS
-        ]
-        free = limit - held - sum(one.places for one in self._holders.values() if one is not holder)
-        surplus = max((_surplus(holder, held, one) for one in rivals), default=0)
+        rivals = [one for one in others if one.is_short and now < one.heard_at + _RECENT_SECONDS]
+        free = limit - held - sum(one.places for one in others)
+        surplus = max((self._surplus(holder, held, one) for one in rivals), default=0)
         # Without tenants to compare, one more than a rival has is for that one to take.
-        may_grow = not surplus and (holder.least is not None or all(held <= one.places for one in rivals))
+        may_grow = not surplus and (bool(holder.waiting) or all(held <= one.places for one in rivals))
         if not rivals and wanted:
             # So that its next requests need not wait for an answer.
             wanted += max(1, limit // (_SPARE_PART * len(routers)))
@@ -80,34 +82,39 @@ class PlaceLender:
             places = max(0, min(places, held - surplus, held + free))
         # What is given up is free once it was told that no request runs there.
         holder.places = max(places, ask.running)
-        self._note_served(holder, ask)
-        served, holder.served = holder.served, {}
-        loan = peer_pb2.PlacesLoan(places=places, served=served, contended=bool(rivals))
-        waiting = [
-            one.least
-            for one in self._holders.values()
-            if one is not holder and one.least is not None and now < one.heard_at + _RECENT_SECONDS
-        ]
-        if waiting:
-            loan.least_counter = min(waiting)
-        return loan
+        counters = {name: self._counters[name] for name in holder.waiting}
+        return peer_pb2.PlacesLoan(places=places, counters=counters, contended=bool(rivals))
 
-    def _note_served(self, holder: _Holder, ask: peer_pb2.PlacesAsk) -> None:
-        for other in self._holders.values():
-            if other is holder:
-                continue
-            for name, work in ask.served.items():
-                if name in other.served or len(other.served) < 2 * _MOST_TENANTS:
-                    other.served[name] = other.served.get(name, 0.0) + work
+    def _count(self, holder: _Holder, ask: peer_pb2.PlacesAsk, others: Sequence[_Holder]) -> None:
+        """Counts what tenants got, and lifts those that have begun to wait, as fair_queue.py does."""
+        counters, waited = self._counters, {name for one in (holder, *others) for name in one.waiting}
+        for name, work in ask.served.items():
+            counters[name] = counters.get(name, 0.0) + work
+            counters.move_to_end(name)
+        least = min((counters[name] for name in waited if name in counters), default=0.0)
+        holder.waiting = dict(ask.waiting_tenants)
+        for name in holder.waiting:
+            counters[name] = counters.get(name, least) if name in waited else max(least, counters.get(name, least))
+        if len(counters) > _MOST_COUNTERS:
+            waits = waited | set(holder.waiting)
+            for name in [name for name in islice(counters, len(counters) - _MOST_COUNTERS) if name not in waits]:
+                del counters[name]
 
-
-def _surplus(holder: _Holder, held: int, other: _Holder) -> int:
-    """How many places a router gives up for another: some if its tenants got more, else half of what it has more."""
-    if holder.least is not None and other.least is not None:
-        ahead = holder.least - other.least
-        if abs(ahead) > max(holder.step, other.step):
-            return max(1, held // _YIELDED_PART) if ahead > 0 else 0
-    return max(0, held - other.places) // 2
+    def _surplus(self, holder: _Holder, held: int, other: _Holder) -> int:
+        """How many places a router gives up for another: for requests whose tenants got less, else half of what it has
+        more.
+        """
+        if not holder.is_short:
+            return 0
+        if holder.waiting and other.waiting:
+            step = _TELLING_STEPS * max(holder.step, other.step)
+            least = min(self._counters[name] for name in holder.waiting)
+            lagging = sum(count for name, count in other.waiting.items() if self._counters[name] < least - step)
+            if lagging:
+                return min(lagging, max(1, held // _YIELDED_PART))
+            if least < min(self._counters[name] for name in other.waiting) - step:
+                return 0
+        return max(0, held - other.places) // 2
 
 
 class SharedPlaces:
@@ -161,16 +168,18 @@ class SharedPlaces:
             self._ask_at = self._clock() + BUSY_SECONDS
             return
         order.is_shared = order.compares_routers
+        served = order.take_unsent(_MOST_TENANTS)
         ask = peer_pb2.PlacesAsk(
             model=model,
             role=role,
             held=min(max(self._held, running), limit),
             running=running,
             waiting=order.count,
-            served=order.take_unsent(_MOST_TENANTS),
+            served=served,
         )
-        if order.compares_routers and (least := order.least_counter) is not None:
-            ask.least_counter, ask.step = least, order.step
+        if order.compares_routers:
+            ask.step = order.step
+            ask.waiting_tenants.update({one.name: one.count for one in islice(order.waiting(), _MOST_TENANTS)})
         # What is given back must not be used meanwhile.
         self._usable = min(self._usable, running)
         loan = None
@@ -191,9 +200,8 @@ class SharedPlaces:
         self._held = self._usable = loan.places
         now = self._answered_at = self._clock()
         order = queue.order
-        order.floor_elsewhere = loan.least_counter if loan.HasField("least_counter") else None
-        for name, work in loan.served.items():
-            order.add_served(name, work)
+        for name, counter in loan.counters.items():
+            order.set_counter(name, counter)
         busy = CONTENDED_SECONDS if loan.contended or order.count else BUSY_SECONDS
         self._ask_at = now + (busy if queue.running or order.count else IDLE_SECONDS)
         queue.update()

@@ -126,7 +126,7 @@ def check_response(response: peer_pb2.LendResponse, quotas: int, places: int) ->
     if not all(0 <= number <= MOST_NUMBER for number in numbers):
         raise InvalidReply("a router lent what is no number of requests or tokens")
     for loan in response.places:
-        if not are_counters((loan.least_counter, *loan.served.values())):
+        if not are_counters(loan.counters.values()):
             raise InvalidReply("a router told counters that are no numbers")
 
 

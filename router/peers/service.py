@@ -91,9 +91,10 @@ def check(request: peer_pb2.LendRequest) -> None:
         _check_name(f"places[{index}].model", wish.model, _LONGEST_NAME)
         _check_name(f"places[{index}].role", wish.role, _LONGEST_NAME)
         _check_numbers(f"places[{index}].step", (wish.step,))
-        if len(wish.served) > MOST_ASKS:
-            raise InvalidRequest.of(f"places[{index}].served", f"has {len(wish.served)} of at most {MOST_ASKS}")
-        if not are_counters((wish.least_counter, *wish.served.values())):
+        for field, tenants in (("served", wish.served), ("waiting_tenants", wish.waiting_tenants)):
+            if len(tenants) > MOST_ASKS:
+                raise InvalidRequest.of(f"places[{index}].{field}", f"has {len(tenants)} of at most {MOST_ASKS}")
+        if not are_counters(wish.served.values()):
             raise InvalidRequest.of(f"places[{index}]", "has counters that are no numbers")
 
 

@@ -233,7 +233,7 @@ def test_whatever_happens_counts_return_to_zero_and_no_request_is_lost(seed: int
             case "undo" if running:
                 queue.undo(running.pop(chance.randrange(len(running))))
             case "others":
-                queue.add_served(f"t{chance.randint(0, 50)}", chance.uniform(-100, 1000))
+                queue.set_counter(f"t{chance.randint(0, 50)}", chance.uniform(-100, 1000))
             case "time":
                 clock.advance(chance.random())
         assert queue.count == len(waiting)
