@@ -55,7 +55,7 @@ class FailedCall(Protocol):
 
 
 class _Details(NamedTuple):
-    """What a status says besides code and message."""
+    """A status' details, besides its code and message."""
 
     info: error_details_pb2.ErrorInfo
     bad_request: error_details_pb2.BadRequest

@@ -125,7 +125,7 @@ def serve_router(server: ServerKind, folder: str, spans: str) -> None:
 
     "profile" and "stop" count calls, "lag" and "lagged" measure how late its event loop is.
     """
-    records = pickle.load(sys.stdin.buffer)
+    records = [WorkerRecord.from_json(each) for each in pickle.load(sys.stdin.buffer)]
     answers = os.fdopen(os.dup(1), "w")
 
     async def serve() -> None:
@@ -168,7 +168,8 @@ async def router_of(
     assert process.stdin
     assert process.stdout
     try:
-        pickle.dump(records, process.stdin)
+        # As registries keep them: another checkout's class may have other fields.
+        pickle.dump([each.to_json() for each in records], process.stdin)
         process.stdin.flush()
         address = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
         async with AsyncExitStack() as stack:

@@ -1,7 +1,7 @@
 """What a message that is served costs: `python -m benchmarks.server_message_cost`.
 
 One servicer of InferenceService, behind the interceptors of every server, on grpc.aio's server and on our own, each in
-a process of its own; a third one is ours again, with all messages of a step written at once (`write_now`), as the
+a process of its own; a third one is ours again, with all messages of a step written at once, as the
 tokens of an engine's step are. Streams of 30 messages a second each come over 8 connections of one client, which goes
 from server to server, round after round. A message is a token's, made anew each time. What is printed is CPU time of
 the server's process, all its threads: the median of the rounds, and as a ratio to grpc.aio's of the same rounds.
@@ -22,6 +22,7 @@ from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2, inference_service_pb2_grpc
 from benchmarks.processes import child, cpu_nanoseconds, received, run_process, until_told
 from rpc.health import Health
+from rpc.reply import Wire
 from rpc.server import ServerKind, Service, serve
 
 CONNECTIONS = 8
@@ -58,7 +59,7 @@ class Engine(inference_service_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, *, writes_at_once: bool) -> None:
         self._writes_at_once = writes_at_once
-        self._contexts: set[Any] = set()
+        self._wires: dict[Any, Wire] = {}
         self._waiting: list[asyncio.Future[None]] = []
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
@@ -70,9 +71,10 @@ class Engine(inference_service_pb2_grpc.InferenceServiceServicer):
             await self._write(context)
 
     async def _be_written_to(self, context: Any) -> None:
-        self._contexts.add(context)
-        # At once, and not when this task has heard of it: what is over cannot be written to.
-        context.add_done_callback(self._contexts.discard)
+        wire = context.reply().open_wire()
+        assert wire is not None
+        self._wires[context] = wire
+        context.add_done_callback(self._wires.pop)
         await asyncio.Event().wait()
 
     async def _write(self, context: Any) -> None:
@@ -91,8 +93,8 @@ class Engine(inference_service_pb2_grpc.InferenceServiceServicer):
         while True:
             due = max(due + 1 / STEPS_PER_SECOND, loop.time())
             await asyncio.sleep(due - loop.time())
-            for context in tuple(self._contexts):
-                context.write_now(message(sequence))
+            for wire in self._wires.values():
+                wire.write(message(sequence).SerializeToString())
             sequence += 1
             waiting, self._waiting = self._waiting, []
             for step in waiting:

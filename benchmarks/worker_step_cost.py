@@ -1,7 +1,7 @@
 """What an engine step costs a decode worker's event loop beside the engine: `python -m benchmarks.worker_step_cost`.
 
-Sequences that are relayed (services/decode.py) tell the shared stream that they have a token, and the stream's writer
-takes the tokens of all and makes the message. Printed is the time of that for one step, the least and the median of
+Sequences that are pulled (services/decode.py) tell the shared stream that they have a token, and the stream's writer
+pulls the tokens of all and makes the message. Printed is the time of that for one step, the least and the median of
 many, with as many sequences as asked. gRPC's own write of the message comes on top, once a step.
 """
 
@@ -11,8 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from engine_protocol.multiplex.response_queue import RelayedTokens, ResponseQueue
-from services.decode import Relayed
+from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
+from services.decode import TimedTokens
 from services.engines.answer import Finished
 from services.telemetry.timings import CallClock, DecodeClock
 
@@ -26,7 +26,7 @@ class Steps:
         """Keeps what is called at each step."""
         self.ready = ready
 
-    def take(self) -> tuple[Sequence[int], Finished | None]:
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
         """A token."""
         return (17,), None
 
@@ -36,8 +36,8 @@ async def measure(sequences: int) -> list[float]:
     queue, engine = ResponseQueue(), []
     for number in range(sequences):
         steps = Steps()
-        source = Relayed(steps, DecodeClock(CallClock(), is_pulled=True))
-        tokens = RelayedTokens(number, source, is_paused=False)
+        source = TimedTokens(steps, DecodeClock(CallClock(), is_pulled=True))
+        tokens = CallTokens(number, source, is_paused=False)
         await source.subscribe(lambda tokens=tokens: queue.note_ready(tokens))  # type: ignore[misc]  # bound now
         engine.append(steps)
     seconds = []
@@ -45,7 +45,7 @@ async def measure(sequences: int) -> list[float]:
         started = time.perf_counter()
         for steps in engine:
             steps.ready()
-        batch = await queue.take()
+        batch = await queue.pull()
         batch.message.SerializeToString()
         seconds.append(time.perf_counter() - started)
     return seconds

@@ -13,7 +13,7 @@ from rpc.auth.tls import TlsConfig
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How to connect: in plain text without `tls`, and anonymously without `token`."""
+    """The credentials of a connection: in plain text without `tls`, and anonymously without `token`."""
 
     tls: TlsConfig | None = None
     token: SecretStr = field(default=SecretStr(""))

@@ -14,11 +14,11 @@ class Backoff:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether an attempt has failed since the last success."""
+        """True if an attempt has failed since the last success."""
         return self._is_retrying
 
     def next_seconds(self) -> float:
-        """How long to wait before the next attempt."""
+        """The seconds to wait before the next attempt."""
         self._is_retrying = True
         bound = self._bound
         self._bound = min(2 * bound, self._max_seconds)

@@ -36,7 +36,7 @@ UNKNOWN = Location()
 
 
 def is_within(domain: Domain, one: Location, other: Location) -> bool:
-    """Whether both are known to be in the same zone, rack or host."""
+    """True if both are known to be in the same zone, rack or host."""
     return bool(one.key(domain)) and one.key(domain) == other.key(domain)
 
 

@@ -28,7 +28,6 @@ class MemoryRegistry:
 
     @asynccontextmanager
     async def register(self, record: WorkerRecord) -> "AsyncIterator[MemoryRegistration]":
-        """See `Registry.register`."""
         self._keys.of(record.worker_id)
         registration = MemoryRegistration(self, record)
         self._registrations.append(registration)
@@ -40,13 +39,11 @@ class MemoryRegistry:
             self.publish()
 
     async def next_epoch(self, worker_id: str) -> int:
-        """See `Registry.next_epoch`."""
         self._keys.of(worker_id)
         return epoch_after(max((one.epoch for one in self.workers() if one.worker_id == worker_id), default=-1))
 
     @asynccontextmanager
     async def allocate_id(self, kind: str, limit: int) -> "AsyncIterator[MemoryAllocatedId]":
-        """See `Registry.allocate_id`."""
         taken = self._ids.setdefault(self._keys.ids(kind), set())
         free = next((one for one in range(limit) if one not in taken), None)
         if free is None:
@@ -58,7 +55,6 @@ class MemoryRegistry:
             taken.discard(free)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        """See `Registry.watch`."""
         latest: Latest[tuple[WorkerRecord, ...]] = Latest()
         self._watchers.append(latest)
         latest.set(self.workers())
@@ -98,11 +94,9 @@ class MemoryRegistration:
 
     @property
     def registered(self) -> bool:
-        """See `Registration.registered`."""
         return self.record in self._registry.workers()
 
     async def update(self, record: WorkerRecord) -> None:
-        """See `Registration.update`."""
         if record.worker_id != self.record.worker_id:
             raise ValueError(f"{record.worker_id} is not {self.record.worker_id}")
         self.record = record

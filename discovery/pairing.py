@@ -27,7 +27,7 @@ class Unpaired:
 
 
 def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, within: Domain | None = None) -> bool:
-    """Whether a prefill worker can hand over to a decode worker of its model.
+    """True if a prefill worker can hand over to a decode worker of its model.
 
     They are other processes, have the same KV layout, and the one offers a transport that the other reads. If handoffs
     stay `within` a zone, rack or host, both are known to be in the same one.
@@ -36,22 +36,20 @@ def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, within: Domain | 
         prefill.layout_digest == decode.layout_digest
         and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
         and share_transport(prefill.offers, decode.reads)
-        and (within is None or is_within(within, prefill.place, decode.place))
+        and (within is None or is_within(within, prefill.known_location, decode.known_location))
     )
 
 
 def outside(record: WorkerRecord, within: Domain, other: WorkerRecord) -> str:
     """Why a worker is left out that is not within the zone, rack or host of another one; empty if it is."""
-    if is_within(within, record.place, other.place):
+    if is_within(within, record.known_location, other.known_location):
         return ""
-    return (
-        f"is at {record.place.in_words}, not in the {within} of {other.worker_id} ({other.place.in_words}), which"
-        " handoffs must not leave"
-    )
+    here, there = record.known_location.in_words, other.known_location.in_words
+    return f"is at {here}, not in the {within} of {other.worker_id} ({there}), which handoffs must not leave"
 
 
 def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
-    """Whether a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
+    """True if a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
     return offers is None or reads is None or bool(set(offers) & set(reads))
 
 
@@ -139,7 +137,7 @@ def partly_unpaired(records: Iterable[WorkerRecord], within: Domain | None = Non
 
 
 def _kind(record: WorkerRecord, within: Domain | None) -> tuple[object, ...]:
-    """What decides with whom a worker can be paired."""
+    """The facts that decide which workers a worker can be paired with."""
     return record.layout_digest, record.offers, record.reads, _domain(record, within)
 
 
@@ -160,8 +158,8 @@ def _cause(record: WorkerRecord, other: WorkerRecord, within: Domain | None) -> 
     """Why two workers are no pair."""
     if record.layout_digest != other.layout_digest:
         return f"KV layout {layout_name(other)}; its own is {layout_name(record)}"
-    if within is not None and not is_within(within, record.place, other.place):
-        return f"at {other.place.in_words}; handoffs stay within the {within}"
+    if within is not None and not is_within(within, record.known_location, other.known_location):
+        return f"at {other.known_location.in_words}; handoffs stay within the {within}"
     return f"offers {transport_names(other.offers)} and reads {transport_names(other.reads)}"
 
 
@@ -179,7 +177,7 @@ def _examples(records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
 
 
 def _domain(record: WorkerRecord, within: Domain | None) -> tuple[str, ...]:
-    return record.place.key(within) if within else ()
+    return record.known_location.key(within) if within else ()
 
 
 def _fits_one(record: WorkerRecord, role: str, opposite: Iterable[WorkerRecord], within: Domain | None) -> bool:
@@ -201,11 +199,13 @@ def _problem(
         layouts = _list(others, _has_layout)
         fits_none = f"its KV layout, {layout_name(record)}, fits no {_OPPOSITE[role]} worker: {layouts}"
         return Unpaired(LayoutMismatch.reason, fits_none)
-    near = [other for other in alike if within is None or is_within(within, record.place, other.place)]
+    near = [
+        other for other in alike if within is None or is_within(within, record.known_location, other.known_location)
+    ]
     if not near:
-        places = _list(alike, lambda other: f"is at {other.place.in_words}")
+        places = _list(alike, lambda other: f"is at {other.known_location.in_words}")
         apart = f"no {_OPPOSITE[role]} worker is in its {within}, which handoffs must not leave"
-        return Unpaired(TOO_FAR_APART, f"{apart}: it is at {record.place.in_words}; {places}")
+        return Unpaired(TOO_FAR_APART, f"{apart}: it is at {record.known_location.in_words}; {places}")
     alike = near
     if role == "prefill":
         transports = f"it offers {transport_names(record.offers)}; "

@@ -65,7 +65,7 @@ class WorkerRecord:
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
-    def place(self) -> Location:
+    def known_location(self) -> Location:
         """Its location, with the host of its address unless another is told."""
         return self.location if self.location.host else replace(self.location, host=self.host)
 

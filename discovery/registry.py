@@ -14,7 +14,7 @@ class Registration(Protocol):
 
     @property
     def registered(self) -> bool:
-        """Whether the record is in the registry now, as far as this process knows."""
+        """True if the record is in the registry now, as far as this process knows."""
 
     async def update(self, record: WorkerRecord) -> None:
         """Replaces the record. Raises ValueError if the worker id differs.

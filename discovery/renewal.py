@@ -1,4 +1,4 @@
-"""What a process keeps in the registry while a context is open: allocated or registered, renewed, and given up."""
+"""A process' entries in the registry while a context is open: allocated or registered, renewed, and given up."""
 
 import asyncio
 import random
@@ -95,7 +95,6 @@ class RenewedRecord(ABC):
         self._written = asyncio.Event()
 
     async def update(self, record: WorkerRecord) -> None:
-        """See `Registration.update`."""
         if record.worker_id != self._record.worker_id:
             raise ValueError(f"{record.worker_id} is not {self._record.worker_id}")
         self._record = record

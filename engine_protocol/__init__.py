@@ -2,6 +2,7 @@
 
 | module | subject |
 |---|---|
+| lane | the contracts of the way of a token: sources, sinks, wires |
 | multiplex/ | many engine calls to one worker over one stream |
 | leases | a lease on another worker's blocks: renewal and release |
 | sampling_rules | the ranges of sampling parameters |

@@ -14,7 +14,7 @@ _CLOSEST_TO_ZERO = 1e-15
 
 
 def is_inexact(value: object) -> bool:
-    """Whether it is an integer that the compiler would round."""
+    """True if it is an integer that the compiler would round."""
     return isinstance(value, int) and abs(value) > LARGEST_INTEGER
 
 

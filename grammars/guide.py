@@ -1,4 +1,4 @@
-"""What guided decoding follows, as a value that can be the key of a cache."""
+"""The constraint that guided decoding follows, as a value that can be the key of a cache."""
 
 import enum
 import json

@@ -64,7 +64,7 @@ def lark_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> str:
 
 
 def spells_any(guide: Guide, special_ids: Mapping[str, int]) -> bool:
-    """Whether a schema, an expression, a choice or a grammar has the text of a special token in it."""
+    """True if a schema, an expression, a choice or a grammar has the text of a special token in it."""
     schemas = [guide.text] if guide.kind is GuideKind.JSON_SCHEMA else [tag.schema for tag in guide.tags]
     # Written again, schemas are without JSON's escapes, and expressions without theirs.
     texts = [

@@ -1,4 +1,4 @@
-"""What the bytes of a media item are, before an image library reads them."""
+"""The type of a media item by its bytes, before an image library reads them."""
 
 import re
 
@@ -36,7 +36,7 @@ _LOOKED_AT = 1024
 
 
 def is_known_image(content: bytes) -> bool:
-    """Whether it starts like one of the image types that Baton can read."""
+    """True if it starts like one of the image types that Baton can read."""
     return _OURS.match(content) is not None
 
 
@@ -47,7 +47,7 @@ def describe(content: bytes) -> str:
 
 
 def is_laborious(content: bytes) -> bool:
-    """Whether a JPEG would take far longer to decode than others of its size. False for other types."""
+    """True if a JPEG would take far longer to decode than others of its size. False for other types."""
     if not content.startswith(_START):
         return False
     scans = padding = position = 0

@@ -17,11 +17,13 @@ from router.config import LimitsConfig
 from router.context import RequestContext
 from router.execution import Executor
 from router.multimodal.prompt import MultimodalPrompt
-from router.stream.reply import Pace, Reply
-from router.stream.writer import FillFinished, StreamWriter
+from router.stream.general import FillFinished
+from router.stream.reply import Pace
+from router.stream.writer import StreamWriter
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.text.served_model import ServedModel
+from rpc.reply import Reply
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
 
@@ -160,7 +162,7 @@ class _SharedReply:
 
     def __init__(self, reply: Reply) -> None:
         self.fill_finished: FillFinished | None = None
-        self._send = reply.send
+        self._send = reply.write
         self._sending = asyncio.Lock()
         self._sequence = 0
         self._request_id = ""

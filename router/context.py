@@ -121,7 +121,7 @@ class Deadline:
 
     @property
     def has_ended_the_call(self) -> bool:
-        """Whether it is why the caller has just cancelled the call."""
+        """True if it is why the caller has just cancelled the call."""
         remaining = self.remaining_seconds
         return self.is_callers and was_left_at_its_deadline(remaining, self._seconds - remaining)
 
@@ -159,7 +159,7 @@ class RequestContext:
 
     @property
     def is_large(self) -> bool:
-        """Whether checking the request takes too long for the event loop. Token ids take less time than texts."""
+        """True if checking the request takes too long for the event loop. Token ids take less time than texts."""
         if self.message_bytes <= _LARGE_MESSAGE_BYTES:
             return False
         prompt = self.request.token_ids
@@ -243,7 +243,7 @@ def _new_ids() -> str:
 
 
 class _Listed:
-    """What `RequestTable.enter` returns."""
+    """The entry of a request, while `RequestTable.enter` is open."""
 
     __slots__ = ("_ctx", "_key", "_running")
 

@@ -26,12 +26,12 @@ from router.placement.placer import Placer
 from router.routing.latency import DecodeTimer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries
-from router.stream.single_tokens import TokenRelay
+from router.stream.meter import TokenMeter
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.telemetry.request_metrics import RequestMetrics
 from router.text.completion import Completion, Finish
-from router.workers.calls import DecodeCall, TokenFeed, WorkerCalls
+from router.workers.calls import DecodeCall, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.loras import named
@@ -89,7 +89,7 @@ class RequestExecution(Waiting):
     ) -> None:
         self._placer = executor.placer
         self._retries = executor.retries
-        self._latencies = executor.metrics.latencies(ctx.stats)
+        self._meter = TokenMeter(ctx.stats, ctx.timings, executor.metrics.latencies(ctx.stats), completion.token_ids)
         self._stats = ctx.stats
         self._ctx = ctx
         self._prompt = prompt
@@ -220,7 +220,7 @@ class RequestExecution(Waiting):
         if not self._completion.finished:
             # It is written before the decode call is made, which has all ids of the prompt again: now, or, where
             # another one of the connection was written in this turn of the loop, in the next one.
-            self._stream.flush()
+            self._stream.lane.flush()
             await asyncio.sleep(0)
 
     def _another_prefill(self, placement: _Placement, error: BatonError, tried: frozenset[str]) -> _Placement:
@@ -305,40 +305,35 @@ class RequestExecution(Waiting):
         self._suspects.add(worker, stage, error)
 
     async def _read_call(self, timer: DecodeTimer, emitted: int, worker: WorkerHandle, call: DecodeCall) -> None:
-        # Where the call can give its tokens as they come, and nothing is looked for in their text.
-        relay = self._relay(call.feed, timer) if call.feed and self._completion.takes_single_tokens else None
+        self._meter.begin_call(timer)
+        self._stream.lane.attach(self._completion, self._meter, partial(self._answer_ended, call))
         try:
-            await self._read_stream(call, timer, relay, worker)
+            await self._read_stream(call, timer, worker)
         finally:
-            if relay is not None:
-                relay.settle()
-            timer.end()
+            self._stream.lane.detach()
+            self._meter.end_call()
             current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
 
-    async def _read_stream(
-        self, call: DecodeCall, timer: DecodeTimer, relay: TokenRelay | None, worker: WorkerHandle
-    ) -> None:
+    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, worker: WorkerHandle) -> None:
         """Reads a decode stream to its end, or to a stop string, which the worker does not see.
 
-        `relay` gets the tokens after the first ones.
+        The tokens after the first ones are pushed into the lane, unless something is looked for in their text.
         """
         has_ended = False
         async for response in call.responses:
-            if relay is not None:
-                relay.settle()
             if has_ended:
                 raise InvalidReply("the decode stream goes on after its last message")
             match response.WhichOneof("event"):
                 case "tokens":
-                    await self._read_tokens(response.tokens, timer)
+                    await self._read_tokens(response.tokens)
                     if self._suspects is not None:
                         self._suspects.answered(worker)
                     if self._completion.finished is not None:
                         if self._has_found_stop_string:
                             return
                         self._await_end()
-                    if call.feed is not None and relay is not None:
-                        call.feed.listen(relay)
+                    if self._completion.takes_single_tokens:
+                        call.responses.set_sink(self._stream.lane)
                 case "accepted":
                     timer.accepted()
                     self._progress.accepted(response.accepted.timings)
@@ -362,6 +357,7 @@ class RequestExecution(Waiting):
                         self._await_end()
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
+                    call.responses.set_sink(None)
         if not has_ended and not self._has_found_stop_string:
             raise Unavailable("the decode stream ended before its last message")
 
@@ -369,22 +365,24 @@ class RequestExecution(Waiting):
     def _has_found_stop_string(self) -> bool:
         return self._completion.finished is not None and bool(self._completion.finished.stop_string)
 
-    def _relay(self, feed: TokenFeed, timer: DecodeTimer) -> TokenRelay:
-        """What takes the tokens of a call, after its first ones."""
-        timings, latencies, ends = self._ctx.timings, self._latencies, self._await_end
-        return TokenRelay(self._stream, self._completion, timer, self._stats, latencies, timings, feed.stop, ends)
+    def _answer_ended(self, call: DecodeCall) -> None:
+        """A token that was pushed has finished the answer: the worker ends the call, but knows of no stop string."""
+        if self._has_found_stop_string:
+            call.responses.stop()
+        else:
+            self._await_end()
 
-    async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, timer: DecodeTimer) -> None:
+    async def _read_tokens(self, tokens: decode_pb2.DecodedTokens) -> None:
         count = len(tokens.token_ids)
         if count:
             # Before the client is waited for, which is not the worker's time.
             self.awaits_answer = False
-        timer.got_tokens(count)
+        self._meter.arrived(count)
         self._progress.first_token(None)
         self._prompt.release()
         reported = self._reported(tokens.prompt_logprobs) if tokens.HasField("prompt_logprobs") else None
         await self._add_tokens(tokens.token_ids, tokens.logprobs, reported)
-        timer.waits_for_more()
+        self._meter.passed_on()
         if self._completion.has_overrun:
             raise InvalidReply("tokens came after the end of the answer")
 
@@ -429,13 +427,8 @@ class RequestExecution(Waiting):
         if not self._completion.token_ids:
             await self._ctx.inject("detokenize")
         delta = self._completion.push(token_ids, logprobs)
-        self._note_tokens(started, len(token_ids))
+        self._meter.detokenized(started, len(token_ids))
         await self._stream.put(replace(delta, prompt_logprobs=prompt_logprobs) if prompt_logprobs else delta)
-
-    def _note_tokens(self, started: float, count: int) -> None:
-        """Counts tokens whose detokenizing began at `started`."""
-        self._stats.completion_tokens = len(self._completion.token_ids)
-        self._latencies.observe(self._ctx.timings.detokenized(started), count)
 
     def _count_migration(self, stage: str) -> None:
         self._ctx.stats.migrations += 1

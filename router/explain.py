@@ -50,7 +50,7 @@ class RouteExplainer:
         self._policy = policy
 
     def cache_view(self, worker: WorkerHandle) -> generate_pb2.CacheView.ValueType:
-        """How the router knows what the worker's prefix cache holds."""
+        """The router's source of knowledge about the worker's prefix cache."""
         return self._placer.cache_view(worker)
 
     async def explain(self, request: generate_pb2.GenerateRequest) -> cluster_service_pb2.ExplainRouteResponse:
@@ -72,10 +72,10 @@ class RouteExplainer:
 
 
 def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
-    prefill = prediction.prefill_worker
+    prefill, decode = prediction.prefill_worker, prediction.decode_worker
     return cluster_service_pb2.RouteCandidate(
         prefill_worker_id=prefill.record.worker_id if prefill else "",
-        decode_worker_id=prediction.decode_worker.record.worker_id,
+        decode_worker_id=decode.record.worker_id,
         total_seconds=prediction.total,
         wait_seconds=prediction.wait,
         prefill_seconds=prediction.prefill,
@@ -86,5 +86,5 @@ def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.Rout
         uncached_tokens=prediction.uncached_tokens,
         has_kv_events=prediction.has_kv_events,
         distance_seconds=prediction.distance,
-        nearness=nearness(prefill.record.place, prediction.decode_worker.record.place) if prefill else "",
+        nearness=nearness(prefill.record.known_location, decode.record.known_location) if prefill else "",
     )

@@ -21,7 +21,7 @@ from router.execution import Executor
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
-from router.stream.reply import Pace, Reply
+from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import record_request
 from router.telemetry.spans import set_request_attributes
@@ -32,6 +32,7 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
+from rpc.reply import Reply
 from rpc.tracing.span import Span, stage_span
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
@@ -80,7 +81,7 @@ class Pipeline:
                 note_passed_deadline(ctx, span)
                 raise
             finally:
-                reply.end_with(ctx.timings)
+                end_reply(reply, ctx.timings)
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""

@@ -217,7 +217,7 @@ async def host_router(
 
 
 def _stream_dialer(config: RouterConfig) -> StreamDialer | None:
-    """How calls of requests share a stream to their worker; None if each is a call of its own. Raises ConfigError."""
+    """The dialer of the streams that calls to a worker share; None if each is a call of its own. Raises ConfigError."""
     return stream_dialer(config.worker_streams or config.server, config.tls.call) if config.multiplex else None
 
 

@@ -27,7 +27,6 @@ from router.peers.tenants import all_tenants
 from router.pipeline import Pipeline
 from router.processes.siblings import Siblings, stop_everywhere
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.tokenization import Tokenization
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
@@ -35,6 +34,7 @@ from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
+from rpc.reply import Reply
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -69,7 +69,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     # Writes instead of yielding: waiting tokens become one message, and a client that leaves stops everything at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         ctx = self._contexts.create(request, context)
-        await self._pipeline.run(ctx, _reply(context))
+        await self._pipeline.run(ctx, context.reply())
 
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
@@ -153,12 +153,6 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def UnloadLora(self, request: lora_pb2.UnloadLoraRequest, context: Context) -> lora_pb2.UnloadLoraResponse:
         workers = await self._loras.unload(read_change(request), remaining_seconds(context))
         return lora_pb2.UnloadLoraResponse(workers=workers)
-
-
-def _reply(context: Any) -> Reply:
-    # grpc.aio cannot write without waiting.
-    send_now, output, wire = (getattr(context, name, None) for name in ("write_now", "output", "wire"))
-    return Reply(context.write, context.set_trailing_metadata, send_now, output, wire)
 
 
 def _worker_message(

@@ -252,7 +252,7 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
 
 
 def _changes(sampling: sampling_pb2.SamplingParams, name: str) -> bool:
-    """Whether a field is set, and to something else than its default."""
+    """True if a field is set, and to something else than its default."""
     if name not in sampling.DESCRIPTOR.fields_by_name:
         return False
     value = getattr(sampling, name)

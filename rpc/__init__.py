@@ -5,6 +5,7 @@
 | server | `serve`: a server with health, reflection, interceptors, and a drain at its end |
 | interceptors/ | what surrounds every call on a server: arrival, reading, errors, logs, spans, authorization |
 | http2/ | the server `http2`: our own HTTP/2 |
+| reply | the way back to the caller of one call: `context.reply()` |
 | channels | channels to peers, with TLS and trace propagation |
 | status | the table of error classes and status codes; outcomes as metric labels |
 | health | `grpc.health.v1` |

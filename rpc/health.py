@@ -44,7 +44,7 @@ class Health:
 
     @property
     def serving(self) -> bool:
-        """Whether the process is SERVING."""
+        """True if the process is SERVING."""
         return self._status("") == SERVING
 
     @property

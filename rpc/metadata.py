@@ -30,7 +30,7 @@ def remaining_seconds(context: "aio.ServicerContext[Any, Any]") -> float | None:
 
 
 def was_left_at_its_deadline(remaining: float | None, elapsed: float) -> bool:
-    """Whether a caller that cancelled did so because its deadline passed. Times are in seconds, as this side has them.
+    """True if a caller that cancelled did so because its deadline passed. Times are in seconds, as this side has them.
 
     The caller's clock started earlier, with a shorter timeout than it sent, so its cancellation may come before the
     deadline passes here.

@@ -34,6 +34,7 @@ from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits, TextL
 from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
+from rpc.reply import AddReplies
 from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
@@ -104,7 +105,7 @@ class ConnectionLimits(Section):
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """What the servers of one process share: memory for their requests, and descriptors for their connections."""
+    """The limits that a process' servers share: memory for requests, and descriptors for connections."""
 
     input: InputBudget
     connections: OpenConnections
@@ -192,7 +193,7 @@ async def serve(
     else:
         # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
         sharing = ("grpc.so_reuseport", int(shares_port))
-        server = aio.server(interceptors=[interceptor], options=(*_OPTIONS, sharing, *limits.options()))
+        server = aio.server(interceptors=[interceptor, AddReplies()], options=(*_OPTIONS, sharing, *limits.options()))
     _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
     port = _bind(server, listen, tls, shares_port=shares_port)
     try:

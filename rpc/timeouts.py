@@ -1,4 +1,4 @@
-"""How long a process waits for its peers, in seconds: one table. Waits that deployments differ in are configuration.
+"""The seconds that a process waits for its peers, in one table. Waits that deployments differ in are configuration.
 
 `baton doctor --config` checks that the configured times are in order with these.
 """

@@ -1,4 +1,4 @@
-"""How many calls begin, or end, in one turn of the event loop: the tokens of those that run wait no longer for them."""
+"""A bound on calls that begin or end in one turn of the event loop, so that tokens of running calls do not wait."""
 
 import asyncio
 from collections import deque

@@ -34,11 +34,11 @@ class Violations:
 
     @property
     def is_full(self) -> bool:
-        """Whether further violations are ignored, so that checking can stop."""
+        """True if further violations are ignored, so that checking can stop."""
         return len(self._found) >= _MAX_VIOLATIONS
 
     def count(self, field: str, number: int, most: int) -> bool:
-        """Whether there are at most `most` of something; adds the field if not."""
+        """True if there are at most `most` of something; adds the field if not."""
         if number <= most:
             return True
         self.add(field, f"has {number} of at most {most}")

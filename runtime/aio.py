@@ -101,7 +101,7 @@ async def sleep_together(seconds: float, every: float) -> None:
 
 
 def cancellations(task: "asyncio.Task[Any]") -> int:
-    """How often the task was cancelled, less `uncancel`; 0 on Python 3.10, which does not count that."""
+    """The number of cancellations of the task, less `uncancel`; 0 on Python 3.10, which does not count them."""
     if sys.version_info >= (3, 11):
         return task.cancelling()
     return 0

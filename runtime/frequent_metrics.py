@@ -25,7 +25,7 @@ class Series:
         self._sum += value * count
 
     def cumulative(self) -> list[int]:
-        """How many values are at most each bound, and last how many there are."""
+        """The number of values at or below each bound, and last their total."""
         return list(accumulate(tuple(self._counts)))
 
     @property

@@ -97,7 +97,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _IDLE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):

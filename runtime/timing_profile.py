@@ -48,12 +48,12 @@ class TimingProfile:
 
     @property
     def prefill_base_seconds(self) -> float:
-        """What every prompt takes, however short."""
+        """The seconds that every prompt takes, however short."""
         return max(0.0, self._until(0))
 
     @property
     def prefill_token_seconds(self) -> float:
-        """What each token of a prompt takes beyond that: the slope of the line through all points."""
+        """The seconds that each token of a prompt adds: the slope of the line through all points."""
         points = self.prefill
         if len(points) == 1:
             return points[0].seconds / points[0].tokens
@@ -62,7 +62,7 @@ class TimingProfile:
 
     @property
     def stream_seconds(self) -> float:
-        """What each further sequence adds to the time of a step."""
+        """The seconds that each further sequence adds to a step."""
         batches = sorted({point.batch for point in self.decode})
         if len(batches) == 1:
             return 0.0

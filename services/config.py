@@ -1,4 +1,4 @@
-"""What can be set of a worker."""
+"""The configuration of a worker."""
 
 import secrets
 import socket

@@ -5,15 +5,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
-from engine_protocol.multiplex.tokens import Relay, relay_of
+from engine_protocol.lane import SendTokens, TokenReply
 from rpc.tracing.span import current_span, optional_attempt
 from services.engines.answer import Finished, Tokens
-from services.engines.base import Engine, StepStream
+from services.engines.base import Engine
+from services.engines.generation import Generation
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
 from services.handoff.destinations import Allocator
@@ -70,9 +71,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
             assert self._decoder is not None
             work = await self._read(request, call.clock)
-            async with aclosing(self._decoder.decode(work, call, relay_of(context))) as events:
+            reply: TokenReply = context.reply()
+            send = partial(reply.write_from, message_of=_tokens_response)
+            async with aclosing(self._decoder.decode(work, call, send)) as events:
                 async for event in events:
-                    await context.write(_response(self._identity.worker_id, event))
+                    await reply.write(_response(self._identity.worker_id, event))
 
     async def _read(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> "DecodeWork":
         given, spans = read_prompt(request), read_spans(request.prompt)
@@ -109,7 +112,7 @@ class _Prepared:
     """A decode whose KV or prompt is ready. `generate` is called once."""
 
     accepted: Accepted
-    generate: Callable[[], AsyncGenerator[Tokens | Finished, None]]
+    generate: Callable[[], Generation]
 
 
 class Decoder:
@@ -128,11 +131,11 @@ class Decoder:
         return await self._puller.prefetcher.run(followed, prompt, call)
 
     async def decode(
-        self, work: DecodeWork, call: RunningCall, relay: Relay | None = None
+        self, work: DecodeWork, call: RunningCall, send: SendTokens
     ) -> AsyncGenerator[Accepted | Tokens | Finished, None]:
         """Yields Accepted, tokens, Finished. Raises what Puller.pull, Fetcher.decode_remote and the engine raise.
 
-        The tokens go through `relay` instead, if there is one and nothing has to be done for each.
+        Tokens of which nothing is known but their ids, and between which nothing has to be done, go to `send` instead.
 
         Closing it, or cancelling the task that reads it, frees everything on both workers.
         """
@@ -142,16 +145,16 @@ class Decoder:
         async with self._prepared(work, call) as prepared:
             yield prepared.accepted
             clock = DecodeClock(call.clock, is_pulled=work.handoff is not None)
-            async with aclosing(prepared.generate()) as events:
-                if relay is not None and _is_plain(work, call) and (steps := _steps_of(events)) is not None:
-                    source = Relayed(steps, clock)
-                    await relay(source)
+            async with aclosing(prepared.generate()) as generation:
+                if _is_plain(work, call):
+                    source = TimedTokens(generation, clock)
+                    await send(source)
                     metrics.observe_decode(source.finished, is_pulled=clock.is_pulled)
                     traces.decoded(source.finished, clock, source.generated)
                     yield source.finished
                     return
                 generated = len(work.prompt.emitted)
-                async for event in events:
+                async for event in generation:
                     timed = clock.observe(event)
                     if not isinstance(timed, Tokens):
                         metrics.observe_decode(timed, is_pulled=clock.is_pulled)
@@ -167,7 +170,7 @@ class Decoder:
     @asynccontextmanager
     async def _prepared(self, work: DecodeWork, call: RunningCall) -> AsyncIterator[_Prepared]:
         if work.handoff is None:
-            generate = partial(self._engine.decode, work.prompt, work.sampling)
+            generate = partial(self._engine.generation, work.prompt, work.sampling)
             async with using_lora(self._engine, work.prompt):
                 yield _Prepared(Accepted(tuple(call.clock.timings)), generate)
         elif self._fetcher is not None:
@@ -178,7 +181,7 @@ class Decoder:
                 self._fetcher.decode_remote(work.handoff, work.prompt, work.sampling, call, take) as fetched,
             ):
                 call.clock.add(fetched.timings)
-                yield _Prepared(Accepted(fetched.timings), lambda: fetched.events)
+                yield _Prepared(Accepted(fetched.timings), lambda: fetched.generation)
         else:
             # The adapter after the KV: until it is confirmed, another worker's blocks are held.
             async with (
@@ -186,23 +189,23 @@ class Decoder:
                 using_lora(self._engine, work.prompt),
             ):
                 call.clock.add(pulled.timings)
-                yield _Prepared(Accepted(pulled.timings), partial(self._engine.decode, pulled.kv, work.sampling))
+                yield _Prepared(Accepted(pulled.timings), partial(self._engine.generation, pulled.kv, work.sampling))
 
 
-class Relayed:
-    """The tokens of an engine's stream, timed and counted as they are sent. `finished` is set at their end."""
+class TimedTokens:
+    """The TokenSource of a generation, whose tokens are timed and counted. `finished` is set at their end."""
 
     finished: Finished
 
-    def __init__(self, steps: StepStream, clock: DecodeClock) -> None:
-        self.subscribe = steps.subscribe
+    def __init__(self, generation: Generation, clock: DecodeClock) -> None:
+        self.subscribe = generation.subscribe
         self.generated = 0
-        self._steps = steps
+        self._generation = generation
         self._clock = clock
 
-    def take(self) -> tuple[Sequence[int], bool]:
-        """See TokenSource."""
-        ids, end = self._steps.take()
+    def pull(self) -> tuple[Sequence[int], bool]:
+        """The new ids, and whether they were the last. Raises what ended the generation, if it failed."""
+        ids, end = self._generation.pull()
         if ids:
             if not self.generated:
                 self._clock.note_tokens()
@@ -218,11 +221,6 @@ def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
     """Whether a token is its id alone, and nothing is planned between two of them."""
     options = work.sampling
     return options.logprobs is None and options.prompt_logprobs is None and call.faults is NO_FAULTS
-
-
-def _steps_of(events: AsyncGenerator[Tokens | Finished, None]) -> StepStream | None:
-    """The stream itself, if it can be subscribed to."""
-    return cast("StepStream", events) if hasattr(events, "subscribe") else None
 
 
 async def _inject(faults: Faults, generated: int, clock: DecodeClock) -> None:
@@ -243,6 +241,10 @@ def _split_at_faults(tokens: Tokens, generated: int, faults: Faults) -> list[Tok
         Tokens(tokens.ids[start:end], tokens.logprobs[start:end]) for start, end in zip(starts, ends, strict=True)
     ]
     return [replace(pieces[0], prompt_logprobs=tokens.prompt_logprobs), *pieces[1:]]
+
+
+def _tokens_response(ids: Sequence[int]) -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(tokens=decode_pb2.DecodedTokens(token_ids=ids))
 
 
 def _response(worker_id: str, event: Accepted | Tokens | Finished) -> decode_pb2.DecodeResponse:

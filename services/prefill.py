@@ -124,7 +124,7 @@ class Prefiller:
         self, destination: bytes | None, prompt: Prompt, sampling: Sampling, progress: PromptInProgress | None
     ) -> HeldKv:
         if progress is not None and self._engine.progress is not None:
-            return await self._engine.progress.prefill_telling(prompt, sampling, progress)
+            return await self._engine.progress.prefill_reporting(prompt, sampling, progress)
         if destination is None:
             return await self._engine.prefill(prompt, sampling)
         transfer = self._engine.kv_transfer

@@ -19,7 +19,7 @@ from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, Mode
 from services.engines.context import EngineContext
 from services.engines.embedding import TextEmbedder
 from services.engines.kv_transfer import AllocatesFirst
-from services.engines.memory.allocation import RoomRules
+from services.engines.memory.allocation import AllocationRules
 from services.engines.registry import open_embedder, open_encoder, open_engine
 from services.multimodal.embedding_pool import EmbeddingPool
 
@@ -46,17 +46,17 @@ class WorkerEngines:
 
     @property
     def healthy(self) -> bool:
-        """Whether all engines are healthy."""
+        """True if all engines are healthy."""
         return all(one.healthy for one in self._all)
 
     @property
     def responsive(self) -> bool:
-        """Whether all engines answer as quickly as usual."""
+        """True if all engines answer as quickly as usual."""
         return all(one.responsive for one in self._all)
 
     @property
     def load_seconds(self) -> float:
-        """How long loading took."""
+        """The seconds that loading took."""
         return sum(facts.load_seconds for facts in self._all_facts)
 
     @property
@@ -116,7 +116,7 @@ async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterato
     template = read_chat_template(config.chat_template)
     async with AsyncExitStack() as stack:
         context = EngineContext(
-            config.roles, config.handoff.lease_seconds, room=_room(config), log_level=config.log.level
+            config.roles, config.handoff.lease_seconds, allocation=_allocation(config), log_level=config.log.level
         )
         encoding = None
         if "encode" in config.roles:
@@ -155,10 +155,10 @@ def read_chat_template(path: Path | None) -> str:
     return text
 
 
-def _room(config: WorkerConfig) -> RoomRules:
+def _allocation(config: WorkerConfig) -> AllocationRules:
     """A worker that does not decode may hold KV in its whole pool."""
     shares = set(config.roles) >= WITH_KV
-    return RoomRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
+    return AllocationRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
 
 
 @asynccontextmanager

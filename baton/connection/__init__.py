@@ -1,4 +1,4 @@
-"""What both clients need to make calls. `Tls` and `Retry` are public, as `baton.Tls` and `baton.Retry`.
+"""The parts of a call that both clients share. `Tls` and `Retry` are public, as `baton.Tls` and `baton.Retry`.
 
 credentials.py    `Tls`, and tokens
 retry.py          `Retry`: which failed calls are made again, and after which pause

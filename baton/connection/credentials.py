@@ -51,7 +51,7 @@ def authorization(token: str, address: str, tls: Tls | None) -> Metadata:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is only reachable from this machine."""
+    """True if an address is only reachable from this machine."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

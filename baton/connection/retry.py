@@ -11,7 +11,7 @@ TRANSIENT = (EngineFailed, HandoffLost, Overloaded, QuotaExceeded, StaleEpoch, U
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often a client makes a call again after an error that may pass, such as Overloaded or Unavailable.
+    """The number and the pauses of a client's retries after a transient error, such as Overloaded or Unavailable.
 
     `attempts` counts the first one too. The pause is what the server asks for, else `initial_seconds`, doubled for each
     further attempt up to `max_seconds`; up to a quarter is added at random, so that clients do not return all at once.

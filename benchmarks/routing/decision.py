@@ -89,7 +89,7 @@ class _Cluster:
 
 
 class _Requests:
-    """Places requests that run as predicted. The workers report each prompt when a few others have been placed."""
+    """RankCosts requests that run as predicted. The workers report each prompt when a few others have been placed."""
 
     def __init__(self, placer: Placer, policy: Policy, prompts: Sequence["array[int]"]) -> None:
         self._placer = placer

@@ -1,4 +1,4 @@
-"""What options take: whole numbers, times, ranges. Each refuses with what is wrong."""
+"""The values of options: whole numbers, times, ranges. A refusal says what is wrong."""
 
 import argparse
 import math

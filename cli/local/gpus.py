@@ -9,7 +9,7 @@ def pinned(workers: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Mapping[t
 
 
 def shortage(workers: int, gpus: int) -> str:
-    """What to say of more workers than GPUs; empty if each has its own, and without GPUs, where all run on the CPU."""
+    """A sentence about more workers than GPUs; empty if each has its own, or without GPUs (all run on the CPU)."""
     if not gpus or workers <= gpus:
         return ""
     return f"{workers} workers and {gpus} visible GPU{'s' * (gpus > 1)}: workers share GPUs and their memory"

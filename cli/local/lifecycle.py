@@ -120,7 +120,7 @@ class _Processes:
         self._descriptors = descriptors
 
     def any_alive(self) -> bool:
-        """Whether any of them is still alive."""
+        """True if any of them is still alive."""
         ended, _, _ = select.select(self._descriptors, [], [], 0)
         return len(ended) < len(self._descriptors)
 

@@ -145,7 +145,7 @@ def gpus_of(options: ClusterOptions) -> tuple[str, ...]:
 
 
 def gpu_warning(options: ClusterOptions) -> str:
-    """What to say before a cluster is started that shares GPUs without being asked to; empty if it does not."""
+    """A warning before a cluster is started that shares GPUs without being asked to; empty if it does not."""
     return "" if options.share_gpus else shortage(len(options.workers), len(gpus_of(options)))
 
 
@@ -246,7 +246,7 @@ def model_folder(model: str) -> Path:
 
 
 def has_vision(folder: Path) -> bool:
-    """Whether a checkpoint has a vision tower, as far as its configuration says."""
+    """True if a checkpoint has a vision tower, as far as its configuration says."""
     try:
         return "vision_config" in json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

@@ -128,7 +128,7 @@ class Readiness:
 
 
 async def answers(client: AsyncClient, state: ClusterState) -> bool:
-    """Whether a real request completes, with a handoff if the cluster has both roles.
+    """True if a real request completes, with a handoff if the cluster has both roles.
 
     False if the cluster is unavailable; raises every other error.
     """
@@ -152,7 +152,7 @@ async def _ready(client: AsyncClient) -> set[str]:
 
 
 async def is_serving(address: str) -> bool:
-    """Whether the process at `host:port` reports that it is healthy."""
+    """True if the process at `host:port` reports that it is healthy."""
     async with open_channel(address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
         try:

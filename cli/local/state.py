@@ -125,7 +125,7 @@ class StateFolder:
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a live process holds the lock. Looking takes no lock, so it never delays a supervisor."""
+        """True if a live process holds the lock. Looking takes no lock, so it never delays a supervisor."""
         try:
             with self._lock.open("rb") as file:
                 return _is_locked(file.fileno())
@@ -182,7 +182,7 @@ def _try_lock(file: int) -> bool:
 
 
 def _is_locked(file: int) -> bool:
-    """Whether another open file has the lock."""
+    """True if another open file has the lock."""
     found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
     kind: int = struct.unpack_from("h", found)[0]
     return kind != fcntl.F_UNLCK

@@ -51,7 +51,7 @@ async def check_cluster(target: RouterTarget) -> AsyncGenerator[Finding, None]:
 
 
 def check_workers(workers: Sequence[cluster_service_pb2.Worker]) -> Iterator[Finding]:
-    """Whether each worker is ready, and whether the workers of each model can hand over to each other."""
+    """Checks that each worker is ready, and that the workers of each model can hand over to each other."""
     if not workers:
         yield broken("no worker is registered", "start one with the router's namespace and etcd; see `baton logs`")
     for worker in workers:

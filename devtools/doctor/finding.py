@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Severity(enum.Enum):
-    """How serious a finding is. With `BROKEN`, Baton does not work."""
+    """The severity of a finding. With `BROKEN`, Baton does not work."""
 
     WELL = "ok"
     WARNING = "warning"

@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class TorchReport:
-    """What PyTorch says of itself. `cuda` is the version that it was built for, empty if for none."""
+    """PyTorch's report about itself. `cuda` is the version that it was built for, empty if for none."""
 
     torch: str
     cuda: str
@@ -49,7 +49,7 @@ class TorchReport:
 
 
 def check_gpus(visible: Sequence[str]) -> Iterator[Finding]:
-    """Whether the embedded engine can use the GPUs that NVIDIA's driver shows to this process."""
+    """Checks that the embedded engine can use the GPUs that NVIDIA's driver shows to this process."""
     if not visible:
         yield well("no NVIDIA GPU is visible: the embedded engine computes on the processor")
         return
@@ -76,7 +76,7 @@ def parse(text: str) -> TorchReport:
 
 
 def judge(report: TorchReport, visible: int) -> Iterator[Finding]:
-    """What a report means where the driver shows `visible` GPUs."""
+    """The findings that follow from a report where the driver shows `visible` GPUs."""
     if not report.cuda:
         text = f"PyTorch {report.torch} is built without CUDA: the embedded engine does not use the {visible} GPUs"
         yield warning(text, "install PyTorch's build for CUDA, or set engine.device: cpu")

@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 def check_etcd(find_binary: Callable[[], str]) -> Iterator[Finding]:
-    """Whether etcd can run. `find_binary` returns its path, or raises ConfigError."""
+    """Checks that etcd can run. `find_binary` returns its path, or raises ConfigError."""
     try:
         binary = find_binary()
         done = subprocess.run(
@@ -41,7 +41,7 @@ def check_etcd(find_binary: Callable[[], str]) -> Iterator[Finding]:
 
 
 def check_port(port: int, local_router: str | None) -> Iterator[Finding]:
-    """Whether the router's default port is free. `local_router` is the address of the router of `baton up`."""
+    """Checks that the router's default port is free. `local_router` is the address of the router of `baton up`."""
     if is_free(port):
         yield well(f"port {port} is free")
     elif local_router == f"127.0.0.1:{port}":
@@ -54,7 +54,7 @@ def check_port(port: int, local_router: str | None) -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Whether one process can open another's anonymous file through /proc, as the shm transport does."""
+    """Checks that one process can open another's anonymous file through /proc, as the shm transport does."""
     slow = "nothing, if intended: KV moves over tcp instead. In a container, do not hide /proc"
     try:
         seen = _read_from_another_process()
@@ -70,7 +70,7 @@ def check_shared_memory() -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Whether there is enough free memory for two small workers."""
+    """Checks that there is enough free memory for two small workers."""
     available = _available_megabytes()
     if available is None:
         return

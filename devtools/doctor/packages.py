@@ -32,7 +32,7 @@ REINSTALL = "make install (or: pip install -c constraints.txt -e packaging/clien
 
 
 def check_python() -> Iterator[Finding]:
-    """Whether Baton supports this Python."""
+    """Checks that Baton supports this Python."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         yield broken(f"Python {version} is too old; Baton requires 3.10 or newer", "make PYTHON=python3.12")
@@ -43,7 +43,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Whether the requirements of all installed packages are met."""
+    """Checks that the requirements of all installed packages are met."""
     clashes = list(_clashes())
     yield from clashes
     if not clashes:
@@ -51,7 +51,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_names() -> Iterator[Finding]:
-    """Whether `import router` and the like find our packages, and no other distribution's."""
+    """Checks that `import router` and the like find our packages, and no other distribution's."""
     owners = metadata.packages_distributions()
     strangers = [
         (name, owner) for name in OUR_NAMES for owner in owners.get(name, []) if owner not in OUR_DISTRIBUTIONS

@@ -186,5 +186,5 @@ def _tokens(generate: ReadSpan) -> int:
 
 
 def _is_departure(generate: ReadSpan) -> bool:
-    """Whether the client disconnected, and did not use CancelGeneration."""
+    """True if the client disconnected, and did not use CancelGeneration."""
     return generate.attributes.get("baton.cancelled_by") == "departure"

@@ -29,17 +29,17 @@ class ReadSpan:
 
     @property
     def is_error(self) -> bool:
-        """Whether its status is ERROR."""
+        """True if its status is ERROR."""
         return self.attributes.get("error") is True
 
     @property
     def outcome(self) -> str:
-        """How it ended: OK, CANCELLED, or the reason of an error."""
+        """The outcome: OK, CANCELLED, or the reason of an error."""
         return str(self.attributes.get("baton.outcome", "OK"))
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """True if it was cancelled."""
         return self.outcome == "CANCELLED"
 
 

@@ -15,7 +15,7 @@ _MOST_NAMES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is kept. `max_bytes` counts the spans and the overhead of keeping them."""
+    """The bounds of what is kept. `max_bytes` counts the spans and the overhead of keeping them."""
 
     max_traces: int = 10_000
     max_spans_per_trace: int = 2_000
@@ -84,7 +84,7 @@ class TraceStore:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept, as the bound counts it."""
+        """The size of what is kept, as the bound counts it."""
         return self._num_bytes
 
     @property

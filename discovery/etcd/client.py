@@ -38,7 +38,7 @@ class EtcdLease:
 
     @property
     def holds(self) -> bool:
-        """Whether etcd still keeps it, as far as this process knows."""
+        """True if etcd still keeps it, as far as this process knows."""
         return time.monotonic() < self.deadline
 
 

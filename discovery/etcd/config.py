@@ -1,4 +1,4 @@
-"""How to reach etcd, and how to authenticate."""
+"""The configuration of etcd: its addresses, and the credentials."""
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from typing_extensions import Self

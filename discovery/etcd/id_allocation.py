@@ -33,7 +33,6 @@ class EtcdAllocatedId:
 
     @property
     def value(self) -> int:
-        """See `AllocatedId.value`."""
         assert self._value is not None
         return self._value
 

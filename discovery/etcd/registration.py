@@ -27,7 +27,6 @@ class EtcdRegistration(RenewedRecord):
 
     @property
     def registered(self) -> bool:
-        """See `Registration.registered`."""
         return self._key_is_ours and self._lease is not None and self._lease.holds
 
     async def begin(self, timeout_seconds: float) -> None:

@@ -56,27 +56,23 @@ class EtcdRegistry:
 
     @asynccontextmanager
     async def register(self, record: WorkerRecord) -> AsyncIterator[EtcdRegistration]:
-        """See `Registry.register`."""
         key = self._keys.of(record.worker_id)
         registration = EtcdRegistration(self._client, key, record, self._lease_ttl_seconds)
         async with renewed(registration, self._start_timeout_seconds):
             yield registration
 
     async def next_epoch(self, worker_id: str) -> int:
-        """See `Registry.next_epoch`."""
         key = self._keys.of(worker_id)
         entry = await retry_until(lambda: self._client.get(key), self._start_timeout_seconds, "no epoch")
         return epoch_after(-1 if entry is None else epoch_in(entry))
 
     @asynccontextmanager
     async def allocate_id(self, kind: str, limit: int) -> AsyncIterator[EtcdAllocatedId]:
-        """See `Registry.allocate_id`."""
         allocated = EtcdAllocatedId(self._client, self._keys.ids(kind), limit, self._lease_ttl_seconds)
         async with renewed(allocated, self._start_timeout_seconds):
             yield allocated
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        """See `Registry.watch`."""
         watch = WorkerWatch(self._client, self._keys, self._outage_grace_seconds)
         async with aclosing(watch.views()) as views:
             async for workers in views:

@@ -30,7 +30,7 @@ class EtcdToken:
         return self._metadata
 
     def was_refused(self, error: aio.AioRpcError) -> bool:
-        """Whether a call failed because of its token. Raises Unauthenticated if there is no user to get another for."""
+        """True if a call failed because of its token. Raises Unauthenticated if there is no user to get another for."""
         details = error.details() or ""
         refused = error.code() is StatusCode.UNAUTHENTICATED or any(text in details for text in _REFUSALS)
         if refused and not self._username:

@@ -36,7 +36,6 @@ class WorkerWatch:
         self._listed = False
 
     async def views(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        """See `Registry.watch`."""
         try:
             async with aclosing(values_of(self._latest, self._follow())) as views:
                 async for workers in views:

@@ -34,7 +34,6 @@ class FileAllocatedId:
 
     @property
     def value(self) -> int:
-        """See `AllocatedId.value`."""
         assert self._value is not None
         return self._value
 

@@ -14,7 +14,7 @@ from runtime.aio import timeout
 
 
 def worker_and_epoch(name: str) -> tuple[str, int]:
-    """What the name of a worker's file says. Raises ValueError if it is not one."""
+    """The worker's id and epoch from the name of its file. Raises ValueError if it is not one."""
     worker_id, separator, rest = name.partition("@")
     epoch, dot, _ = rest.partition(".")
     if not (worker_id and separator and dot and epoch.isascii() and epoch.isdecimal() and len(epoch) <= 20):
@@ -41,7 +41,6 @@ class FileRegistration(RenewedRecord):
 
     @property
     def registered(self) -> bool:
-        """See `Registration.registered`."""
         return self._is_newest and time.monotonic() < self._holds_until
 
     async def begin(self, timeout_seconds: float) -> None:

@@ -61,14 +61,12 @@ class FileRegistry:
 
     @asynccontextmanager
     async def register(self, record: WorkerRecord) -> AsyncIterator[FileRegistration]:
-        """See `Registry.register`."""
         self._keys.of(record.worker_id)
         registration = FileRegistration(self._folder, self._workers, record, self._ttl_seconds)
         async with renewed(registration, self._start_timeout_seconds):
             yield registration
 
     async def next_epoch(self, worker_id: str) -> int:
-        """See `Registry.next_epoch`."""
         self._keys.of(worker_id)
         names = await retry_until(lambda: self._folder.list(self._workers), self._start_timeout_seconds, "no epoch")
         epochs = [epoch for found, epoch in map(_parts, names or {}) if found == worker_id]
@@ -76,14 +74,12 @@ class FileRegistry:
 
     @asynccontextmanager
     async def allocate_id(self, kind: str, limit: int) -> AsyncIterator[FileAllocatedId]:
-        """See `Registry.allocate_id`."""
         ids = self._folder.path(self._keys.ids(kind))
         allocated = FileAllocatedId(self._folder, ids, limit, self._ttl_seconds)
         async with renewed(allocated, self._start_timeout_seconds):
             yield allocated
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        """See `Registry.watch`."""
         watch = FolderWatch(self._folder, self._workers, self._ttl_seconds, self._grace_seconds, self._poll_seconds)
         async with aclosing(watch.views()) as views:
             async for workers in views:

@@ -40,7 +40,6 @@ class FolderWatch:
         self._is_away = False
 
     def views(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        """See `Registry.watch`."""
         return values_of(self._latest, self._follow())
 
     async def _follow(self) -> None:

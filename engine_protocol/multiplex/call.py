@@ -10,9 +10,9 @@ import structlog
 from grpc import StatusCode, aio
 
 from baton.engine.v1 import multiplex_pb2 as pb
+from engine_protocol.lane import TokenReply, TokenSource
 from engine_protocol.multiplex.metadata import CODES, Metadata, from_messages, to_messages
-from engine_protocol.multiplex.response_queue import RelayedTokens, ResponseQueue
-from engine_protocol.multiplex.tokens import TokenSource
+from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
 from rpc.http2.call import Method
 from rpc.interceptors.arrival import note_arrival
 
@@ -50,7 +50,7 @@ class ServedCall(aio.ServicerContext[Any, Any]):
         self._trailing: Metadata = ()
         self._callbacks: list[Callable[[Any], None]] = []
         self._is_over = self._is_done = self._is_cancelled = False
-        self._tokens: RelayedTokens | None = None
+        self._tokens: CallTokens | None = None
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._task: asyncio.Task[None] | None = None
@@ -171,19 +171,20 @@ class ServedCall(aio.ServicerContext[Any, Any]):
         if self._written % _MESSAGES_A_TURN == 0:
             await asyncio.sleep(0)
 
-    async def relay_tokens(self, source: TokenSource) -> None:
-        """Sends the tokens of a source, until it has no more; see engine_protocol/multiplex/tokens.py."""
+    def reply(self) -> TokenReply:
+        """The way back to the caller: this call itself."""
+        return self
+
+    async def write_from(self, source: TokenSource, message_of: Callable[[Sequence[int]], Any]) -> None:
+        """Sends the tokens of a source until its last ones, in the messages that the calls of the stream share."""
+        del message_of
         if self._is_over:
             raise aio.UsageError("the call is over")
-        tokens = self._tokens = RelayedTokens(self.number, source, is_paused=not self._may_write.is_set())
+        tokens = self._tokens = CallTokens(self.number, source, is_paused=not self._may_write.is_set())
         try:
-            await source.subscribe(lambda: self._queue.note_ready(tokens))
-            await tokens.done
+            await self._queue.send(tokens)
         finally:
             self._tokens = None
-            self._queue.forget(tokens)
-            # It refers to what it calls when it is ready.
-            tokens.source = None
 
     async def read(self) -> Any:
         """Methods with a stream of requests are not multiplexed."""

@@ -16,11 +16,12 @@ from typing_extensions import Self
 from baton.engine.v1 import decode_pb2
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.errors import BatonError, InvalidReply, Unavailable
+from engine_protocol.lane import TokenSink
 from engine_protocol.multiplex.metadata import to_messages
 from engine_protocol.multiplex.peer_stream import OpenStream, PeerStream, WriteNow, open_on_channel
 from engine_protocol.multiplex.replies import MultiplexedCall
 from engine_protocol.multiplex.running_calls import RunningCalls
-from engine_protocol.multiplex.tokens import TokenTaker
+from engine_protocol.multiplex.separate_call import SeparateCall, StreamingCall
 from rpc.tracing.channel import TracedChannel
 from runtime.aio import wait_until_done
 
@@ -43,9 +44,14 @@ async def multiplexed(channel: aio.Channel, open_stream: OpenStream | None = Non
     """
     streams = _Streams(open_stream or partial(open_on_channel, channel))
     try:
-        yield TracedChannel(_MultiplexedChannel(channel, streams))
+        yield TracedChannel(_CallChannel(channel, streams))
     finally:
         await streams.close()
+
+
+def separate(channel: aio.Channel) -> aio.Channel:
+    """A channel whose calls have the face of multiplexed ones, each with a stream of its own."""
+    return _CallChannel(channel, None)
 
 
 class _Streams:
@@ -125,9 +131,9 @@ class _Stream:
         self._has_waiting = True
         self._schedule()
 
-    def relay_tokens(self, call: int, taker: TokenTaker | None) -> None:
-        """See Link."""
-        self.calls.relay_tokens(call, taker)
+    def set_sink(self, call: int, sink: TokenSink | None) -> None:
+        """Pushes a call's tokens into `sink`: see Link."""
+        self.calls.set_sink(call, sink)
 
     # Its life.
 
@@ -135,7 +141,7 @@ class _Stream:
         """Until the stream is lost, or cancelled; then all of its calls have ended."""
         error: BatonError = Unavailable("the stream of calls ended")
         try:
-            async with self._open(self.calls.take) as peer:
+            async with self._open(self.calls.push) as peer:
                 writing = asyncio.ensure_future(self._write(peer))
                 try:
                     error = await peer.end()
@@ -167,7 +173,7 @@ class _Stream:
         while waiting and write is not None and write(waiting[0]):
             del waiting[0]
         if not waiting:
-            self._take_waiting()
+            self._clear_waiting()
             return
         self._write_at_once = None
         self._wake.set()
@@ -177,12 +183,12 @@ class _Stream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for message in self._take_waiting():
+            for message in self._clear_waiting():
                 await peer.write(message)
             if not self._wake.is_set():
                 self._write_at_once = peer.write_now
 
-    def _take_waiting(self) -> list[pb.MultiplexRequest]:
+    def _clear_waiting(self) -> list[pb.MultiplexRequest]:
         messages, self._waiting, self._waiting_bytes = self._waiting, [pb.MultiplexRequest()], 0
         self._has_waiting = False
         return messages
@@ -192,10 +198,13 @@ class _Stream:
         self.calls.end(error)
 
 
-class _MultiplexedChannel(aio.Channel):
-    """Offers the methods of stubs on shared streams; everything else is the channel's below."""
+class _CallChannel(aio.Channel):
+    """Offers the methods of stubs on shared streams, if there are any; everything else is the channel's below.
 
-    def __init__(self, channel: aio.Channel, streams: _Streams) -> None:
+    Calls with streams of responses are StreamingCalls.
+    """
+
+    def __init__(self, channel: aio.Channel, streams: _Streams | None) -> None:
         self._channel = channel
         self._streams = streams
 
@@ -223,12 +232,20 @@ class _MultiplexedChannel(aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, method: str, *serializers: Any, **options: Any) -> Any:
-        return self._method(self._channel.unary_unary(method, *serializers, **options), method, *serializers, **options)
+        alone = self._channel.unary_unary(method, *serializers, **options)
+        if self._streams is None:
+            return alone
+        return self._multiplexed(self._streams, alone, method, *serializers, **options)
 
     def unary_stream(self, method: str, *serializers: Any, **options: Any) -> Any:
-        return self._method(
-            self._channel.unary_stream(method, *serializers, **options), method, *serializers, **options
-        )
+        separate_call = self._channel.unary_stream(method, *serializers, **options)
+
+        def alone(request: Any, *, timeout: float | None = None, metadata: Any = None, **_: Any) -> StreamingCall[Any]:
+            return SeparateCall(separate_call(request, timeout=timeout, metadata=metadata))
+
+        if self._streams is None:
+            return alone
+        return self._multiplexed(self._streams, alone, method, *serializers, **options)
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
         return self._channel.stream_unary(*arguments, **options)
@@ -236,8 +253,9 @@ class _MultiplexedChannel(aio.Channel):
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
         return self._channel.stream_stream(*arguments, **options)
 
-    def _method(
+    def _multiplexed(
         self,
+        streams: _Streams,
         alone: Callable[..., Any],
         path: str,
         request_serializer: Any = None,
@@ -252,7 +270,7 @@ class _MultiplexedChannel(aio.Channel):
             if len(wire) > _LARGE_BYTES:
                 return alone(request, timeout=timeout, metadata=metadata)
             sent = to_messages(metadata or ())
-            present = self._streams.present()
+            present = streams.present()
             message = present.begin(path, wire)
             message.metadata.extend(sent)
             if timeout is not None:

@@ -20,8 +20,8 @@ from rpc.http2.client.dialing import Peer, client_context, open_call
 from rpc.http2.wire.messages import MessageFailure
 from rpc.server import ServerKind
 
-# Takes what all calls of the stream have to say, as it comes.
-TakeResponse = Callable[[pb.MultiplexResponse], None]
+# Gets the messages of the stream as they come.
+PushResponse = Callable[[pb.MultiplexResponse], None]
 
 # Sends a message at once; False if the peer does not read, and the message has to be written.
 WriteNow = Callable[[pb.MultiplexRequest], bool]
@@ -45,7 +45,7 @@ class PeerStream(Protocol):
 
 
 # Opens a stream, which is closed when the context is left. Raises Unavailable.
-OpenStream: TypeAlias = Callable[[TakeResponse], AbstractAsyncContextManager[PeerStream]]
+OpenStream: TypeAlias = Callable[[PushResponse], AbstractAsyncContextManager[PeerStream]]
 
 # How streams to the peer at an address are opened, to which there is a channel already.
 StreamDialer: TypeAlias = Callable[[str, aio.Channel], OpenStream]
@@ -61,22 +61,22 @@ def stream_dialer(kind: ServerKind, tls: TlsConfig | None) -> StreamDialer:
 
 
 @asynccontextmanager
-async def open_on_channel(channel: aio.Channel, take: TakeResponse) -> AsyncGenerator["_GrpcioStream", None]:
+async def open_on_channel(channel: aio.Channel, push: PushResponse) -> AsyncGenerator["_GrpcioStream", None]:
     """A stream of a channel of grpc.aio."""
     call: Any = multiplex_pb2_grpc.MultiplexServiceStub(channel).Multiplex()  # type: ignore[call-arg]  # written to
     try:
-        yield _GrpcioStream(call, take)
+        yield _GrpcioStream(call, push)
     finally:
         call.cancel()
 
 
 @asynccontextmanager
-async def open_on_connection(peer: Peer, take: TakeResponse) -> AsyncGenerator["_Http2Stream", None]:
+async def open_on_connection(peer: Peer, push: PushResponse) -> AsyncGenerator["_Http2Stream", None]:
     """A stream on a connection of its own. Raises Unavailable if the peer cannot be reached."""
 
     def parse(message: bytes) -> None:
         try:
-            take(pb.MultiplexResponse.FromString(message))
+            push(pb.MultiplexResponse.FromString(message))
         except DecodeError:
             call.fail(MessageFailure(StatusCode.INTERNAL, "a response is no MultiplexResponse"))
         except InvalidReply as error:
@@ -89,9 +89,9 @@ async def open_on_connection(peer: Peer, take: TakeResponse) -> AsyncGenerator["
 class _GrpcioStream:
     write_now = None
 
-    def __init__(self, call: Any, take: TakeResponse) -> None:
+    def __init__(self, call: Any, push: PushResponse) -> None:
         self._call = call
-        self._take = take
+        self._push = push
 
     async def write(self, message: pb.MultiplexRequest) -> None:
         """See PeerStream."""
@@ -105,7 +105,7 @@ class _GrpcioStream:
         """See PeerStream."""
         try:
             async for response in stream(self._call):
-                self._take(response)
+                self._push(response)
         except BatonError as lost:
             return _as_lost(lost)
         return Unavailable("the stream of calls ended")

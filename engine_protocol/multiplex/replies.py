@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from baton.errors import Cancelled, DeadlineExceeded, InvalidReply, Unavailable
-from engine_protocol.multiplex.tokens import TokenTaker
+from engine_protocol.lane import TokenSink
 
 Response = TypeVar("Response")
 
@@ -29,14 +29,14 @@ class Link(Protocol):
     def pause(self, call: int, *, is_paused: bool) -> None:
         """The reader is behind, or not any more."""
 
-    def relay_tokens(self, call: int, taker: TokenTaker | None) -> None:
-        """Gives the call's tokens to `taker`, and those that it refuses to the call; None gives all to the call."""
+    def set_sink(self, call: int, sink: TokenSink | None) -> None:
+        """Pushes a call's tokens into `sink`, and those that it refuses into the call; with None, all into the call."""
 
 
 class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
     """A running call: an asynchronous iterator of its responses, or awaited for the only one. Read by one task.
 
-    Raises the error that its status stands for. `listen` takes tokens as they come, without a step of that task.
+    Raises the error that its status stands for. Tokens go into a sink as they come, without a step of that task.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         self._of_tokens = of_tokens
         self._arrived: deque[int | bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self._taker: TokenTaker | None = None
+        self._sink: TokenSink | None = None
         self._is_over = False
         self._is_paused = False
         self._error: Exception | None = None
@@ -63,10 +63,10 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
 
     # What the caller does.
 
-    def listen(self, taker: TokenTaker) -> None:
-        """Gives tokens to `taker` while the reader waits for the next response."""
+    def set_sink(self, sink: TokenSink | None) -> None:
+        """Pushes tokens into `sink` while the reader waits for the next response; with None they are responses."""
         if not self._is_over:
-            self._taker = taker
+            self._sink = sink
 
     async def __anext__(self) -> Response:
         """The next response; tokens that have come one after another are one."""
@@ -75,14 +75,14 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
                 self._raise_error()
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
-            if self._taker is not None:
-                self._link.relay_tokens(self._number, self._taker)
+            if self._sink is not None:
+                self._link.set_sink(self._number, self._sink)
             try:
                 await self._reader
             finally:
                 self._reader = None
-                if self._taker is not None:
-                    self._link.relay_tokens(self._number, None)
+                if self._sink is not None:
+                    self._link.set_sink(self._number, None)
         each = self._arrived.popleft()
         ids: list[int] = []
         while isinstance(each, int):
@@ -133,6 +133,10 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         self.cancel()
         self._error = None
 
+    async def aclose(self) -> None:
+        """Cancels the call, if it runs."""
+        self.cancel()
+
     def cancel(self) -> None:
         """Stops the call, if it runs."""
         if not self._is_over:
@@ -146,8 +150,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         self._link.cancel(self._number)
         self.end(error)
 
-    def take(self, each: int | bytes) -> None:
-        """A token that is not relayed has come, or a response."""
+    def push(self, each: int | bytes) -> None:
+        """Adds a token that went into no sink, or a response."""
         self._arrived.append(each)
         if len(self._arrived) >= _PAUSE_AT and not self._is_over:
             self._note_behind()
@@ -163,7 +167,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
             self._timer.cancel()
         self._wake()
         # It refers to this call: without it no cycle is left for the garbage collector.
-        self._taker = None
+        self._sink = None
 
     def _note_behind(self) -> None:
         if not self._is_paused:
@@ -176,9 +180,9 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-            if self._taker is not None:
+            if self._sink is not None:
                 # What comes from now on waits behind what the reader is woken for.
-                self._link.relay_tokens(self._number, None)
+                self._link.set_sink(self._number, None)
 
     def _expire(self) -> None:
         if not self._is_over:

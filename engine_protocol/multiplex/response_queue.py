@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.engine.v1 import multiplex_pb2 as pb
-from baton.errors import BatonError
-from engine_protocol.multiplex.tokens import TokenSource
+from engine_protocol.lane import TokenSource
 
 # More in one message makes calls wait that want to send.
 _MESSAGE_BYTES = 512 * 1024
@@ -28,8 +27,8 @@ class Ended(Protocol):
         """The status will not be sent."""
 
 
-class RelayedTokens:
-    """The tokens of one call that are relayed. `done` ends with the source."""
+class CallTokens:
+    """The tokens that one call sends. `done` ends with their source."""
 
     __slots__ = ("call", "done", "is_paused", "source")
 
@@ -39,13 +38,13 @@ class RelayedTokens:
         self.is_paused = is_paused
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def take(self) -> Sequence[int]:
+    def pull(self) -> Sequence[int]:
         """The ids since the last time. What the source raises becomes the result of `done`."""
         if self.source is None or self.done.done():
             return ()
         try:
-            ids, is_last = self.source.take()
-        except BatonError as error:
+            ids, is_last = self.source.pull()
+        except Exception as error:  # of one call, whose servicer raises it: the others of the stream go on
             self.done.set_exception(error)
             return ()
         if is_last:
@@ -69,7 +68,7 @@ class ResponseQueue:
         self._answered: set[int] = set()
         self._ended: list[Ended] = []
         self._bytes = 0
-        self._ready: dict[RelayedTokens, None] = {}
+        self._ready: dict[CallTokens, None] = {}
         self._ending: set[int] = set()  # calls whose last tokens were taken, and whose status has not come
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -85,13 +84,13 @@ class ResponseQueue:
         self._ended.append(ended)
         self._add(pb.CallAnswer(call=call, status=status), status.ByteSize())
 
-    def note_ready(self, tokens: RelayedTokens) -> None:
+    def note_ready(self, tokens: CallTokens) -> None:
         """A source has tokens, or its call was resumed."""
         if not tokens.is_paused:
             self._ready[tokens] = None
             self._wake.set()
 
-    def forget(self, tokens: RelayedTokens) -> None:
+    def forget(self, tokens: CallTokens) -> None:
         """The call has ended."""
         self._ready.pop(tokens, None)
 
@@ -100,16 +99,27 @@ class ResponseQueue:
         for ended in self._ended:
             ended.note_lost()
 
+    async def send(self, tokens: CallTokens) -> None:
+        """Sends the tokens of a call until the last ones. Raises what their source raises."""
+        try:
+            if tokens.source is not None:
+                await tokens.source.subscribe(lambda: self.note_ready(tokens))
+                await tokens.done
+        finally:
+            self.forget(tokens)
+            # It refers to what it calls when it is ready.
+            tokens.source = None
+
     async def room(self) -> None:
         """Waits while too much waits to be sent."""
         await self._room.wait()
 
-    async def take(self) -> Batch:
+    async def pull(self) -> Batch:
         """The next message, as soon as there is one."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            calls, ids = self._take_tokens()
+            calls, ids = self._pull_tokens()
             if calls or self._answers:
                 break
         await self._let_calls_end()
@@ -137,7 +147,7 @@ class ResponseQueue:
         if self._bytes >= _MESSAGE_BYTES:
             self._room.clear()
 
-    def _take_tokens(self) -> tuple[list[int], list[int]]:
+    def _pull_tokens(self) -> tuple[list[int], list[int]]:
         calls: list[int] = []
         all_ids: list[int] = []
         ready = tuple(self._ready)
@@ -149,7 +159,7 @@ class ResponseQueue:
                 # Tokens come before the answers of a message, and these come after an answer.
                 self._ready[tokens] = None
                 continue
-            ids = tokens.take()
+            ids = tokens.pull()
             if tokens.done.done():
                 self._ending.add(tokens.call)
             all_ids += ids

@@ -9,9 +9,10 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, InvalidReply
+from engine_protocol.lane import TokenSink
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
-from engine_protocol.multiplex.tokens import TokenOutput, TokenTaker
+from rpc.reply import Wire
 from rpc.turns import CallTurns
 
 
@@ -20,11 +21,9 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self._calls: dict[int, MultiplexedCall[Any]] = {}
-        self._takers: dict[int, TokenTaker] = {}
+        self._sinks: dict[int, TokenSink] = {}
         self._turns = CallTurns()
-        # Of the last step, unless something has changed: its calls, and those of each output with their places in it.
-        self._grouped: list[int] = []
-        self._groups: list[tuple[TokenOutput | None, list[tuple[int, int, TokenTaker | None]]]] = []
+        self._order: _StepOrder | None = None  # of the last step, unless sinks have changed
 
     def add(self, number: int, call: MultiplexedCall[Any]) -> None:
         """Adds a call that has begun."""
@@ -32,16 +31,16 @@ class RunningCalls:
 
     def forget(self, number: int) -> bool:
         """Gives a call nothing more; whether it was running."""
-        self.relay_tokens(number, None)
+        self.set_sink(number, None)
         return self._calls.pop(number, None) is not None
 
-    def relay_tokens(self, number: int, taker: TokenTaker | None) -> None:
-        """Gives a call's tokens to `taker`, and those that it refuses to the call; None gives all to the call."""
-        if taker is not None and number in self._calls:
-            self._takers[number] = taker
+    def set_sink(self, number: int, sink: TokenSink | None) -> None:
+        """Pushes a call's tokens into `sink`, and those that it refuses into the call; with None, all into the call."""
+        if sink is not None and number in self._calls:
+            self._sinks[number] = sink
         else:
-            self._takers.pop(number, None)
-        self._ungroup()
+            self._sinks.pop(number, None)
+        self._order = None
 
     def end(self, error: BatonError) -> None:
         """Ends all calls with an error."""
@@ -49,11 +48,12 @@ class RunningCalls:
         for each in calls.values():
             each.end(error)
 
-    def take(self, response: pb.MultiplexResponse) -> None:
+    def push(self, response: pb.MultiplexResponse) -> None:
         """Gives the calls what has come for them. Raises InvalidReply for tokens without a call."""
         calls = self._calls
         if response.token_calls:
-            self._take_tokens(response)
+            # As lists, which repeated fields make at once.
+            self._push_step(response.token_calls[:], response.token_ids[:])
         for answer in response.answers:
             call = calls.get(answer.call)
             if call is None:
@@ -62,57 +62,65 @@ class RunningCalls:
                 del calls[answer.call]
                 self._turns.run(partial(call.end, _error_of(answer.status)))
             else:
-                call.take(answer.message)
+                call.push(answer.message)
 
-    def _take_tokens(self, response: pb.MultiplexResponse) -> None:
-        """Takes the tokens of a step, those of one output after those of another, so that each is written early."""
-        # As lists, which repeated fields make at once.
-        numbers, token_ids = response.token_calls[:], response.token_ids[:]
+    def _push_step(self, numbers: list[int], token_ids: list[int]) -> None:
+        """Pushes the tokens of a step, those of one connection together, and flushes it before the next."""
         if len(numbers) != len(token_ids):
             raise InvalidReply(f"{len(token_ids)} tokens came for {len(numbers)} calls")
-        if numbers != self._grouped:
-            self._group(numbers)
-        groups, taken = self._groups, list[tuple[int, TokenTaker]]()
-        for output, places in groups:
-            for place, number, taker in places:
-                # The present one: a call may have ended, or have left its tokens to its reader, at a token before.
-                present = taker if self._groups is groups else self._takers.get(number)
-                try:
-                    if present is not None and present.take(token_ids[place]):
-                        taken.append((number, present))
-                        continue
-                except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
-                    self._fail(number, error)
-                    continue
-                call = self._calls.get(number)
-                if call is not None:
-                    call.take(token_ids[place])
-            if output is not None:
-                output.flush_early()
+        order = self._order
+        if order is None or order.numbers != numbers:
+            order = self._order = _StepOrder(numbers, self._sinks)
+        pushed: list[TokenSink] = []
+        for wire, places in order.by_connection:
+            self._push_places(places, numbers, token_ids, pushed)
+            if wire is not None:
+                wire.flush()
         now = time.monotonic()
-        for number, present in taken:
+        for sink in pushed:
+            sink.settle(now)
+
+    def _push_places(
+        self, places: list[int], numbers: list[int], token_ids: list[int], pushed: list[TokenSink]
+    ) -> None:
+        """Pushes the tokens at these places of a step, and adds the sinks that have accepted theirs to `pushed`."""
+        sinks = self._sinks
+        for place in places:
+            number = numbers[place]
             try:
-                present.note_taken(now)
-            except Exception as error:
-                self._fail(number, error)
+                # Looked up for each: an earlier token may have ended the call, or left its tokens to its reader.
+                if number in sinks:
+                    sink = sinks[number]
+                    if sink.push(token_ids[place]):
+                        pushed.append(sink)
+                        continue
+                if number in self._calls:
+                    self._calls[number].push(token_ids[place])
+            except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
+                if number in self._calls:
+                    self._calls[number].fail(error)
 
-    def _group(self, numbers: list[int]) -> None:
-        """Groups the calls of a step by their outputs. The next step mostly has the same ones."""
-        groups: dict[TokenOutput | None, list[tuple[int, int, TokenTaker | None]]] = {}
+
+class _StepOrder:
+    """The order in which the tokens of a step are pushed: by the connections that they leave on.
+
+    The next step mostly has the same calls, and the same order.
+    """
+
+    __slots__ = ("by_connection", "numbers")
+
+    def __init__(self, numbers: list[int], sinks: dict[int, TokenSink]) -> None:
+        self.numbers = numbers
+        self.by_connection: list[tuple[Wire | None, list[int]]] = []
+        places_of: dict[object, list[int]] = {}
         for place, number in enumerate(numbers):
-            taker = self._takers.get(number)
-            groups.setdefault(None if taker is None else taker.output, []).append((place, number, taker))
-        self._grouped, self._groups = numbers, [*groups.items()]
-
-    def _ungroup(self) -> None:
-        """The calls, or their takers, have changed."""
-        if self._grouped:
-            self._grouped, self._groups = [], []
-
-    def _fail(self, number: int, error: Exception) -> None:
-        call = self._calls.get(number)
-        if call is not None:
-            call.fail(error)
+            sink = sinks.get(number)
+            wire = None if sink is None else sink.wire
+            connection = None if wire is None else wire.connection
+            if connection not in places_of:
+                places_of[connection] = []
+                self.by_connection.append((wire, places_of[connection]))
+            places_of[connection].append(place)
 
 
 def _error_of(status: pb.CallStatus) -> BatonError | None:

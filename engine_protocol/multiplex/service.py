@@ -147,7 +147,7 @@ class _Stream:
 
     async def _write(self) -> None:
         while True:
-            batch = await self.queue.take()
+            batch = await self.queue.pull()
             is_sent = False
             try:
                 await self.stream.write(batch.message)

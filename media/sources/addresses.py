@@ -53,7 +53,7 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: Address) -> bool:
-    """Whether `address` is on the public internet. An IPv6 address that stands for an IPv4 one counts as that one."""
+    """True if `address` is on the public internet. An IPv6 address that stands for an IPv4 one counts as that one."""
     match address:
         case IPv4Address():
             return not any(address in network for network in _IPV4_SPECIAL)
@@ -74,7 +74,6 @@ class SystemResolver:
     """Uses the operating system's resolver."""
 
     async def resolve(self, host: str) -> tuple[Address, ...]:
-        """See `Resolver.resolve`."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):

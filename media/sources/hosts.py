@@ -53,7 +53,7 @@ class HostPattern:
         return cls(host.strip("[]").removesuffix("."), int(port or HTTPS_PORT))
 
     def matches(self, target: HttpsTarget) -> bool:
-        """Whether the pattern allows the target's host and port."""
+        """True if the pattern allows the target's host and port."""
         if target.port != self.port:
             return False
         if self.name == "*":

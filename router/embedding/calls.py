@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WantedVectors:
-    """What is asked of workers beside the inputs. None: as the model says."""
+    """The vectors that a client wants, besides the inputs. None: as the model says."""
 
     model: str
     dimensions: int | None
@@ -167,11 +167,9 @@ class _Embedding(Waiting):
         self.awaits_answer, self.tokens = True, part.tokens
 
     def answer_seconds(self) -> float:
-        """See Waiting."""
         return self._calls.retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
     def another_can(self, worker: WorkerHandle) -> bool:
-        """See Waiting."""
         tried = self._attempts.tried | {worker.record.process}
         return self._attempts.has_another and bool(self._calls.ready(self._model, tried))
 

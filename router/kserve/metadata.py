@@ -1,4 +1,4 @@
-"""What a model takes and returns, for clients that ask before they send."""
+"""A model's inputs and outputs, for clients that ask before they send."""
 
 from baton.inference.v1 import model_pb2
 from baton.kserve import inference_pb2 as pb

@@ -22,11 +22,11 @@ from router.kserve.metadata import PLATFORM, config, metadata
 from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_request, is_version, reason_of, response
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.workers.cluster import Cluster
 from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.counting import count_fields
+from rpc.reply import Reply
 from runtime.aio import TaskGroup
 
 Context = aio.ServicerContext[Any, Any]
@@ -111,7 +111,7 @@ class KServeServicer:
         return embed_response(request, embedded)
 
     def _wants_vectors(self, request: pb.ModelInferRequest) -> bool:
-        """Whether the output `embedding` is wanted: it is named, or the model has no other.
+        """True if the output `embedding` is wanted: it is named, or the model has no other.
 
         Which workers happen to run does not decide: without those that generate, a prompt fails.
         """

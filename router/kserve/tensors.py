@@ -95,7 +95,7 @@ def check_version(version: str) -> None:
 
 
 def is_version(version: str) -> bool:
-    """Whether a model has this version; an empty one stands for any."""
+    """True if a model has this version; an empty one stands for any."""
     return version in ("", VERSION)
 
 

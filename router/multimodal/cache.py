@@ -29,7 +29,7 @@ _SWEEP_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingKey:
-    """What an embedding depends on: the SHA-256 of the media's content, and the encoder version. Never an address.
+    """The key of an embedding: the SHA-256 of the media's content, and the encoder version. Never an address.
 
     Requests with different cache salts share nothing, since a hit would reveal that someone else has sent the same.
     """

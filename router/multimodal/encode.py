@@ -136,11 +136,9 @@ class _Encoding(Waiting):
         self.awaits_answer = True
 
     def answer_seconds(self) -> float:
-        """See Waiting."""
         return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
     def another_can(self, worker: WorkerHandle) -> bool:
-        """See Waiting."""
         try:
             self._encoders.place(self._encoder, self._attempts.tried | {worker.record.process})
         except NoWorker:

@@ -24,12 +24,12 @@ class EmbeddingLease:
 
     @property
     def remaining_seconds(self) -> float:
-        """How long it is certain to hold."""
+        """The seconds that the lease is certain to hold."""
         return self.remote.remaining_seconds
 
     @property
     def holds(self) -> bool:
-        """Whether the embedding can still be read, as far as this router knows."""
+        """True if the embedding can still be read, as far as this router knows."""
         return self.remaining_seconds > 0 and not self.worker.problem and not self.worker.leaving.is_set()
 
     def message(self) -> encode_pb2.EmbeddingLease:

@@ -173,7 +173,7 @@ def _lora(prompt: prompt_pb2.Prompt) -> lora_pb2.LoraAdapter | None:
 
 
 def _encoding(refs: Sequence[EmbeddingRef]) -> generate_pb2.Encoding.ValueType:
-    """How the media of a request became embeddings, as clients see it."""
+    """The way in which the media of a request were encoded: from the cache, by an encode worker, or inline."""
     workers = [ref.encoded.worker for ref in refs if not ref.was_cached]
     if not workers:
         return generate_pb2.ENCODING_CACHED

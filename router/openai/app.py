@@ -32,7 +32,6 @@ from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.pipeline import Pipeline
 from router.stream.collector import UnaryCollector
-from router.stream.reply import Reply
 from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster
@@ -45,6 +44,7 @@ from rpc.interceptors.behaviour import Behaviour
 from rpc.interceptors.counting import TextLimits
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
+from rpc.reply import Reply
 from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
@@ -65,7 +65,7 @@ _Message = TypeVar("_Message")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the interceptors see of a request."""
+    """A request as the interceptors see it."""
 
     request_id: str
     path: str
@@ -73,7 +73,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a route leads to: its handler for each HTTP method, and the name for logs, without what varies."""
+    """The target of a route: its handler for each HTTP method, and its name in logs, without the variable parts."""
 
     name: str
     methods: Mapping[str, Behaviour]

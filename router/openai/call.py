@@ -72,7 +72,7 @@ class HttpCall:
         return self.status
 
     def cancelled(self) -> bool:
-        """Whether the connection has gone."""
+        """True if the connection has gone."""
         return self._has_left
 
     # The request and the response.

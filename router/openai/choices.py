@@ -21,7 +21,7 @@ _DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """What all chunks of an answer have in common. `token_text` names tokens in logprobs."""
+    """The fields that all chunks of an answer share. `token_text` names tokens in logprobs."""
 
     kind: Kind
     identity: str

@@ -136,7 +136,7 @@ class StructuredOutputs(Fields):
 
 
 class SamplingFields(Fields):
-    """How and how long to generate. The second half are fields that OpenAI's API does not have, as in vLLM."""
+    """Sampling and length. The second half are fields that OpenAI's API does not have, as in vLLM."""
 
     model: str = Field(default="", max_length=1024)
     temperature: Number | None = None
@@ -177,7 +177,7 @@ class SamplingFields(Fields):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def request(self, request_id: str) -> generate_pb2.GenerateRequest:

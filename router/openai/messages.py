@@ -44,7 +44,7 @@ ContentPart = Annotated[TextPart | ImageUrlPart | InputImagePart, Field(discrimi
 
 
 class FunctionCall(Fields):
-    """What a call calls."""
+    """The function of a tool call, and its arguments."""
 
     name: str
     arguments: str

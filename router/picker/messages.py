@@ -41,13 +41,13 @@ class Head:
         headers = {each.key.lower(): each.raw_value.decode("latin-1") or each.value for each in _headers(message)}
         modes = message.protocol_config
         # An older Envoy does not say: then it waits for an answer to each message, and a body may follow.
-        is_told = message.HasField("protocol_config")
+        is_reported = message.HasField("protocol_config")
         return cls(
             path=headers.get(":path", ""),
             is_grpc=headers.get("content-type", "").startswith("application/grpc"),
             has_body=not message.request_headers.end_of_stream,
             subset=_subset(message.metadata_context),
-            request_mode=modes.request_body_mode if is_told else pb.BUFFERED,
+            request_mode=modes.request_body_mode if is_reported else pb.BUFFERED,
             response_mode=modes.response_body_mode,
         )
 

@@ -87,7 +87,7 @@ class EndpointPicker:
     async def _place(
         self, head: Head, body: Sequence[bytes], able: Sequence[Endpoint]
     ) -> Placement[WorkerHandle] | None:
-        """What the policy chooses among these; None if it cannot, or not in time."""
+        """The policy's choice among these; None if it cannot choose, or not in time."""
         among = {each.worker.record.process for each in able}
         try:
             async with timeout(self._config.pick_seconds):

@@ -56,18 +56,18 @@ class Placer:
         return Placement(chosen.decode, chosen.prefill, explain, chosen.prediction, chosen.progress)
 
     def hands_over_early(self, placement: Placement[WorkerHandle], request: RoutingRequest) -> bool:
-        """Whether the decode worker is to read KV while the prompt is computed."""
+        """True if the decode worker is to read KV while the prompt is computed."""
         least = self._config.early_handoff_tokens
         return 0 < least <= request.prompt_tokens and can_hand_over_early(placement)
 
     def predictions(self, request: RoutingRequest) -> list[Prediction[WorkerHandle]]:
-        """What a request would cost at each place; empty under a policy that does not predict. Raises NoWorker."""
+        """A request's predicted cost at each placement; empty if the policy does not predict. Raises NoWorker."""
         if self._predicting is None:
             return []
         return self._predicting.predictions(request, self._candidates(request))
 
     def cache_view(self, worker: WorkerHandle) -> generate_pb2.CacheView.ValueType:
-        """How the policy knows what the worker's prefix cache holds."""
+        """The policy's source of knowledge about the worker's prefix cache."""
         if self._predicting is None:
             return generate_pb2.CACHE_VIEW_NONE
         return self._predicting.cache_view(worker.record.process)
@@ -85,7 +85,7 @@ class Placer:
         return lines
 
     def can_prefill(self, placement: Placement[WorkerHandle], request: RoutingRequest, tried: frozenset[str]) -> bool:
-        """Whether another prefill worker can hand over to the decode worker now."""
+        """True if another prefill worker can hand over to the decode worker now."""
         return bool(self._filter(_prefill_constraints(placement.decode, request, tried, self._within)).eligible)
 
     def replace_prefill(
@@ -104,7 +104,7 @@ class Placer:
         return self._choose(request, Candidates([placement.decode]))
 
     def can_decode(self, request: RoutingRequest, context_tokens: int, tried: frozenset[str]) -> bool:
-        """Whether there is a worker now that the request can continue on."""
+        """True if there is a worker now that the request can continue on."""
         return bool(self._filter(_continue_constraints(request, context_tokens, tried)).eligible)
 
     async def await_decode(

@@ -75,7 +75,7 @@ async def _host(config: RouterConfig, link: ProcessLink, answers: "_Answers", st
 
 
 class _Answers:
-    """What this process, whose main task makes it, answers to the supervisor; `router` once it listens."""
+    """The answers of this process, whose main task makes them, to the supervisor; `router` once it listens."""
 
     def __init__(self, stopping: asyncio.Event) -> None:
         self.router: Router | None = None

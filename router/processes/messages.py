@@ -1,4 +1,4 @@
-"""What the supervisor and the processes of a router say to each other: JSON, by the kind of each message."""
+"""The messages between the supervisor and the processes of a router: JSON, by the kind of each message."""
 
 import base64
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ class StopRequests(Message):
 
 
 class RequestsStopped(Message):
-    """How many requests of the id ran there, and what their workers confirmed: serialized CancelReceipts in base64."""
+    """The number of the id's requests that ran there, and their workers' serialized CancelReceipts in base64."""
 
     kind: Literal["stopped"] = "stopped"
     count: int

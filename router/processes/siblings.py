@@ -21,7 +21,7 @@ _REASON = "cancelled by CancelGeneration"
 
 @dataclass(frozen=True, slots=True)
 class StoppedRequests:
-    """How many requests were stopped, and what their workers confirmed."""
+    """The number of stopped requests, and their workers' confirmations."""
 
     count: int = 0
     receipts: Sequence[generate_pb2.CancelReceipt] = ()

@@ -177,6 +177,6 @@ class ScrapedProcesses:
         self._loop = loop
 
     def collect(self) -> list[Metric]:
-        """What prometheus_client asks for. Raises TimeoutError."""
+        """The metrics of all processes, for prometheus_client. Raises TimeoutError."""
         asked = asyncio.run_coroutine_threadsafe(self._processes.metrics(), self._loop)
         return asked.result(_SCRAPE_SECONDS)

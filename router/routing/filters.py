@@ -15,7 +15,7 @@ W_co = TypeVar("W_co", bound=WorkerView, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a worker must have. Empty texts and sets require nothing."""
+    """The requirements for a worker. Empty texts and sets require nothing."""
 
     role: str
     model: str

@@ -150,7 +150,7 @@ class DecodeTimer:
 
     @property
     def recent_token_seconds(self) -> Average:
-        """What counts the time between one token and the next, as they come."""
+        """The average of the time between one token and the next, updated as they come."""
         return self._latency.recent_token_seconds
 
     def has_waited(self, seconds: float) -> None:

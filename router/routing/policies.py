@@ -47,7 +47,7 @@ class LeastLoaded:
         scored = score_workers(able, Preferences(request.prompt_tokens))
         most = min(option.score for option in scored) + self._session_slack
         free = [option.choice for option in scored if option.score <= most]
-        steps = [steps_apart(worker.record.place, decode.record.place) for worker in free]
+        steps = [steps_apart(worker.record.known_location, decode.record.known_location) for worker in free]
         return [worker for worker, apart in zip(free, steps, strict=True) if apart == min(steps)]
 
     def _pick(self, role: str, request: RoutingRequest, workers: Sequence[W]) -> W:
@@ -127,7 +127,7 @@ def _factory(config: RoutingConfig) -> Callable[..., Any]:
 
 
 def _priors(config: RoutingConfig) -> Priors | None:
-    """What the configured profile says of costs; None without one. Raises ConfigError."""
+    """The costs of the configured profile; None without one. Raises ConfigError."""
     return priors_of(read_timing_profile(Path(config.profile))) if config.profile else None
 
 

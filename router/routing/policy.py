@@ -142,7 +142,7 @@ class Candidates(Generic[W]):
         return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record, self.within)]
 
     def allow(self, decode: W, prefill: W | None) -> bool:
-        """Whether the request can run on these two, or on the decode worker alone if `prefill` is None."""
+        """True if the request can run on these two, or on the decode worker alone if `prefill` is None."""
         if decode not in self.decode:
             return False
         if prefill is None:
@@ -217,16 +217,16 @@ class IgnoredProgress:
     """The Progress of policies that do not learn."""
 
     def first_token(self, cached_tokens: int | None) -> None:
-        """See Progress."""
+        """No-op (Progress)."""
 
     def found_cached(self, cached_tokens: int) -> None:
-        """See Progress."""
+        """No-op (Progress)."""
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
-        """See Progress."""
+        """No-op (Progress)."""
 
     def close(self) -> None:
-        """See Progress."""
+        """No-op (Progress)."""
 
 
 @dataclass(slots=True)
@@ -255,7 +255,7 @@ class Placement(Generic[W]):
 
     @property
     def cache_view(self) -> generate_pb2.CacheView.ValueType:
-        """How the policy knew what the prefix cache held."""
+        """The policy's source of knowledge about the prefix cache."""
         if self.prediction is None:
             return generate_pb2.CACHE_VIEW_NONE
         is_reported = self.prediction.has_kv_events
@@ -286,4 +286,4 @@ class PredictingPolicy(Policy, Protocol):
         """The predictions for the most promising candidates."""
 
     def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
-        """How the policy knows what the prefix cache of a worker (`WorkerRecord.process`) holds."""
+        """The policy's source of knowledge about the prefix cache of a worker (`WorkerRecord.process`)."""

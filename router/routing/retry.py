@@ -64,7 +64,7 @@ class Retries:
         self._budget.earn()
 
     def answer_seconds(self, remaining_seconds: float) -> float:
-        """How long an idle worker may take to answer a request: before its deadline another one must have time to."""
+        """The seconds that an idle worker may take to answer: before the deadline, another one must have time to."""
         return min(self._answer_seconds, max(_SHORTEST_ANSWER_SECONDS, remaining_seconds / 2))
 
     def attempts(self, stage: Stage) -> "Attempts":
@@ -93,7 +93,7 @@ class Attempts:
 
     @property
     def has_another(self) -> bool:
-        """Whether the present attempt may fail without failing the request."""
+        """True if the present attempt may fail without failing the request."""
         return self._failures + 1 < self._max_attempts
 
     def allow(self, error: BatonError, *, has_tokens: bool = False) -> None:

@@ -21,7 +21,7 @@ _RANK_SLACK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """What the choice among eligible workers depends on.
+    """The preferences for the choice among eligible workers.
 
     `slack` is how many requests busier than the least loaded a session's own worker may be. `turn` differs from request
     to request, so that equally loaded workers take turns.
@@ -63,7 +63,7 @@ def score_workers(workers: Sequence[W], preferences: Preferences) -> list[Scored
 
 
 def score(worker: WorkerView, preferences: Preferences, slowness: float = 1.0) -> float:
-    """How long a request would wait at a worker, in requests; less is better.
+    """The wait of a request at a worker, in requests; less is better.
 
     Queued prompt tokens count as requests with a prompt of the same length, since they are computed first. On a slow
     worker the request itself counts, too.

@@ -1,6 +1,7 @@
 """The answer to a client: its messages and its trailing metadata.
 
-reply (the way back to a client, and the pace that it asks for), writer (streams messages at that pace), messages
-(their parts), single_tokens (the tokens of a running stream, without a coroutine),
-collector (makes one response of them).
+lane (ClientLane: every message of an answer, to its client's wire; a token at the least cost), general (what has not
+been sent yet, and the message that it becomes), meter (counts and times tokens), writer (waits for a client that is
+behind), reply (the pace that a client asks for, and the timings at the end), collector (makes one response of all
+messages).
 """

@@ -1,56 +1,24 @@
-"""The way back to one client: functions that send, the pace that it asks for, and the timings at the end."""
+"""What a client asks for beside its tokens: their pace, and the timings at the end."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.connection.metadata import TIMINGS_KEY
 from baton.inference.v1 import generate_pb2
-from engine_protocol.multiplex.tokens import TokenOutput
 from router.telemetry.stages import StageTiming, timings_message
 from router.telemetry.timings import Timings
-
-Send = Callable[[generate_pb2.GenerateResponse], Awaitable[None]]
-
-# Sends a message at once, which may be changed after that; whether there is room for another.
-SendNow = Callable[[generate_pb2.GenerateResponse], bool]
-
-
-class WireWriter(Protocol):
-    """Takes serialized messages to one client."""
-
-    def write(self, message: bytes) -> bool:
-        """Sends a message without waiting. True if there is room for another one; otherwise `can_take` knows."""
-
-    def can_take(self, size: int) -> bool:
-        """Whether there is room for a message of so many bytes."""
-
+from rpc.reply import Reply
 
 _DEFAULT_DELAY_SECONDS = 0.2  # of tokens that wait for others
 # HTTP/2 peers drop trailers over 8 KiB, and a status may have 7 of them (rpc/status.py). In base64 this is under one.
 _MAX_TRAILER_BYTES = 640
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The way back to one client: a function for its messages, and one for the trailing metadata.
-
-    `send_now`, where there is one, sends a message without waiting; see SendNow. So does `wire`, once others were sent,
-    a serialized one. Both go out by `output`.
-    """
-
-    send: Send
-    set_trailing_metadata: Callable[[tuple[tuple[str, bytes], ...]], None]
-    send_now: SendNow | None = None
-    output: TokenOutput | None = None
-    wire: WireWriter | None = None
-
-    def end_with(self, timings: Timings) -> None:
-        """Puts the timings into the trailing metadata, at the end of the request, also if it fails."""
-        trailer = timings.message().SerializeToString()
-        if len(trailer) > _MAX_TRAILER_BYTES:
-            trailer = timings_trailer(timings.close())
-        self.set_trailing_metadata(((TIMINGS_KEY, trailer),))
+def end_reply(reply: Reply, timings: Timings) -> None:
+    """Puts the timings into the trailing metadata, at the end of the request, also if it fails."""
+    trailer = timings.message().SerializeToString()
+    if len(trailer) > _MAX_TRAILER_BYTES:
+        trailer = timings_trailer(timings.close())
+    reply.set_trailing_metadata(((TIMINGS_KEY, trailer),))
 
 
 def timings_trailer(stages: tuple[StageTiming, ...]) -> bytes:

@@ -1,4 +1,4 @@
-"""What is recorded about requests. Nothing here decides anything.
+"""The records about requests. Nothing here decides anything.
 
 stats.py            RequestStats: the facts about one request
 timings.py          Timings: where its time went

@@ -30,7 +30,7 @@ class TokenLatencies(Protocol):
 
     @property
     def single(self) -> "Latencies | None":
-        """What counts a token that came alone, once nothing else is left to count; None before that."""
+        """The counter of tokens that come alone, once nothing else is left to count; None before that."""
 
 
 class Latencies(Protocol):
@@ -57,7 +57,7 @@ class NoMetrics:
     """RequestMetrics, TokenLatencies and Latencies for routers that serve no metrics."""
 
     def begin(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def latencies(self, stats: RequestStats) -> "NoMetrics":
         """Returns itself."""
@@ -65,10 +65,10 @@ class NoMetrics:
         return self
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def end(self, stats: RequestStats) -> None:
-        """Does nothing."""
+        """No-op."""
 
     @property
     def single(self) -> "NoMetrics":

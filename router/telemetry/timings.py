@@ -47,7 +47,7 @@ class Timings:
 
     @property
     def has_sent_first_token(self) -> bool:
-        """Whether `first_token_seconds` is final."""
+        """True if `first_token_seconds` is final."""
         return self._text.is_sent
 
     def measure(self, stage: timing_pb2.Stage.ValueType) -> "_MeasuredStage":
@@ -68,7 +68,7 @@ class Timings:
             self.end_call(call)
 
     def begin_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str) -> CallTiming:
-        """What `measure_call` does at its start."""
+        """Begins the measurement of a call, as `measure_call` does."""
         self.stage = stage
         call = self._call = CallTiming(stage, worker_id, time.perf_counter_ns())
         if self._text.first_at is not None:
@@ -76,7 +76,7 @@ class Timings:
         return call
 
     def end_call(self, call: CallTiming) -> None:
-        """What `measure_call` does at its end."""
+        """Ends the measurement of a call, as `measure_call` does."""
         self._call = None
         self._stages += call.end(time.perf_counter_ns())
 
@@ -94,7 +94,7 @@ class Timings:
         return (text.ended - self._started) / 1e9
 
     def detokenized_for(self, nanoseconds: int) -> float:
-        """What `detokenized` does for later tokens, at less cost: it takes the nanoseconds that they took."""
+        """Counts later tokens as `detokenized` does, at less cost: by the nanoseconds that they took."""
         return self._text.add(nanoseconds)
 
     def token_came(self, ago: float) -> None:

@@ -11,5 +11,5 @@ parsing/          finds reasoning and tool calls in text
 grammar_check.py  checks the grammars of guided requests
 served_model.py   ServedModel: a model's tokenizer, limits and capabilities
 media_validation.py  checks the media of a request
-token_messages.py  messages of one token, serialized
+token_messages.py  a vocabulary's texts, and tokens as messages have them
 """

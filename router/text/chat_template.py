@@ -232,7 +232,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
     def _takes(self, content: _Content) -> bool:
-        """Whether the template renders this content as its text."""
+        """True if the template renders this content as its text."""
         try:
             text = self._render([{"role": "user", "content": content}], {})
         except (*_FAILURES, SlowTemplate):

@@ -16,7 +16,7 @@ _BY_TOKEN = (sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, sampling_pb2.FINISH_REA
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What new ids add to the output."""
+    """The addition of new ids to the output."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -107,12 +107,12 @@ class Completion:
 
     @property
     def takes_single_tokens(self) -> bool:
-        """Whether `push_token` may be called: the output is plain text, without tool calls or reasoning."""
+        """True if `push_token` may be called: the output is plain text, without tool calls or reasoning."""
         return self._parser is None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
+        """True if the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
         is_open = not self._has_stop_strings and self._finished is None
         return is_open and self._detokenizer is not None and self._detokenizer.is_whole
 
@@ -150,7 +150,7 @@ class Completion:
             raise InvalidReply(f"{len(logprobs)} log probabilities are not those of {len(token_ids)} tokens")
 
     def _count_kept(self, token_ids: Sequence[int]) -> int:
-        """How many of these ids, at least two, the answer has until its end."""
+        """The number of these ids, at least two, that the answer has until its end."""
         kept = min(len(token_ids), self.max_tokens - len(self.token_ids))
         if self.ending_ids.isdisjoint(token_ids):
             return kept
@@ -220,5 +220,5 @@ class Completion:
         return None
 
     def _is_shown(self, token_id: int) -> bool:
-        """Whether the token that ends the output is part of its text."""
+        """True if the token that ends the output is part of its text."""
         return self._include_stop or (self._special is not None and self._special(token_id))

@@ -3,7 +3,8 @@
 import codecs
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-REPLACEMENT = "\ufffd"
+from router.text.token_messages import REPLACEMENT, TokenTexts
+
 # A character has at most four bytes: three tokens may be an incomplete one, four cannot.
 _LONGEST_INCOMPLETE = 3
 _WINDOW = 8
@@ -50,33 +51,6 @@ class WholeCharacters:
         return self._tokens.of(rest)
 
 
-class TokenTexts(dict[int, str | None]):
-    """The text of each token of a vocabulary whose texts are joined byte by byte, decoded when it is first asked for.
-
-    None for tokens in `hidden`, and for those that are not whole characters by themselves. `serialized` has others in
-    the form in which they are sent.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        hidden: Collection[int],
-        serialize: Callable[[str, int], bytes],
-    ) -> None:
-        super().__init__()
-        self._decode = decode
-        self._hidden = hidden
-        self._serialize = serialize
-        self.serialized: dict[int, bytes] = {}
-
-    def __missing__(self, token_id: int) -> str | None:
-        text = None if token_id in self._hidden else self._decode((token_id,))
-        self[token_id] = found = None if text is None or REPLACEMENT in text else text
-        if found is not None:
-            self.serialized[token_id] = self._serialize(found, token_id)
-        return found
-
-
 class Detokenizer:
     """The text of a growing sequence of ids, in pieces that add up to the decoding of the whole.
 
@@ -103,7 +77,7 @@ class Detokenizer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no character is incomplete, and the text of the next token is its own."""
+        """True if no character is incomplete, and the text of the next token is its own."""
         return self.texts is not None and not self._window
 
     def push_one(self, token_id: int) -> str:

@@ -20,7 +20,7 @@ class _Placed:
 
 
 def has_media(messages: Sequence[generate_pb2.ChatMessage]) -> bool:
-    """Whether there are media in a conversation."""
+    """True if there are media in a conversation."""
     return any(part.HasField("media") for message in messages for part in message.parts)
 
 

@@ -12,7 +12,7 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are validated and tokenized against. Without a tokenizer it takes and returns token ids only."""
+    """The model that requests are checked and tokenized against. Without a tokenizer, it takes and returns ids only."""
 
     name: str
     limits: model_pb2.ModelLimits
@@ -46,12 +46,12 @@ class ServedModel:
 
     @property
     def abilities(self) -> str:
-        """What the model supports, for error messages."""
+        """The model's capabilities, for error messages."""
         return ", ".join(self._inputs_and_options)
 
     @property
     def features(self) -> Sequence[str]:
-        """What requests may ask of it, in words."""
+        """The features that requests may use, in words."""
         capabilities = self.capabilities
         more = {
             "several answers": capabilities.multiple_answers and not capabilities.embeddings_only,
@@ -94,12 +94,12 @@ class ServedModel:
 
     @property
     def can_chat(self) -> bool:
-        """Whether conversations can be rendered."""
+        """True if conversations can be rendered."""
         return self.tokenizer is not None and self.tokenizer.can_chat
 
 
 def _capabilities(card: worker_pb2.ModelCard, tokenizer: Tokenizer | None) -> model_pb2.ModelCapabilities:
-    """What the workers can do, and what the router does for each of them."""
+    """The capabilities of the workers, with those that the router adds."""
     capabilities = model_pb2.ModelCapabilities()
     capabilities.CopyFrom(card.capabilities)
     capabilities.multiple_answers = True
@@ -110,7 +110,7 @@ def _capabilities(card: worker_pb2.ModelCard, tokenizer: Tokenizer | None) -> mo
 
 
 def _is_wholly_guided(request: generate_pb2.GenerateRequest) -> bool:
-    """Whether the answer is in a grammar from its first token: it then has no reasoning, even after `<think>`."""
+    """True if the answer is in a grammar from its first token: it then has no reasoning, even after `<think>`."""
     guided = request.guided
     has_free_text = guided.HasField("structural_tags") and not guided.structural_tags.is_required
     return request.HasField("guided") and not has_free_text

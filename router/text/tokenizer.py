@@ -8,12 +8,12 @@ import tokenizers
 
 from baton.errors import Unsupported
 from router.text.chat_template import LONGEST_SECONDS, ChatTemplate, Turn
-from router.text.detokenizer import ByteTokens, Detokenizer, TokenTexts, WholeCharacters
+from router.text.detokenizer import ByteTokens, Detokenizer, WholeCharacters
 from router.text.encoding.encoder import Encoder
 from router.text.parsing.formats import ToolFormat
 from router.text.parsing.reasoning import BEGIN, END
 from router.text.parsing.registry import format_of
-from router.text.token_messages import token_field
+from router.text.token_messages import TokenTexts
 
 _REASONING_TOKENS = 16  # of a prompt's end that may spell <think> and white space
 
@@ -40,26 +40,26 @@ class Tokenizer:
         )
         self._byte_tokens = _byte_tokens(self._tokenizer)
         joins = _joins_bytes(self._tokenizer)
-        self._texts = TokenTexts(self._decode_all, self._special_ids, token_field) if joins else None
+        self._texts = TokenTexts(self._decode_all, self._special_ids) if joins else None
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
     def can_chat(self) -> bool:
-        """Whether there is a chat template."""
+        """True if there is a chat template."""
         return self._template is not None
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None if its template takes no tools, or its format is not known."""
+        """The format of the model's tool calls; None if its template takes no tools, or the format is not known."""
         return self._tool_format
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether answers may begin with reasoning."""
+        """True if answers may begin with reasoning."""
         return self._has_reasoning
 
     def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether a rendered prompt ends with the beginning of reasoning."""
+        """True if a rendered prompt ends with the beginning of reasoning."""
         tail = prompt[-_REASONING_TOKENS:]
         return self._has_reasoning and self.decode(tail, keep_special_tokens=True).rstrip().endswith(BEGIN)
 
@@ -104,7 +104,7 @@ class Tokenizer:
         return Detokenizer(self._decode_all, skipped, self._byte_tokens, self._texts)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, such as the end of a sequence."""
+        """True if the token is special, such as the end of a sequence."""
         return token_id in self._special_ids
 
     def _decode_all(self, ids: Sequence[int]) -> str:
@@ -120,7 +120,7 @@ def _byte_tokens(tokenizer: tokenizers.Tokenizer) -> ByteTokens | None:
 
 
 def _joins_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether a text is its tokens' bytes, one after the other, as with GPT-2, Llama 3 and Qwen."""
+    """True if a text is its tokens' bytes, one after the other, as with GPT-2, Llama 3 and Qwen."""
     decoder = tokenizer.decoder
     return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
 

@@ -1,21 +1,20 @@
 """The calls of one request to its workers: built here, bounded by the deadline, counted as load, errors annotated."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from opentelemetry.trace import SpanContext, SpanKind
 from typing_extensions import Self
 
-from baton.calls import stream, unary
+from baton.calls import unary
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import BatonError, DeadlineExceeded, Draining, LoraNotHere, NoWorker, Unavailable
 from baton.inference.v1 import timing_pb2
-from engine_protocol.multiplex.replies import MultiplexedCall
-from engine_protocol.multiplex.tokens import TokenTaker
+from engine_protocol.multiplex.separate_call import StreamingCall
 from router.context import RequestContext
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
@@ -30,23 +29,12 @@ from rpc.tracing.span import Span, optional_attempt, stage_span
 _ONLY_RANK: AbstractContextManager[None] = nullcontext()
 
 
-class TokenFeed(Protocol):
-    """A call that gives tokens as they come."""
-
-    def listen(self, taker: TokenTaker) -> None:
-        """Gives each token to `taker` while the responses are waited for; as a response where it does not take it."""
-
-    def stop(self) -> None:
-        """Ends the responses, and the call."""
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
     """A running Decode call: the worker's responses, and the timing that takes its report."""
 
-    responses: AsyncIterator[decode_pb2.DecodeResponse]
+    responses: StreamingCall[decode_pb2.DecodeResponse]
     timing: CallTiming
-    feed: TokenFeed | None = None  # gives tokens without a step of the task that reads; None if the call cannot
 
 
 class WorkerCalls:
@@ -200,15 +188,10 @@ class WorkerCalls:
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
             with worker.fail_if_hung(waiting):
-                if isinstance(call, MultiplexedCall):
-                    # It raises BatonErrors by itself.
-                    try:
-                        await read(DecodeCall(call, calling.timing, call))
-                    finally:
-                        call.cancel()
-                else:
-                    async with aclosing(stream(call)) as responses:
-                        await read(DecodeCall(responses, calling.timing))
+                try:
+                    await read(DecodeCall(call, calling.timing))
+                finally:
+                    await call.aclose()
 
     async def release_destination(self, destination: Destination) -> None:
         """Frees what no decode has taken. See Destination.release."""

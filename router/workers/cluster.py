@@ -134,7 +134,7 @@ class Cluster:
         }
 
     async def readiness(self) -> AsyncGenerator[bool, None]:
-        """Whether any model has a ready worker that completes requests: now, and after each change."""
+        """True while any model has a ready worker that completes requests: its value now, and after each change."""
         self._refresh()
         async for ready in self._ready.values():
             yield ready

@@ -1,4 +1,4 @@
-"""What a decode worker has allocated before the prompt is computed, as the router that asked for it holds it."""
+"""A decode worker's allocation from before the prompt is computed, as the router that asked for it holds it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -76,7 +76,7 @@ class Destination:
 
 
 def allocates_first(placement: Placement[WorkerHandle]) -> bool:
-    """Whether the decode worker allocates before the prefill worker computes."""
+    """True if the decode worker allocates before the prefill worker computes."""
     prefill, decode = placement.prefill, placement.decode
     if prefill is None or ALLOCATES_FIRST not in prefill.record.capabilities:
         return False

@@ -29,7 +29,7 @@ from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import WorkerRecord
-from engine_protocol.multiplex.channel import multiplexed
+from engine_protocol.multiplex.channel import multiplexed, separate
 from engine_protocol.multiplex.peer_stream import StreamDialer
 from router.config import ProbeConfig
 from router.routing.known_loras import KnownLoras
@@ -77,11 +77,11 @@ class Waiting:
     tokens = 0
 
     def answer_seconds(self) -> float:
-        """How long an idle worker may take to answer."""
+        """The seconds that an idle worker may take to answer."""
         raise NotImplementedError
 
     def another_can(self, worker: "WorkerHandle") -> bool:
-        """Whether another worker could answer instead of this one."""
+        """True if another worker could answer instead of this one."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ class WorkerHandle:
     def __init__(
         self, record: WorkerRecord, channel: aio.Channel, shared: aio.Channel, changed: Callable[[], None]
     ) -> None:
-        """`shared` is for the calls of requests; it may be `channel` itself."""
+        """`shared` is for the calls of requests."""
         self.record = record
         self.encode = encode_pb2_grpc.EncodeServiceStub(channel)
         self.embed = embed_pb2_grpc.EmbedServiceStub(channel)
@@ -229,7 +229,7 @@ class WorkerHandle:
 
     @property
     def silent_seconds(self) -> float:
-        """How long it has not been heard of."""
+        """The seconds since it was last heard of."""
         return time.monotonic() - self._heard_at
 
     def mark_unhealthy(self, problem: str) -> None:
@@ -405,7 +405,7 @@ class WorkerHandle:
 
 
 class _Interruptible:
-    """What `fail_if_hung` returns. Not an asyncio.timeout, which makes twice the calls: each request has two."""
+    """The context of `fail_if_hung`. Not an asyncio.timeout, which makes twice the calls: each request has two."""
 
     __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "waiting")
 
@@ -456,7 +456,8 @@ async def connect(
     With `stream_dialer` the calls of requests share a stream, if the worker offers that.
     """
     async with AsyncExitStack() as stack:
-        channel = shared = await stack.enter_async_context(dial(record.address))
+        channel = await stack.enter_async_context(dial(record.address))
+        shared = separate(channel)
         if MULTIPLEX in record.capabilities and stream_dialer:
             open_stream = stream_dialer(record.address, channel)
             shared = await stack.enter_async_context(multiplexed(channel, open_stream))

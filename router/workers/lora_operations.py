@@ -1,4 +1,4 @@
-"""What operators do with adapters (LoRA): lists, loads and unloads them on all workers of a model at once."""
+"""Operations on adapters (LoRA): listed, loaded and unloaded on all workers of a model at once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -44,7 +44,7 @@ class LoraOperations:
         self._cluster = cluster
 
     async def report(self, model: str, seconds: float | None) -> list[lora_pb2.WorkerLoras]:
-        """What each worker has. Raises ModelNotFound, InvalidRequest, NoWorker and Unsupported."""
+        """The adapters of each worker. Raises ModelNotFound, InvalidRequest, NoWorker and Unsupported."""
         return await self._call_each(
             self._workers(model),
             lambda worker, timeout: unary(worker.control.ListLoras(worker_pb2.ListLorasRequest(), timeout=timeout)),

@@ -63,7 +63,7 @@ def find_lora(workers: Iterable[LoraWorker], model: ServedModel, name: str) -> l
     contents = _contents(serving, name)
     if contents:
         return contents[0]
-    if not all(worker.loras.is_told for worker in serving):
+    if not all(worker.loras.is_reported for worker in serving):
         raise NoWorker(f"not all workers of {model.name} have told which adapters they have")
     known = ", ".join(sorted(loras_of_model(serving, model.name))) or "none"
     text = f"no worker of {model.name} has the adapter {name[:_SHOWN]!r}; known are {known}"

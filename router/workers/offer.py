@@ -1,4 +1,4 @@
-"""What a deployment offers, for GetServerInfo: version, models, limits, engines, façades."""
+"""The answer of GetServerInfo: a deployment's version, models, limits, engines and façades."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ from router.workers.loras import loras_of_model, named
 
 
 class DeploymentOffer:
-    """What the router of `config` offers now. `openai_address` is empty if OpenAI's API is not served."""
+    """The offer of the router of `config`, as of now. `openai_address` is empty if OpenAI's API is not served."""
 
     def __init__(self, config: RouterConfig, cluster: Cluster, openai_address: str) -> None:
         self._config = config

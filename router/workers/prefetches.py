@@ -35,7 +35,7 @@ async def _quietly(call: Coroutine[Any, Any, None], call_id: str) -> None:
 
 
 def can_hand_over_early(placement: Placement[WorkerHandle]) -> bool:
-    """Whether the decode worker can read a prompt's first blocks while the prefill worker computes the others."""
+    """True if the decode worker can read a prompt's first blocks while the prefill worker computes the others."""
     both = (placement.prefill, placement.decode)
     return placement.prefill is not placement.decode and all(
         worker is not None

@@ -34,10 +34,10 @@ class Headers(Protocol):
     """A call, as far as its headers and its connection say who its caller is."""
 
     def invocation_metadata(self) -> Any:
-        """What the caller sent beside its request."""
+        """The metadata that the caller sent."""
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Who the caller has proven to be."""
+        """The identities that the caller has proven, by property."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Access:
     open_health: bool = True
 
     def is_open(self, method: str) -> bool:
-        """Whether the method needs no credentials."""
+        """True if the method needs no credentials."""
         return self.open_health and method.startswith(HEALTH)
 
     def roles(self, method: str) -> frozenset[Role]:

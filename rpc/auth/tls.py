@@ -41,7 +41,7 @@ class TlsConfig(BaseModel):
 
     @property
     def is_mutual(self) -> bool:
-        """Whether a server requires certificates from its callers."""
+        """True if a server requires certificates from its callers."""
         return self.ca is not None
 
     @property
@@ -113,5 +113,5 @@ class TlsSection(BaseModel):
 
     @property
     def is_mutual(self) -> bool:
-        """Whether callers must present certificates."""
+        """True if callers must present certificates."""
         return self.listen is not None and self.listen.is_mutual

@@ -5,8 +5,8 @@ in one write.
 
 In reading order: endpoint (a connection, as its parts know it), server (methods, sockets, end), connection (one
 client's), receiver and control (its frames, held to the protocol and to budgets), stream (one call's bytes and flow
-control), call (task, deadline, status), context (what a servicer sees of its call), sender (its messages, sent
-without waiting), room (waits until a peer has read enough), output (what a connection sends), liveness (keepalive,
-age, slow readers, drain), limits (settings, budgets, metrics), security (TLS); `wire` has what frames, header blocks
-and messages are, `client` a client of the same parts.
+control), call (task, deadline, status), context (what a servicer sees of its call), room
+(waits until a peer has read enough), output (what a connection sends), liveness (keepalive, age, slow readers, drain),
+limits (settings, budgets, metrics), security (TLS); `wire` has what frames, header blocks and messages are, `client` a
+client of the same parts.
 """

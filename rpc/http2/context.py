@@ -4,20 +4,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
 from grpc import StatusCode, aio
 
-from rpc.http2.output import Output
 from rpc.http2.room import wait_for_room
 from rpc.http2.security import peer_identity_key
-from rpc.http2.sender import MessageSender
 from rpc.http2.stream import Stream
 from rpc.http2.wire.hpack import literal
 from rpc.http2.wire.messages import ACCEPTED_ENCODINGS, compress
 from rpc.http2.wire.metadata import Metadata, encode
+from rpc.reply import Reply
 from runtime.aio import timeout
 
 if TYPE_CHECKING:
@@ -56,7 +54,6 @@ class Context(aio.ServicerContext[Any, Any]):
         self._is_cancelled = False
         self._turn = -1
         self._written = 0
-        self.write_now: Callable[[Any], bool] = MessageSender(call, method.serialize, partial(self._start, ())).send
 
     # Messages.
 
@@ -81,26 +78,19 @@ class Context(aio.ServicerContext[Any, Any]):
         if self._written >= _MESSAGES_A_TURN:
             await asyncio.sleep(0)
 
-    async def room(self) -> None:
-        """Waits until `write_now` has room again."""
-        await wait_for_room(self._stream, 0)
+    def reply(self) -> Reply:
+        """The way back to the caller. Its wire does not compress."""
+        return Reply(self.write, self.set_trailing_metadata, self._open_wire)
 
-    @property
-    def output(self) -> Output:
-        """What `write_now` sends by: the connection's."""
-        return self._stream.output
-
-    @property
-    def wire(self) -> Stream:
-        """What takes serialized messages, uncompressed, once the headers are sent; after the end it drops them."""
-        return self._stream
-
-    def _send(self, wire: bytes, is_compressed: bool) -> None:
+    def _open_wire(self) -> Stream:
         if self._call.is_over:
             raise aio.UsageError("the call is over")
         if not self._stream.started:
             self._start(())
-        self._stream.write(wire, int(is_compressed))
+        return self._stream
+
+    def _send(self, wire: bytes, is_compressed: bool) -> None:
+        self._open_wire().write(wire, int(is_compressed))
 
     # The answer's beginning and end.
 
@@ -144,8 +134,6 @@ class Context(aio.ServicerContext[Any, Any]):
     def note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
         """The call is over."""
         self._code, self._details, self._is_cancelled = code, details, is_cancelled
-        # What it was refers to this object.
-        self.write_now = _refuse
 
     def set_trailing_metadata(self, trailing_metadata: Pairs) -> None:
         """Goes out with the status."""
@@ -226,10 +214,6 @@ class Context(aio.ServicerContext[Any, Any]):
     def _start(self, metadata: Pairs) -> None:
         encoding = literal(b"grpc-encoding", self._encoding.encode()) if self._encoding else b""
         self._stream.start(RESPONSE + encoding + (encode(metadata) if metadata else b""))
-
-
-def _refuse(_message: Any) -> bool:
-    raise aio.UsageError("the call is over")
 
 
 class Requests(AsyncIterator[Any]):

@@ -234,6 +234,11 @@ class Stream:
         return self._output
 
     @property
+    def connection(self) -> Output:
+        """The same for all streams that are flushed together."""
+        return self._output
+
+    @property
     def turns(self) -> int:
         """How often the connection has sent; messages of one turn go out together."""
         return self._output.turns
@@ -267,8 +272,7 @@ class Stream:
     def write(self, message: bytes, flag: int = 0) -> bool:
         """Sends a message, or keeps what the windows do not allow yet. `flag` is 1 for a compressed one.
 
-        True says that there is room for another one; False, that `can_take` knows. Once the answer has ended, it does
-        nothing.
+        False if there is no room for another one. Once the answer has ended, it does nothing.
         """
         size = len(message) + 5
         output = self._output
@@ -282,10 +286,14 @@ class Stream:
             self.window -= size
             output.window -= size
             output.send(MESSAGE.pack(size << 8, 0, self.id, flag, size - 5) + message)
-            return output.waiting_bytes == 0
+            return output.waiting_bytes == 0 or self.can_take(0)
         if not self.closed and self._trailers is None:
             self._keep(PREFIX.pack(flag, size - 5) + message)
-        return False
+        return self.can_take(0)
+
+    def flush(self) -> None:
+        """Hands what was written to the transport, though this turn of the event loop goes on."""
+        self._output.flush_early()
 
     def write_raw(self, content: bytes) -> None:
         """Sends bytes that are no message of gRPC's."""

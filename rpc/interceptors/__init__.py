@@ -1,4 +1,4 @@
-"""What surrounds every call on a server, so that a servicer's method is three lines. In the order of a call:
+"""The interceptors around every call on a server, so that a servicer's method is three lines. In the order of a call:
 
 | module | subject |
 |---|---|

@@ -54,7 +54,7 @@ class _Malformed(Exception):
 
 
 def count_fields(descriptor: Descriptor, wire: bytes | bytearray, most: int, texts: TextLimits | None = None) -> bool:
-    """Whether `wire` is well-formed, as far as counting can tell; otherwise it must not be parsed.
+    """True if `wire` is well-formed, as far as counting can tell; otherwise it must not be parsed.
 
     Counts every field at every depth, and 16 numbers of a packed list as one. Lets other threads run meanwhile. Raises
     InvalidRequest naming the field at which the count exceeded `most`, or that is too long for `texts`.

@@ -39,7 +39,7 @@ def answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
 
 
 def _has_leaked(context: Context) -> bool:
-    """Whether the cancellation is not of the serving task itself. gRPC would leave the call without a status.
+    """True if the cancellation is not of the serving task itself. gRPC would leave the call without a status.
 
     Python 3.10 cannot tell.
     """

@@ -1,4 +1,4 @@
-"""How a span records an error.
+"""Errors, as a span records them.
 
 | it raised | span status | attributes | event |
 |---|---|---|---|
@@ -59,7 +59,7 @@ def describe_refusal(error: BaseException) -> Failure | None:
 
 
 def is_departure(error: BaseException) -> bool:
-    """Whether the caller is gone: the task was cancelled, or gRPC could not write to the peer."""
+    """True if the caller is gone: the task was cancelled, or gRPC could not write to the peer."""
     if isinstance(error, aio.BaseError):
         return not isinstance(error, aio.AbortError)
     return isinstance(error, (asyncio.CancelledError, GeneratorExit))

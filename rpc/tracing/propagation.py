@@ -49,7 +49,7 @@ def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | N
 
 
 def is_undecided(context: SpanContext) -> bool:
-    """Whether the caller began the trace without deciding whether to record it, as clients without OpenTelemetry do."""
+    """True if the caller began the trace without deciding whether to record it, as clients without OpenTelemetry do."""
     return context.trace_state.get(STATE_KEY) == UNDECIDED
 
 

@@ -39,7 +39,7 @@ class Sink:
     sampled_below: int
 
     def samples(self, trace_id: int) -> bool:
-        """Whether a trace is recorded whose caller does not decide that."""
+        """True if a trace is recorded whose caller does not decide that."""
         return trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < self.sampled_below
 
 

@@ -102,17 +102,14 @@ class UnrecordedTrace(Span):
 
     @property
     def trace_id(self) -> str:
-        """See Span."""
         return self._traceparent[3:35]
 
     @property
     def traceparent(self) -> str:
-        """See Span."""
         return self._traceparent
 
     @property
     def metadata(self) -> Metadata:
-        """See Span."""
         return ((TRACEPARENT, self._traceparent),)
 
 

@@ -35,7 +35,7 @@ class Tracer:
 
     @property
     def is_on(self) -> bool:
-        """Whether it records spans."""
+        """True if it records spans."""
         return self._sink is not None
 
     def begin(self, name: str, parent: SpanContext | None, kind: SpanKind = SpanKind.SERVER) -> Span:

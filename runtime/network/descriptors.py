@@ -36,7 +36,7 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """How many this process may have open."""
+    """The number of descriptors that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MANY if soft == resource.RLIM_INFINITY else soft
 
@@ -82,7 +82,7 @@ class OpenConnections:
         self._open.discard(connection)
 
     def has_room(self, descriptor: int) -> bool:
-        """Whether a new connection with this descriptor may stay; others that are idle may be closed for it."""
+        """True if a new connection with this descriptor may stay; others that are idle may be closed for it."""
         # Below the number of one that is new there may be some that are free, of connections that have gone.
         is_full = len(self._open) >= self.most
         if descriptor < self.most and not is_full:

@@ -1,4 +1,4 @@
-"""Whether something listens at an address."""
+"""Checks of addresses: is something listening there, could a server?"""
 
 import asyncio
 import socket
@@ -9,7 +9,7 @@ _CONNECT_SECONDS = 1.0
 
 
 async def is_listening(address: str) -> bool:
-    """Whether a connection to `host:port` is accepted within a second."""
+    """True if a connection to `host:port` is accepted within a second."""
     host, _, port = address.rpartition(":")
     try:
         async with timeout(_CONNECT_SECONDS):
@@ -21,7 +21,7 @@ async def is_listening(address: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen at this port of 127.0.0.1."""
+    """True if a server could listen at this port of 127.0.0.1."""
     with socket.socket() as probe:
         # As servers do: connections that linger from an earlier server do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

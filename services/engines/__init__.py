@@ -16,6 +16,6 @@ lora/             adapters in PEFT's layout: reading them, and keeping account o
 external/         what engines have in common that transfer KV themselves
 canary.py         test requests to an idle engine
 embedding.py      the Protocol of embedders, which turn texts into vectors
-closing_stream.py a running generation, which closing it aborts
+generation.py     a running generation, which is iterated over or pulled, and aborted by closing it
 memory/           pools in shared or private memory, and the order in which requests get free blocks
 """

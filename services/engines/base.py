@@ -5,7 +5,7 @@ An engine never imports grpc and never sees text. Close the generator of `decode
 tests/services/engines/contract/ define what an engine must do.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -14,24 +14,12 @@ from typing_extensions import Self
 
 from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
+from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import TellsKv
 from services.engines.kv_transfer import TransfersKv
 from services.engines.loras import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
-
-
-class StepStream(Protocol):
-    """A generation that can be read without a task's step for each token: instead of iterating over it, subscribe.
-
-    What `Engine.decode` returns may be one. Closing it is the abort, in either case.
-    """
-
-    async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Begins, and calls `ready` on the event loop whenever `take` has something new; at once, if it has already."""
-
-    def take(self) -> tuple[Sequence[int], Finished | None]:
-        """The new ids, and the end, if it has come. Raises what ended the generation, if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """How a prompt refers to images: `placeholder` in text, and its id once for each row of the image's embedding.
+    """References to images in a prompt: `placeholder` in text, and its id once for each row of the image's embedding.
 
     `tokens_per_image` is the number of rows of every image, or 0 if images differ. A row has `hidden_size` numbers of
     `embedding_layout`'s dtype. `encoder_fingerprint` is empty without an encoder.
@@ -149,7 +137,7 @@ class Encoder(EncodeEngine, Protocol):
 
     @property
     def responsive(self) -> bool:
-        """See Engine."""
+        """True while the engine answers (Engine)."""
 
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""
@@ -165,13 +153,14 @@ class PromptProgress(Protocol):
         """The prompt has lost all blocks named so far, and begins again: they may get other content."""
 
 
-class TellsProgress(Protocol):
+class ReportsProgress(Protocol):
     """An engine that tells which blocks of a prompt are computed while it computes the others."""
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
-        """What `prefill` does. `progress` is told of each step but the last, and of nothing once this has ended.
+    async def prefill_reporting(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
+        """Computes a prompt as `prefill` does. `progress` hears of each step but the last.
 
-        What it is told of are the first blocks of the held KV, unless it is told that they are lost.
+        It hears of nothing after the end. The blocks that it hears of are the first of the held KV, unless it also
+        hears that they are lost.
         """
 
 
@@ -188,7 +177,7 @@ class DecodeEngine(Protocol):
     async def reserve(self, prompt: Prompt, num_tokens: int) -> Reservation:
         """Reserves blocks for a pull of `num_tokens` tokens. Waits without limit for requests that run here.
 
-        Raises NoRoom when only KV that is held for other workers is in the way: those may be waiting for this worker.
+        Raises NoFreeBlocks if only KV held for other workers is in the way: they may be waiting for this worker.
         """
 
     def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
@@ -253,7 +242,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     @property
-    def progress(self) -> TellsProgress | None:
+    def progress(self) -> ReportsProgress | None:
         """Itself, if others can read the first blocks of a prompt from `memory` while it computes the rest."""
         return None
 
@@ -266,6 +255,10 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     def loras(self) -> ServesLoras | None:
         """The engine's adapters; None if it serves none, and then no prompt has one."""
         return None
+
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> Generation:
+        """What `decode` generates, which can be pulled too. An engine whose `decode` returns that overrides it."""
+        return ClosingStream(self.decode(source, sampling))
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Computes and holds KV. Raises Unsupported unless the engine holds KV. See PrefillEngine."""

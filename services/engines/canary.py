@@ -58,12 +58,12 @@ class Canary:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the engine has failed to answer in time."""
+        """True if the engine has failed to answer in time."""
         return self._has_waited(self._patience)
 
     @property
     def is_late(self) -> bool:
-        """Whether the engine takes far longer to answer than it did before."""
+        """True if the engine takes far longer to answer than it did before."""
         if self._interval is None or self._slowest_seconds is None:
             return self.is_overdue
         usual = max(_LATE_SHARE * self._interval, _USUAL_FACTOR * self._slowest_seconds)

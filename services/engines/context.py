@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.config import Section
-from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.memory.allocation import UNSHARED, AllocationRules
 
 
 class EngineConfig(Section):
@@ -15,12 +15,12 @@ class EngineConfig(Section):
 
     @property
     def allows_fault_injection(self) -> bool:
-        """Whether requests may contain fault plans."""
+        """True if requests may contain fault plans."""
         return False
 
     @property
     def is_follower(self) -> bool:
-        """Whether this process only computes for the engine of another one, which is the worker."""
+        """True if this process only computes for the engine of another one, which is the worker."""
         return False
 
     def max_node_ids(self, roles: Sequence[str]) -> int:
@@ -32,11 +32,11 @@ class EngineConfig(Section):
 
 
 class RankProgress(Protocol):
-    """What a rank above 0 tells the process that it runs in, from any thread."""
+    """The progress that a rank above 0 reports to its process, from any thread."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether `ready` has been called."""
+        """True if `ready` has been called."""
 
     def loaded(self, seconds: float) -> None:
         """Its part of the model is loaded."""
@@ -55,5 +55,5 @@ class EngineContext:
     roles: Sequence[str] = ("prefill", "decode")
     lease_seconds: float = 0.0
     node: Callable[[], int] | None = None
-    room: RoomRules = UNSHARED
+    allocation: AllocationRules = UNSHARED
     log_level: str = "info"  # debug, info, warning, error

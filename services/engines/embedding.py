@@ -27,7 +27,7 @@ class TextEmbedder(Protocol):
 
     @property
     def responsive(self) -> bool:
-        """See Engine."""
+        """True while the engine answers (Engine)."""
 
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""

@@ -177,7 +177,7 @@ class ReportedPrompt(HeldKv, Protocol):
     def prompt_logprobs(self) -> PromptLogprobs | None: ...
 
 
-class NoRoom(Overloaded):
+class NoFreeBlocks(Overloaded):
     """A reservation failed because KV that is held here for other workers has filled the pool for too long.
 
     The reader then releases its handoff, and the prompt runs again. So workers that hold KV for one another never wait

@@ -1,10 +1,9 @@
 """The Protocols of engines that transfer KV to one another themselves."""
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from services.engines.answer import Finished, Tokens
+from services.engines.generation import Generation
 from services.engines.kv import HeldBlocks, HeldKv
 from services.engines.prompt import Prompt, Sampling
 
@@ -28,10 +27,10 @@ class ConfirmsKv(EngineHeldKv, Protocol):
 
     @property
     def is_held(self) -> bool:
-        """Whether the engine is certain to hold it now; a lease on KV that it may have freed is not renewed."""
+        """True if the engine is certain to hold it now; a lease on KV that it may have freed is not renewed."""
 
     async def was_held(self) -> bool:
-        """Whether the engine has held it until its reader had all of it. Asked once, before `release`."""
+        """True if the engine has held it until its reader had all of it. Asked once, before `release`."""
 
 
 class EngineDestination(HeldBlocks, Protocol):
@@ -64,8 +63,8 @@ class TransfersKv(Protocol):
     def fetch_seconds(self) -> float:
         """The seconds after a prefill during which a reader may still read its KV; the memory stays until then."""
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
-        """Fetches the KV, and returns the generator that `decode` would return.
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
+        """Fetches the KV, and returns the generation that follows.
 
         Raises InvalidRequest for an invalid state, LayoutMismatch for a state of another version, Overloaded before
         anything is fetched, and HandoffLost if the KV does not arrive. Takes ownership of `source.destination`, also
@@ -84,7 +83,7 @@ class AllocatesFirst(TransfersKv, Protocol):
         """
 
     async def prefill_into(self, prompt: Prompt, sampling: Sampling, destination: bytes) -> EngineHeldKv:
-        """What `prefill` does, for KV that goes to a destination. Its state comes from the wire.
+        """Computes a prompt as `prefill` does, for KV that goes to a destination. Its state comes from the wire.
 
         Cancelling it ends the sending. Raises InvalidRequest for an invalid state, and HandoffLost once the other side
         does not wait for it any more.

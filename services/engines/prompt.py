@@ -54,7 +54,7 @@ class Lora:
 
     @property
     def seed(self) -> str:
-        """What roots of hash chains contain: KV of different adapters never has the same name."""
+        """The text in the root of a hash chain, so that KV of different adapters never has the same name."""
         return f"{self.digest}:{self.name}"
 
 
@@ -81,18 +81,18 @@ class Prompt:
 
     @property
     def chain_seed(self) -> str:
-        """What the root of its hash chain contains beside the salt; empty without an adapter."""
+        """The text in the root of its hash chain beside the salt; empty without an adapter."""
         return self.lora.seed if self.lora else ""
 
     @property
     def is_computable(self) -> bool:
-        """Whether no embedding is missing."""
+        """True if no embedding is missing."""
         return all(span.embedding is not None for span in self.media)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens and when to stop. All values are final; only seed and logprobs may be unset.
+    """The rules of choosing tokens and of stopping. All values are final; only seed and logprobs may be unset.
 
     Random numbers depend on (seed, position) only, so they are the same after a handoff and in any batch. Positions
     count from the start of the prompt. The router chooses a random seed for a request without one.

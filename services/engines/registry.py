@@ -25,7 +25,7 @@ Follow = Callable[[Any, RankProgress, asyncio.Event], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """How to configure, open and describe a kind of engine. Both open functions get an instance of `config`.
+    """The configuration, opening and description of a kind of engine. Both open functions get an instance of `config`.
 
     They return context managers; entering one loads the model. They raise ConfigError for a wrong setting.
     """
@@ -115,7 +115,7 @@ def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyn
     from services.engines.pytorch.parallel.followers import check_roles
 
     check_roles(config, context.roles)
-    return PyTorchEngine(config, room=context.room)
+    return PyTorchEngine(config, rules=context.allocation)
 
 
 def _follow_pytorch(config: PyTorchConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:
@@ -144,7 +144,7 @@ def _open_pytorch_embedder(config: PyTorchConfig, context: EngineContext) -> Abs
 def _open_simulated(config: SimulatedConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
     from services.engines.simulated.engine import SimulatedEngine
 
-    return SimulatedEngine(config, context.room)
+    return SimulatedEngine(config, context.allocation)
 
 
 def _open_simulated_encoder(config: SimulatedConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:

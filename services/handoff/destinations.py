@@ -19,7 +19,7 @@ from services.telemetry.timings import duration
 
 @dataclass(frozen=True, slots=True)
 class AllocatedBlocks:
-    """What the lease table holds for a destination. There is no KV in the blocks yet."""
+    """The blocks that the lease table holds for a destination. There is no KV in them yet."""
 
     destination: EngineDestination
     num_tokens: int = 0
@@ -29,7 +29,6 @@ class AllocatedBlocks:
         return self.destination.block_ids
 
     async def release(self) -> int:
-        """See HeldBlocks."""
         return await self.destination.release()
 
 

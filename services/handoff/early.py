@@ -47,13 +47,11 @@ class PromptInProgress:
         self._changed = asyncio.Event()
 
     def computed(self, block_ids: Sequence[int]) -> None:
-        """See PromptProgress."""
         # Replaced and never changed: transports read it on their threads.
         self.block_ids = (*self.block_ids, *block_ids)
         self._changed.set()
 
     def lost(self) -> None:
-        """See PromptProgress."""
         self._is_lost = True
         self.block_ids = ()
         self._end_lease()

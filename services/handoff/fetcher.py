@@ -1,7 +1,7 @@
 """The reader's side of a handoff whose KV the engines transfer themselves: check the lease, fetch, confirm."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from baton.errors import Overloaded
 from baton.inference.v1 import timing_pb2
 from rpc.tracing.span import stage_span
 from runtime.aio import run_to_completion, run_with_background
-from services.engines.answer import Finished, Tokens
+from services.engines.generation import Generation
 from services.engines.kv import KvLayout
 from services.engines.kv_transfer import EngineDestination, RemoteKv, TransfersKv
 from services.engines.prompt import Prompt, Sampling
@@ -24,8 +24,8 @@ from services.telemetry import metrics
 from services.telemetry.timings import Timing
 
 _TRANSPORT = "engine"
-Events = AsyncGenerator[Tokens | Finished, None]
 Take = Callable[[], EngineDestination]
+Begin = Callable[[], Coroutine[Any, Any, Generation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Fetched:
 
     source: RemoteKv
     timings: tuple[Timing, ...]
-    events: Events
+    generation: Generation
 
 
 class Fetcher:
@@ -77,9 +77,7 @@ class Fetcher:
             call.stage = timing_pb2.STAGE_DECODE
             yield fetched
 
-    async def _fetch(
-        self, source: RemoteKv, lease: ReaderLease, call: RunningCall, begin: Callable[[], Coroutine[Any, Any, Events]]
-    ) -> Fetched:
+    async def _fetch(self, source: RemoteKv, lease: ReaderLease, call: RunningCall, begin: Begin) -> Fetched:
         started = time.monotonic()
         call.stage = timing_pb2.STAGE_HANDOFF_WAIT
         await call.faults.inject("reserve")
@@ -87,19 +85,21 @@ class Fetcher:
         asked = time.monotonic()
         call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
         await call.faults.inject("pull")
-        events = await run_with_background(lease.keep(), begin())
+        generation = await run_with_background(lease.keep(), begin())
         waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, asked - started)
         moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, time.monotonic() - asked, 0, _TRANSPORT)
-        return Fetched(source, (waiting, moving), events)
+        return Fetched(source, (waiting, moving), generation)
 
-    async def _begin(self, source: RemoteKv, sampling: Sampling, stack: AsyncExitStack, take: Take | None) -> Events:
+    async def _begin(
+        self, source: RemoteKv, sampling: Sampling, stack: AsyncExitStack, take: Take | None
+    ) -> Generation:
         if take is not None:
             # Without an await before the engine owns them, so that a cancellation loses no blocks.
             source = replace(source, destination=take())
-        events = await self._engine.decode_remote(source, sampling)
-        # Before any await: a caller that is cancelled never sees the generator, and would not close it.
-        stack.push_async_callback(events.aclose)
-        return events
+        generation = await self._engine.decode_remote(source, sampling)
+        # Before any await: a caller that is cancelled never sees it, and would not close it.
+        stack.push_async_callback(generation.aclose)
+        return generation
 
 
 async def _give_up(lease: ReaderLease) -> None:

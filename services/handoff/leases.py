@@ -39,11 +39,9 @@ class MonotonicClock:
     """The monotonic clock of this host."""
 
     def now(self) -> float:
-        """See Clock."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
-        """See Clock."""
         await asyncio.sleep(seconds)
 
 
@@ -89,7 +87,6 @@ class LeasedReads:
         self._layout_digest = layout_digest
 
     def may_read(self, handoff_id: str, certificate: str, block_ids: Collection[int]) -> bool:
-        """See ReadGuard."""
         lease = self._leases.get(handoff_id)
         if lease is None or not lease.remaining_seconds or lease.layout_digest != self._layout_digest:
             return False

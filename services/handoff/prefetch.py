@@ -227,7 +227,7 @@ class _Prefetch:
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it happens in time."""
+    """True if it happens in time."""
     try:
         async with timeout(seconds):
             await event.wait()

@@ -14,7 +14,7 @@ from rpc.timeouts import KV_TRANSFER_SECONDS
 from rpc.tracing.span import stage_span
 from runtime.aio import TaskGroup, run_to_completion, run_with_background
 from services.engines.base import Engine
-from services.engines.kv import NoRoom, PulledKv, Reservation
+from services.engines.kv import NoFreeBlocks, PulledKv, Reservation
 from services.engines.prompt import Prompt
 from services.engines.request_context import current_freed_kv
 from services.handoff import spans as traces
@@ -79,7 +79,7 @@ class Puller:
                             pulled = await attempt.confirm(lease)
                             metrics.observe_handoff(pulled.timings)
                             traces.taken_over(span, handoff, pulled.timings)
-                    except NoRoom as error:
+                    except NoFreeBlocks as error:
                         # The owner may be waiting for this worker's blocks: release the handoff at once.
                         metrics.HANDOFFS_GIVEN_BACK.inc()
                         raise HandoffLost(f"the handoff was released: {error.message}") from error

@@ -134,7 +134,7 @@ def check_blocks(leased: LeasedBlocks, num_blocks: int, path: str = "handoff") -
 
 
 def _are_distinct(block_ids: Sequence[int], num_blocks: int) -> bool:
-    """Whether each id is within so many blocks, and comes once."""
+    """True if each id is within so many blocks, and comes once."""
     ids = np.frombuffer(packed_ids(block_ids), np.uint32)
     if len(ids) and ids.max() >= num_blocks:
         return False

@@ -33,7 +33,7 @@ class ReaderLease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the owner has said that the lease has ended, so that there is nothing to release."""
+        """True if the owner has said that the lease has ended, so that there is nothing to release."""
         return self._lease.is_over
 
     async def keep(self) -> None:

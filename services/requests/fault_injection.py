@@ -38,7 +38,7 @@ class Faults:
                 await _inject(fault)
 
     def has(self, action: Action, point: WorkerPoint) -> bool:
-        """Whether a fault is planned that the caller has to carry out itself."""
+        """True if a fault is planned that the caller has to carry out itself."""
         return any((fault.action, fault.point) == (action, point) for fault in self._faults)
 
 

@@ -13,7 +13,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class RankHealth:
-    """What /health and /metrics say of a rank. See RankProgress; its methods may be called on any thread."""
+    """The health and metrics of a rank. Its methods may be called on any thread (RankProgress)."""
 
     worker_id: str
     is_ready: bool = False
@@ -23,17 +23,14 @@ class RankHealth:
         return {"status": status(self.is_ready), "worker_id": self.worker_id, "roles": ()}
 
     def loaded(self, seconds: float) -> None:
-        """See RankProgress."""
         MODEL_LOAD_SECONDS.set(seconds)
 
     def ready(self) -> None:
-        """See RankProgress."""
         self.is_ready = True
         metrics.RANK_READY.set(1)
         _log.info("the group is ready", worker_id=self.worker_id)
 
     def stepped(self, tokens: int) -> None:
-        """See RankProgress."""
         metrics.RANK_STEPS.inc()
         metrics.RANK_STEP_TOKENS.inc(tokens)
 

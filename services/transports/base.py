@@ -61,7 +61,7 @@ class ReadGuard(Protocol):
     """Decides which blocks of an owner's pool a reader may read."""
 
     def may_read(self, handoff_id: str, certificate: str, block_ids: Collection[int]) -> bool:
-        """Whether a handoff that is held now covers these blocks and allows this certificate.
+        """True if a handoff that is held now covers these blocks and allows this certificate.
 
         `certificate` is empty for a reader without one. Safe on every thread.
         """
@@ -85,7 +85,7 @@ class TransportOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What a transport is opened with: its options, and the TLS for connections to owners.
+    """The arguments that open a transport: its options, and the TLS for connections to owners.
 
     `memory` is the pool that KV is pulled into; embeddings are pulled into other memory.
     """

@@ -85,7 +85,7 @@ def receive_before(connection: socket.socket, size: int, deadline: float) -> byt
 
 
 def is_silent(connection: socket.socket) -> bool:
-    """Whether an idle connection is open, and has received nothing."""
+    """True if an idle connection is open, and has received nothing."""
     poll = select.poll()
     poll.register(connection, select.POLLIN | select.POLLRDHUP)
     return not poll.poll(0)

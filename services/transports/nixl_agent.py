@@ -133,7 +133,7 @@ class Agent:
             return int(request)
 
     def is_over(self, request: int) -> bool:
-        """Whether the read is complete. It progresses only while this is called."""
+        """True if the read is complete. It progresses only while this is called."""
         with self._reporting():
             return bool(self._agent.getXferStatus(request) == self._bindings.NIXL_SUCCESS)
 

@@ -108,10 +108,10 @@ class HostStaging:
         self.area = area_of(self._bytes)
 
     def make_current(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def deliver(self, transfer: Transfer, arriving: Iterable[Sequence[int]]) -> None:
-        """See Staging. The destination may be anywhere."""
+        """Copies what has arrived to the destination, which may be anywhere."""
         writer = transfer.memory.write(transfer.destination)
         for _, views in zip(arriving, batches(writer.views, self.area.num_bytes), strict=True):
             scatter(self._bytes, views)
@@ -129,11 +129,10 @@ class GpuStaging:
         self.area = Area(area.address, area.num_bytes, area.device)
 
     def make_current(self) -> None:
-        """See Staging."""
         self._staging.make_current()
 
     def deliver(self, transfer: Transfer, arriving: Iterable[Sequence[int]]) -> None:
-        """See Staging. Raises NixlFailed if the destination is not the pool that this is for."""
+        """Delivers what has arrived. Raises NixlFailed if the destination is not the pool that this is for."""
         if transfer.memory is not self._memory:
             raise NixlFailed("a pool in a GPU's memory is read into the worker's own pool only")
         for destination in arriving:

@@ -68,7 +68,7 @@ def test_an_image_has_what_openais_api_needs(engine: Engine, target: str) -> Non
     assert run(engine, target, "python", "-c", "import router.openai.server as it; print(it.__name__)").strip()
 
 
-COMPILED = "import router.stream.single_tokens as it; print(it.__file__.endswith('.so'))"
+COMPILED = "import router.stream.lane as it; print(it.__file__.endswith('.so'))"
 
 
 def test_routers_are_compiled_and_the_other_image_is_not(engine: Engine) -> None:

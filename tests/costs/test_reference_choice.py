@@ -99,7 +99,8 @@ class State:
             case 2:
                 source.choice([cost.prefill, cost.entry]).add(source.randrange(2000), source.random())
             case 3:
-                cost.way_to(costs.of(source.choice(self.decode).record)).add(source.randrange(1 << 26), source.random())
+                reader = costs.of(source.choice(self.decode).record)
+                cost.link_to(reader).add(source.randrange(1 << 26), source.random())
             case 4:
                 ticket = costs.shares.give(rank, rank, source.randrange(2000), source.random())
                 if source.random() < 0.5:
@@ -182,7 +183,7 @@ def sums(state: State, request: RoutingRequest, candidates: Candidates[Seen], ra
                     continue
                 (wait, compute), held_up = first(prefill), first(decode)[0]
                 moved = (tokens - cached(decode)) / SIZE * BLOCK_BYTES
-                transfer = linear(places[prefill][1].way_to(places[decode][1]), moved)
+                transfer = linear(places[prefill][1].link_to(places[decode][1]), moved)
                 late = max(0.0, held_up - (wait + compute + transfer))
                 terms = wait, compute, transfer, joining(decode)[0] + late, 0.0
                 found.append(Sum(prefill, decode, *terms, cached(prefill), (tokens_of(prefill), streams_of(decode))))

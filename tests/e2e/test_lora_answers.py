@@ -51,7 +51,7 @@ def worker(role: str, folder: Path, worker_id: str = "", **options: object) -> W
 @asynccontextmanager
 async def cluster(*configs: WorkerConfig) -> AsyncIterator[Bench]:
     async with bench(*configs, router=PATIENT) as running:
-        await eventually(lambda: all(one.loras.is_told for one in running.cluster.workers))
+        await eventually(lambda: all(one.loras.is_reported for one in running.cluster.workers))
         yield running
 
 
@@ -167,7 +167,7 @@ async def test_an_answer_goes_on_with_its_adapter_where_a_worker_is_lost(folder:
 @pytest.mark.feature("LoRA adapters", engine="pytorch", facade="kserve")
 async def test_programs_and_operators_see_adapters(folder: Path, baton: Baton) -> None:
     async with openai_bench(worker("decode", folder, load=("second",))) as running:
-        await eventually(lambda: all(one.loras.is_told for one in running.cluster.workers))
+        await eventually(lambda: all(one.loras.is_reported for one in running.cluster.workers))
         async with client_of(running) as client:
             listed = {model.id: getattr(model, "parent", "") async for model in await client.models.list()}
             found = await client.models.retrieve("demo:first")

@@ -26,7 +26,7 @@ class PrefixCache:
         self._tell({"type": "created", "num_blocks_per_cache_level": [64, 0]})
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether there are events."""
         return self._is_on and self._max_events > 0
 

@@ -9,32 +9,39 @@ from engine_protocol.multiplex.running_calls import RunningCalls
 
 @dataclass(eq=False)
 class Output:
-    """Notes when it is flushed."""
+    """A wire that notes when it is flushed; a connection of its own."""
 
     name: str
     happened: list[object]
 
-    def flush_early(self) -> None:
+    @property
+    def connection(self) -> "Output":
+        return self
+
+    def write(self, message: bytes) -> bool:
+        raise AssertionError("its sinks do not write")
+
+    def flush(self) -> None:
         self.happened.append(self.name)
 
 
 @dataclass
-class Taker:
+class Sink:
     """Notes what it is given; raises `error` instead, if there is one."""
 
     call: int
-    output: Output | None
+    wire: Output | None
     happened: list[object]
     error: Exception | None = None
     noted: int = 0
 
-    def take(self, token_id: int) -> bool:
+    def push(self, token_id: int) -> bool:
         if self.error is not None:
             raise self.error
         self.happened.append((self.call, token_id))
         return True
 
-    def note_taken(self, now: float) -> None:
+    def settle(self, now: float) -> None:
         self.noted += 1
         self.happened.append("noted")
 
@@ -48,7 +55,7 @@ class NoLink:
     def pause(self, call: int, *, is_paused: bool) -> None:
         pass
 
-    def relay_tokens(self, call: int, taker: object) -> None:
+    def set_sink(self, call: int, sink: object) -> None:
         pass
 
 
@@ -67,9 +74,23 @@ class Calls:
     def add(self, number: int, output: Output | None, error: Exception | None = None) -> MultiplexedCall[list[int]]:
         call: MultiplexedCall[list[int]] = MultiplexedCall(number, NoLink(), list, list, None)
         self.calls.add(number, call)
-        self.calls.relay_tokens(number, Taker(number, output, self.happened, error))
+        self.calls.set_sink(number, Sink(number, output, self.happened, error))
         return call
 
-    def take(self, *tokens: tuple[int, int]) -> None:
+    def add_stopping(self, number: int) -> Sink:
+        """A call that its sink ends at the first token, as a stop string does."""
+        calls = self.calls
+
+        class Stopping(Sink):
+            def push(self, token_id: int) -> bool:
+                calls.forget(number)
+                return super().push(token_id)
+
+        self.add(number, None)
+        sink = Stopping(number, None, self.happened)
+        calls.set_sink(number, sink)
+        return sink
+
+    def push(self, *tokens: tuple[int, int]) -> None:
         numbers, ids = zip(*tokens, strict=True)
-        self.calls.take(pb.MultiplexResponse(token_calls=numbers, token_ids=ids))
+        self.calls.push(pb.MultiplexResponse(token_calls=numbers, token_ids=ids))

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from benchmarks.routing.simulated.clock import StepCosts
 from router.routing.policy import Candidates, RoutingRequest, W
-from router.routing.prefix.places import DecodePlace, PrefillPlace
 from router.routing.prefix.predicted import Option, PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
+from router.routing.prefix.rank_costs import DecodeRank, PrefillRank
 
 
 class PullingBack(PredictedSeconds):
@@ -27,21 +27,21 @@ class PullingBack(PredictedSeconds):
         decodes = {id(decode): decode for _, _, decode in options}.values()
         prefills = {id(prefill): prefill for _, prefill, _ in options if prefill is not None}.values()
         for decode in decodes:
-            here = PrefillPlace(*DecodePlace(*decode).here)
+            here = PrefillRank(*DecodeRank(*decode).here)
             for fields in prefills:
-                prefill = PrefillPlace(*fields)
+                prefill = PrefillRank(*fields)
                 missing = here.cached_tokens - prefill.cached_tokens
                 if missing > 0:
                     seconds = self.pull.move_seconds + missing // size * block_bytes / self.pull.bytes_per_second
                     pulled = _with_pull(prefill, here.cached_tokens, seconds)
-                    way = prefill.cost.way_to(here.cost)
+                    way = prefill.cost.link_to(here.cost)
                     moved = (request.prompt_tokens - here.cached_tokens) / size * block_bytes
                     arrival = pulled.first_token + way.seconds(moved)
                     options.append((arrival + here.late(arrival) + decode[0], pulled, decode))
         return options
 
 
-def _with_pull(prefill: PrefillPlace[W], cached_tokens: int, seconds: float) -> PrefillPlace[W]:
+def _with_pull(prefill: PrefillRank[W], cached_tokens: int, seconds: float) -> PrefillRank[W]:
     """The place with so many tokens cached after a pull of so many seconds."""
     gained = (cached_tokens - prefill.cached_tokens) * prefill.cost.prefill.slowness * prefill.cost.prefill.usual.rate
     compute = prefill.prefill - gained + seconds

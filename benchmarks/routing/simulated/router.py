@@ -52,7 +52,7 @@ class View:
 
 
 class SimulatedRouter:
-    """Places requests by a policy, and follows the workers."""
+    """RankCosts requests by a policy, and follows the workers."""
 
     def __init__(
         self,

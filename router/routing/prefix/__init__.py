@@ -1,7 +1,7 @@
 """The policy predicted_seconds: sends a request where it costs the fewest seconds, given what prefix caches hold.
 
 predicted.py      PredictedSeconds: the policy, and the sum of terms that it compares
-places.py         what a prompt costs at each rank of the workers that could run it
+rank_costs.py     what a prompt costs at each rank of the workers that could run it
 cost.py           the costs of prefill, transfer and decode, learnt online
 work.py           the queue of prompts at each rank, and its share of the work
 forecast.py       compares a placed request with its prediction, and corrects costs and caches

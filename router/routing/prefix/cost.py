@@ -155,7 +155,7 @@ class RelativeCost:
         self.slowness = slowness if abs(slowness - 1.0) > _CHANCE else 1.0
 
 
-class Way(RelativeCost):
+class Link(RelativeCost):
     """The cost of moving bytes from one worker to another. `exists` is false where the other cannot read them.
 
     `distance` are the seconds that a configured preference for near pairs adds.
@@ -176,16 +176,16 @@ class Nearness:
     within: Domain | None = None
     far_seconds: float = 0.0
 
-    def way(self, usual: LinearCost, owner: WorkerRecord, reader: WorkerRecord) -> Way:
-        """The way from one worker to another, before anything is measured."""
+    def link(self, usual: LinearCost, owner: WorkerRecord, reader: WorkerRecord) -> Link:
+        """The link from one worker to another, before anything is measured."""
         exists = can_hand_over(owner, reader, self.within)
-        distance = self.far_seconds * steps_apart(owner.place, reader.place) if self.far_seconds else 0.0
-        return Way(usual, exists, distance)
+        steps = steps_apart(owner.known_location, reader.known_location) if self.far_seconds else 0
+        return Link(usual, exists, self.far_seconds * steps)
 
 
 @dataclass(slots=True, eq=False)
 class WorkerCost:
-    """What is known about one worker. `ways` are from it, by the reading process."""
+    """The measured costs of one worker. `links` are the links from it, by the reading process."""
 
     record: WorkerRecord
     process: str
@@ -194,14 +194,14 @@ class WorkerCost:
     transfer: LinearCost  # usual in its group
     ranks: tuple[RankWork, ...]
     nearness: Nearness = Nearness()
-    ways: dict[str, Way] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
     coming: int = 0  # requests that will decode there once their prompts are computed elsewhere
 
-    def way_to(self, reader: "WorkerCost") -> Way:
+    def link_to(self, reader: "WorkerCost") -> Link:
         """The cost of moving bytes to another worker."""
-        found = self.ways.get(reader.process)
+        found = self.links.get(reader.process)
         if found is None:
-            found = self.ways[reader.process] = self.nearness.way(self.transfer, self.record, reader.record)
+            found = self.links[reader.process] = self.nearness.link(self.transfer, self.record, reader.record)
         return found
 
 
@@ -234,7 +234,7 @@ class Costs:
         self._by_record: dict[int, WorkerCost] = {}
 
     def of(self, record: WorkerRecord) -> WorkerCost:
-        """What is known about a worker."""
+        """The measured costs of a worker."""
         found = self._by_record.get(id(record))
         if found is None:
             found = self._of_process(record)
@@ -271,7 +271,7 @@ class Costs:
             for cost in (usual.prefill, usual.entry, usual.transfer):
                 cost.fade()
         for worker in self._workers.values():
-            for relative in (worker.prefill, worker.entry, *worker.ways.values()):
+            for relative in (worker.prefill, worker.entry, *worker.links.values()):
                 relative.fade()
 
     def forget(self, process: str) -> None:
@@ -282,7 +282,7 @@ class Costs:
             for rank in gone.ranks:
                 self.shares.forget(rank)
         for cost in self._workers.values():
-            cost.ways.pop(process, None)
+            cost.links.pop(process, None)
 
     def _usual(self, group: str) -> _Usual:
         found = self._groups.get(group)

@@ -45,7 +45,7 @@ class ExpectedBlocks:
         self._by_first[keys[start]] = _Expected(keys, start, expires)
 
     def extent(self, keys: Sequence[int], count: int, now: float) -> int:
-        """How many of a prompt's first blocks are there if the expected ones follow the first `count`."""
+        """The number of a prompt's first blocks that are there if the expected ones follow the first `count`."""
         while count < len(keys):
             found = self._by_first.get(keys[count])
             if found is None or found.expires <= now:
@@ -80,7 +80,7 @@ class ExpectedBlocks:
 
 
 def _common(expected: _Expected, keys: Sequence[int], count: int) -> int:
-    """How many blocks of `expected`, from its first one on, are those of a prompt from `count` on; at least one."""
+    """The number of blocks of `expected`, from its first, that equal a prompt's from `count` on; at least one."""
     have, start = expected.keys, expected.start
     most = min(expected.end - start, len(keys) - count)
     # In growing steps, since keys that are not read need not be computed.

@@ -66,7 +66,6 @@ class Forecast(Generic[W]):
             self._expect(prediction.decode_worker, self._reader, seconds)
 
     def first_token(self, cached_tokens: int | None) -> None:
-        """See Progress."""
         if self._has_first_token or self._ticket is None:
             return
         self._has_first_token = True
@@ -82,12 +81,10 @@ class Forecast(Generic[W]):
             metrics.TTFT_PREDICTION_ERROR.observe(abs(actual - self._prediction.first_token) / actual)
 
     def found_cached(self, cached_tokens: int) -> None:
-        """See Progress."""
         if self._prediction.prefill_worker is None:
             self._correct(cached_tokens)
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
-        """See Progress."""
         owner, reader = self._prediction.prefill_worker, self._prediction.decode_worker
         if owner is None:
             return
@@ -96,12 +93,11 @@ class Forecast(Generic[W]):
         for timing in timings:
             seconds = timing.duration.ToNanoseconds() / 1e9
             if timing.stage == timing_pb2.STAGE_HANDOFF_TRANSFER:
-                self._costs.of(owner.record).way_to(cost).add(timing.num_bytes, seconds)
+                self._costs.of(owner.record).link_to(cost).add(timing.num_bytes, seconds)
             elif timing.stage == timing_pb2.STAGE_HANDOFF_WAIT:
                 cost.entry.add(0.0, seconds)
 
     def close(self) -> None:
-        """See Progress."""
         if self._ticket is not None and not self._has_first_token:
             self._work.queue.give_up(self._ticket)
         self._ticket = None

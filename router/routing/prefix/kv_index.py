@@ -70,16 +70,16 @@ class KvIndex(Generic[HolderT]):
 
     @property
     def num_bits(self) -> int:
-        """How many bits the int of a block may have: for holders, and for those whose blocks are being removed."""
+        """The most bits in the int of a block: for holders, and for those whose blocks are being removed."""
         return self._num_bits
 
     def num_blocks(self, holder: HolderT) -> int:
-        """How many blocks a holder has; 0 for an unknown one."""
+        """The number of a holder's blocks; 0 for an unknown one."""
         found = self._holders.get(holder)
         return found.num_blocks if found else 0
 
     def holds(self, holder: HolderT, key: int) -> bool:
-        """Whether a holder has a block."""
+        """True if a holder has a block."""
         found = self._holders.get(holder)
         return found is not None and bool(self._shards[key & _LAST].get(key, 0) & found.bit)
 
@@ -134,7 +134,7 @@ class KvIndex(Generic[HolderT]):
             self._give_up_bit(found)
 
     def match(self, keys: Iterable[int]) -> dict[HolderT, int]:
-        """How many blocks of a prompt each holder has, from the first one without a gap; only holders of any."""
+        """The number of a prompt's blocks at each holder, from the first one without a gap; only holders of any."""
         alive, shards, count = self._valid, self._shards, 0
         matched: dict[HolderT, int] = {}
         if not alive:

@@ -19,8 +19,8 @@ from router.routing.latency import Clock
 from router.routing.policy import Candidates, Placement, Prediction, RoutingRequest, W
 from router.routing.prefix.cost import Costs, Nearness, Priors
 from router.routing.prefix.forecast import Forecast
-from router.routing.prefix.places import DecodeFields, Places, PrefillFields
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
+from router.routing.prefix.rank_costs import DecodeFields, PrefillFields, RankCosts
 from router.routing.prefix.work import ArrivalRate
 
 # How many workers of each role are combined into pairs: the best ones by their own terms.
@@ -30,7 +30,7 @@ _PAIRED = 3
 _EQUAL_SHARE = 0.1
 _EQUAL_SECONDS = 0.001
 
-# The total, a place to prefill unless the prompt runs on the decode worker, and a place to decode. Plain tuples: dozens
+# The total, a rank to prefill unless the prompt runs on the decode worker, and a rank to decode. Plain tuples: dozens
 # are made for each request.
 Option: TypeAlias = tuple[float, PrefillFields[W] | None, DecodeFields[W]]
 _total = itemgetter(0)
@@ -39,7 +39,7 @@ _total = itemgetter(0)
 class PredictedSeconds:
     """Predicts what a request costs on each pair of workers, and learns from what it did.
 
-    `temperature_seconds` is 0 to take the best place, or more to take others too, the less often the more they cost.
+    `temperature_seconds` is 0 to take the best rank, or more to take others too, the less often the more they cost.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PredictedSeconds:
     ) -> None:
         self.caches = caches or PrefixCaches(clock)
         self.costs = Costs(priors, clock, nearness)
-        self._places = Places(self.costs)
+        self._rank_costs = RankCosts(self.costs)
         self._looks_at_places = nearness is not None and nearness != Nearness()
         self._temperature_seconds = temperature_seconds
         self._clock = clock
@@ -62,7 +62,7 @@ class PredictedSeconds:
         self._random = random.Random(seed)
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
-        """The best place, which counts as busy with the prompt until the placement's progress is closed."""
+        """The best rank, which counts as busy with the prompt until the placement's progress is closed."""
         matched = self.caches.match(request.blocks.keys)
         self._arrivals.count()
         self.costs.fade()
@@ -78,7 +78,6 @@ class PredictedSeconds:
         return [self._predict(option, request) for option in self._options(request, candidates, matched)]
 
     def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
-        """See PredictingPolicy."""
         is_reported = self.caches.reports(process)
         return generate_pb2.CACHE_VIEW_REPORTED if is_reported else generate_pb2.CACHE_VIEW_ESTIMATED
 
@@ -86,7 +85,7 @@ class PredictedSeconds:
         """Forgets a worker that has left."""
         self.caches.drop(process)
         self.costs.forget(process)
-        self._places.forget()
+        self._rank_costs.forget()
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
         totals = [total for total, _, _ in options]
@@ -110,11 +109,11 @@ class PredictedSeconds:
     def _options(
         self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
     ) -> list[Option[W]]:
-        now, places = self._clock(), self._places
-        decodes = places.to_decode(candidates.decode, request, matched, now, self._arrivals.per_second)
+        now, ranks = self._clock(), self._rank_costs
+        decodes = ranks.to_decode(candidates.decode, request, matched, now, self._arrivals.per_second)
         options: list[Option[W]] = []
         if candidates.prefill:
-            prefills = places.to_prefill(candidates.prefill, request, matched, now)
+            prefills = ranks.to_prefill(candidates.prefill, request, matched, now)
             best = sorted(decodes)[:_PAIRED]
             if self._looks_at_places:
                 options = [each for decode in best for each in _pairs(_nearest(prefills, decode), [decode], request)]
@@ -124,10 +123,10 @@ class PredictedSeconds:
         if not candidates.requires_prefill:
             # Where streams wait for memory already, a prompt of its own would only make them wait longer.
             needs_no_room = not options
-            for place in decodes:
-                decode, _, _, here, stall, has_room = place
+            for rank in decodes:
+                decode, _, _, here, stall, has_room = rank
                 if has_room or needs_no_room:
-                    options.append((here[0] + decode + stall, None, place))
+                    options.append((here[0] + decode + stall, None, rank))
         return options
 
     def _predict(self, option: Option[W], request: RoutingRequest) -> Prediction[W]:
@@ -136,8 +135,8 @@ class PredictedSeconds:
         _, _, _, held_up, _, have, reader, reader_cost, reader_work = here
         transfer = late = distance = 0.0
         if apart is not None:
-            way = cost.way_to(reader_cost)
-            transfer, distance = way.seconds(_moved_bytes(have, request)), way.distance
+            link = cost.link_to(reader_cost)
+            transfer, distance = link.seconds(_moved_bytes(have, request)), link.distance
             late = max(0.0, held_up - (first_token + transfer))
         return Prediction(
             prefill_worker=None if apart is None else worker,
@@ -156,7 +155,7 @@ class PredictedSeconds:
         )
 
     def _explain(self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest) -> list[str]:
-        """The chosen place, then all others, the best first."""
+        """The chosen rank, then all others, the best first."""
         found = [self._predict(option, request) for option in sorted(options, key=_total)]
         return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
 
@@ -164,8 +163,8 @@ class PredictedSeconds:
 def _nearest(prefills: Sequence[PrefillFields[W]], decode: DecodeFields[W]) -> Sequence[PrefillFields[W]]:
     """The best ones for this decode worker, of those that are near enough, with what their distance costs."""
     reader = decode[3][7]
-    ways = [(prefill[7].way_to(reader), prefill) for prefill in prefills]
-    near = [(prefill[0] + way.distance, prefill) for way, prefill in ways if way.exists]
+    links = [(prefill[7].link_to(reader), prefill) for prefill in prefills]
+    near = [(prefill[0] + link.distance, prefill) for link, prefill in links if link.exists]
     return [prefill for _, prefill in sorted(near, key=itemgetter(0))[:_PAIRED]]
 
 
@@ -184,23 +183,23 @@ def _pairs(
         moved, process = _moved_bytes(cached, request), reader.process
         for prefill in prefills:
             first_token, _, _, _, _, _, _, cost, _ = prefill
-            way = cost.ways.get(process) or cost.way_to(reader)
-            if way.exists:
-                usual = way.usual
-                # As `way.seconds(moved)` and `late(arrival)`.
-                arrival = first_token + way.slowness * (usual.base + moved * usual.rate)
-                options.append(((wait if wait > arrival else arrival) + joins + way.distance, prefill, decode))
+            link = cost.links.get(process) or cost.link_to(reader)
+            if link.exists:
+                usual = link.usual
+                # As `link.seconds(moved)` and `late(arrival)`.
+                arrival = first_token + link.slowness * (usual.base + moved * usual.rate)
+                options.append(((wait if wait > arrival else arrival) + joins + link.distance, prefill, decode))
     return options
 
 
 def _moved_bytes(cached_tokens: int, request: RoutingRequest) -> float:
-    """What a handoff moves to a decode worker that has so many tokens: the blocks that it does not have."""
+    """The bytes that a handoff moves to a decode worker that has `cached_tokens`: the blocks that it does not have."""
     blocks = request.blocks
     return (request.prompt_tokens - cached_tokens) / blocks.block_tokens * blocks.block_bytes
 
 
 def _affinity(session_key: str, option: Option[W]) -> bytes:
-    """Highest for one place of each session (rendezvous hashing)."""
+    """Highest for one rank of each session (rendezvous hashing)."""
     _, prefill, (_, _, _, here, _, _) = option
-    workers = [place[6].record.worker_id for place in (prefill, here) if place]
+    workers = [rank[6].record.worker_id for rank in (prefill, here) if rank]
     return hashlib.blake2b("\0".join([session_key, *workers]).encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""What a router believes the prefix caches of its workers hold: what they report, and what it has sent there itself."""
+"""A router's view of its workers' prefix caches: reported by them, or estimated from what it has sent there."""
 
 import time
 from collections.abc import Sequence
@@ -50,19 +50,19 @@ class PrefixCaches:
 
     @property
     def has_reports(self) -> bool:
-        """Whether any worker reports what it has cached."""
+        """True if any worker reports what it has cached."""
         return bool(self._reporting)
 
     def reports(self, process: str) -> bool:
-        """Whether a worker reports what it has cached; otherwise that is estimated."""
+        """True if a worker reports what it has cached; otherwise that is estimated."""
         return process in self._reporting
 
     def num_blocks(self, cache: Cache) -> int:
-        """How many blocks a cache has reported, or is estimated to hold."""
+        """The number of blocks that a cache has reported, or is estimated to hold."""
         return self._index.num_blocks(cache)
 
     def match(self, keys: Sequence[int]) -> dict[Cache, int]:
-        """How many of a prompt's first blocks each cache has; only caches that have any."""
+        """The number of a prompt's first blocks that each cache has; only caches that have any."""
         self._expire()
         matched = self._index.match(keys)
         if self._cacheless:

@@ -41,7 +41,7 @@ class BlockKeys(Sequence[int]):
 
     @property
     def num_known(self) -> int:
-        """How many have been computed."""
+        """The number of blocks whose names have been computed."""
         return len(self._known)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PromptHasher:
         self._older: _Pieces = {}
 
     def is_quick(self, request: RoutingRequest) -> bool:
-        """Whether the blocks of a prompt are named soon enough for an event loop."""
+        """True if the blocks of a prompt are named soon enough for an event loop."""
         return request.prompt_tokens < _MANY_TOKENS
 
     def blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
@@ -131,7 +131,7 @@ class PromptHasher:
                 hashes = extend_chain(*place, size)
                 found = hashes[-1], chain_keys(hashes)
                 if len(hashes) == _PIECE_BLOCKS:
-                    self._note(place, found)
+                    self._remember(place, found)
             parent, keys = found
             yield keys
 
@@ -141,10 +141,10 @@ class PromptHasher:
         if found is None:
             found = self._older.get(place)
             if found is not None:
-                self._note(place, found)
+                self._remember(place, found)
         return found
 
-    def _note(self, place: tuple[bytes, bytes], found: tuple[bytes, Sequence[int]]) -> None:
+    def _remember(self, place: tuple[bytes, bytes], found: tuple[bytes, Sequence[int]]) -> None:
         if len(self._newer) >= _MOST_PIECES:
             self._older, self._newer = self._newer, {}
         self._newer[place] = found

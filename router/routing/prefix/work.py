@@ -30,11 +30,11 @@ class PromptQueue:
 
     @property
     def wait_seconds(self) -> float:
-        """How long a prompt that is sent now will wait."""
+        """The seconds that a prompt sent now will wait."""
         return self.wait_at(self._clock())
 
     def wait_at(self, now: float) -> float:
-        """How long a prompt that is sent `now` will wait."""
+        """The seconds that a prompt sent at `now` will wait."""
         # If the first one takes longer than predicted, that says nothing about those behind it.
         return self.seconds - min(self.head_seconds, now - self.head_since)
 
@@ -79,7 +79,7 @@ class PromptQueue:
 
 
 class ArrivalRate:
-    """How many requests a second this router places, over about the last half minute."""
+    """The requests a second that this router places, over about the last half minute."""
 
     _HORIZON_SECONDS = 30.0
 

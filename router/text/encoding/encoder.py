@@ -43,7 +43,7 @@ class Encoder:
 
     @property
     def is_quick(self) -> bool:
-        """Whether it has a quicker way than the library."""
+        """True if it has a quicker way than the library."""
         return self._quick is not None
 
     def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> list[int]:
@@ -128,7 +128,7 @@ class _QuickEncoder:
 
 
 def _agrees(tokenizer: Tokenizer) -> bool:
-    """Whether the quick way, if there is one, gives the library's ids for texts of all kinds. Takes milliseconds."""
+    """True if the quick way, if there is one, gives the library's ids for texts of all kinds. Takes milliseconds."""
     try:
         quick = _quick_encoder(tokenizer, spare_tokens=math.inf)
         if quick is None:
@@ -161,7 +161,7 @@ def _state(component: Any) -> Mapping[str, Any]:
 
 
 def _around(processor: Mapping[str, Any]) -> _Around | None:
-    """What a post-processor adds to a single text; None if that is not known."""
+    """The ids that a post-processor adds around a single text; None if they are not known."""
     steps = processor.get("processors") if processor.get("type") == "Sequence" else [processor]
     templates = [step for step in steps or () if step and step.get("type") != "ByteLevel"]  # which moves only offsets
     match templates:

@@ -1,4 +1,4 @@
-r"""How byte-level tokenizers split a text into words, which are the pieces that they encode one by one.
+r"""The words of a text, as byte-level tokenizers split it: the pieces that they encode one by one.
 
 Each pattern of the library has one for Python's `re`, which splits ASCII text in the same way. In ASCII, \p{L} is
 [A-Za-z], \p{Lu} [A-Z], \p{Ll} [a-z] and \p{N} [0-9], and there is no \p{M}, \p{Lt}, \p{Lm} or \p{Lo}. The library's
@@ -84,7 +84,7 @@ def whole(text: str) -> list[str]:
 
 
 def splitter_of(pre_tokenizer: Mapping[str, Any]) -> Splitter | None:
-    """How a pre-tokenizer, in the form of tokenizer.json, splits ASCII text; None if that is not known.
+    """The splitter of ASCII text that does as a pre-tokenizer, in the form of tokenizer.json; None if it is not known.
 
     It must map bytes to characters last, as `ByteLevel` does, and add nothing.
     """

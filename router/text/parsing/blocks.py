@@ -80,7 +80,7 @@ class BlockParser:
         return self._block(self._take(at + len(self._end)))
 
     def _in_string(self, at: int) -> bool:
-        """Whether a string of JSON goes on at this place, which is not before the last one asked for."""
+        """True if a string of JSON goes on at this place, which is not before the last one asked for."""
         for found in _QUOTES.finditer(self._held, self._quoted_to, at):
             if len(found[0]) == 1:
                 self._is_quoted = found[0] == '"' and not self._is_quoted

@@ -1,4 +1,4 @@
-"""How today's models write tool calls.
+"""The formats in which models write tool calls.
 
 hermes    Hermes, Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
 llama     Llama 3.1 and later: `{"name": ..., "parameters": {...}}`, `;` between, as the whole answer or after

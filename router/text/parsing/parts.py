@@ -1,4 +1,4 @@
-"""What the text of an answer is made of, and the Protocol of the parsers that find it."""
+"""The parts of an answer's text, and the Protocol of the parsers that find them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

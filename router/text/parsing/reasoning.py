@@ -19,7 +19,7 @@ class ReasoningParser:
         return self._step()
 
     def flush(self) -> list[Part]:
-        """What may have been the beginning of a marker."""
+        """The text that may have been the beginning of a marker."""
         held, self._held = self._held, ""
         if self._step == self._inside:
             return [Reasoning(held.strip() if self._is_first else held, held)] if held else []

@@ -56,12 +56,12 @@ class AnswerParser:
         self.markers = (*(tools.markers if tools else ()), *((BEGIN, END) if reasoning else ()))
 
     def push(self, text: str) -> "Parsed":
-        """What is certain with this text."""
+        """The parts that are certain with this text."""
         parts = self._reasoning.push(text) if self._reasoning else [Text(text, text)]
         return self._parsed(parts)
 
     def flush(self) -> "Parsed":
-        """What was held back."""
+        """The parts that were held back."""
         parsed = self._parsed(self._reasoning.flush() if self._reasoning else ())
         if self._tools:
             for part in self._tools.flush():

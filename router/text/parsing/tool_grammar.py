@@ -15,7 +15,7 @@ _TAG_SCHEMA = re.compile(r"^guided\.structural_tags\.tags\[(\d+)\]\.json_schema"
 
 
 def wants_guided_calls(chat: generate_pb2.ChatInput) -> bool:
-    """Whether calls must be made, or must follow their schema."""
+    """True if calls must be made, or must follow their schema."""
     choice = chat.tool_choice
     return choice.is_required or bool(choice.name) or any(tool.is_strict for tool in chat.tools)
 

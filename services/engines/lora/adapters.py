@@ -89,7 +89,6 @@ class LoraAdapters(Generic[Weights]):
         await self._group.__aexit__(None, None, None)
 
     def inventory(self) -> LoraInventory:
-        """See ServesLoras."""
         rejected = [LoraRejection(lora.name, reason) for lora, reason in self._failed.items()]
         return LoraInventory(
             loaded=tuple(one.entry.ranked for _, one in sorted(self._loaded.items())),
@@ -106,14 +105,12 @@ class LoraAdapters(Generic[Weights]):
         return found.slot
 
     def require(self, lora: Lora) -> None:
-        """See ServesLoras."""
         loaded, available = self._loaded.get(lora.name), self._available().get(lora.name)
         if lora not in [one.ranked.lora for one in (loaded.entry if loaded else None, available) if one]:
             raise self._not_here(lora)
 
     @asynccontextmanager
     async def use(self, lora: Lora) -> AsyncIterator[None]:
-        """See ServesLoras."""
         used = await self._acquire(lora)
         try:
             yield
@@ -122,13 +119,11 @@ class LoraAdapters(Generic[Weights]):
             self._free_if_unused(used)
 
     async def refresh(self) -> None:
-        """See ServesLoras."""
         options = self._options
         self._catalog = await asyncio.to_thread(read_catalog, options.folder, options.max_rank, self._catalog)
         self._failed.clear()
 
     async def load(self, name: str) -> None:
-        """See ServesLoras."""
         await self.refresh()
         entry = self._catalog.entries.get(name)
         if entry is None:
@@ -142,7 +137,6 @@ class LoraAdapters(Generic[Weights]):
             raise InvalidRequest.of("name", error.message) from error
 
     async def unload(self, name: str) -> None:
-        """See ServesLoras."""
         if name in self._loading:
             await asyncio.wait([self._loading[name]])
         if name not in self._loaded and name not in self._available():

@@ -27,7 +27,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What was in the folder when it was read."""
+    """The adapters that the folder contained when it was read."""
 
     entries: Mapping[str, CatalogEntry]
     rejected: tuple[LoraRejection, ...] = ()

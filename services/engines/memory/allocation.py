@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from services.engines.kv import NoRoom
+from services.engines.kv import NoFreeBlocks
 
 MAX_PASSES = 32
 """How many later requests may get blocks before a request that does not fit yet."""
@@ -20,7 +20,7 @@ LOOK_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class RoomRules:
+class AllocationRules:
     """`held_share` of the pool may be held for other workers; one prompt may be held whatever its size.
 
     `held_wait_seconds` is how long a request waits if only held KV is in its way.
@@ -30,14 +30,14 @@ class RoomRules:
     held_wait_seconds: float = 1.0
 
 
-UNSHARED = RoomRules()
+UNSHARED = AllocationRules()
 """The rules of a pool that is used for held KV alone, or for decoding alone."""
 
 
 class KeptBlocks:
     """The blocks of prompts that are computed for or held for other workers, each counted once."""
 
-    def __init__(self, total: int, rules: RoomRules) -> None:
+    def __init__(self, total: int, rules: AllocationRules) -> None:
         self._total = total
         self._most = int(total * rules.held_share)
         self._references: Counter[int] = Counter()
@@ -58,19 +58,19 @@ class KeptBlocks:
         return len(self._references) - sum(block in self._references for block in blocks)
 
     def may_add(self, cached: Sequence[int], missing: int) -> bool:
-        """Whether another prompt with these cached blocks and `missing` new ones may be computed for another worker."""
+        """True if another prompt with these cached blocks and `missing` new ones may be computed for another worker."""
         return not self._references or self.beside(cached) + len(cached) + missing <= self._most
 
-    def leave_room(self, cached: Sequence[int], missing: int) -> bool:
-        """Whether a request would fit if only kept blocks were in the pool. If not, it waits for other workers."""
+    def fits_beside_kept(self, cached: Sequence[int], missing: int) -> bool:
+        """True if a request would fit if only kept blocks were in the pool. If not, it waits for other workers."""
         return self.beside(cached) + len(cached) + missing <= self._total
 
 
-class Offer(enum.Enum):
+class Grant(enum.Enum):
     """The result of offering free blocks to a waiting request."""
 
-    TAKEN = "taken"
-    NO_ROOM = "no room"  # until requests that run here end
+    GRANTED = "granted"
+    POOL_FULL = "pool full"  # until requests that run here end
     HELD = "held"  # until other workers release held KV
     LATER = "later"  # for another reason than blocks
 
@@ -87,7 +87,7 @@ class Waits(Protocol):
 Item = TypeVar("Item", bound=Waits)
 
 
-def offer_room(waiting: deque[Item], offer: Callable[[Item], Offer]) -> None:
+def grant_blocks(waiting: deque[Item], offer: Callable[[Item], Grant]) -> None:
     """Offers free blocks in the order of arrival, and removes each request that takes them from the queue.
 
     A request that was passed `MAX_PASSES` times ends the round, unless it waits for other workers. In that case it
@@ -99,19 +99,19 @@ def offer_room(waiting: deque[Item], offer: Callable[[Item], Offer]) -> None:
         if len(behind[item.reserves]) >= LOOK_AHEAD or (are_prompts_held_up and not item.reserves):
             continue
         found = offer(item)
-        if found is Offer.TAKEN:
+        if found is Grant.GRANTED:
             waiting.remove(item)
             _count_pass(behind)
-        elif found is not Offer.LATER:
+        elif found is not Grant.LATER:
             behind[item.reserves].append(item)
-            if item.passed >= MAX_PASSES and found is Offer.NO_ROOM:
+            if item.passed >= MAX_PASSES and found is Grant.POOL_FULL:
                 return
             are_prompts_held_up |= item.passed >= MAX_PASSES
 
 
-def no_room(rules: RoomRules) -> NoRoom:
+def no_free_blocks(rules: AllocationRules) -> NoFreeBlocks:
     """Returns the error of a reservation for which held KV has left no room for too long."""
-    return NoRoom(
+    return NoFreeBlocks(
         f"KV that is held here for other workers has left no room for {rules.held_wait_seconds:g} s",
         retry_after_seconds=rules.held_wait_seconds,
     )

@@ -31,7 +31,7 @@ class DeviceCopy(Protocol):
     """A copy that runs on the device. Its caller polls `is_done`, or calls `wait`, until it is complete."""
 
     def is_done(self) -> bool:
-        """Whether the copy is complete; never blocks. Raises DeviceUnavailable if it failed."""
+        """True if the copy is complete; never blocks. Raises DeviceUnavailable if it failed."""
 
     def wait(self) -> None:
         """Blocks without using the processor until the copy is complete. Raises DeviceUnavailable."""

@@ -86,4 +86,4 @@ class ViewWriter:
         return self._views
 
     def commit(self) -> None:
-        """Does nothing: the bytes are in place."""
+        """No-op: the bytes are in place."""

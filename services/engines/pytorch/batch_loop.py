@@ -46,9 +46,9 @@ class BatchLoop(ABC, Generic[AnyJob]):
     thread hangs; only the end of the process helps then.
     """
 
-    def __init__(self, name: str, pulse: StallDetector, most_at_once: int, device: torch.device) -> None:
+    def __init__(self, name: str, stall_detector: StallDetector, most_at_once: int, device: torch.device) -> None:
         self._name = name
-        self._pulse = pulse
+        self._stall_detector = stall_detector
         self._most_at_once = most_at_once
         self._device = device
         self._queue: queue.SimpleQueue[AnyJob | None] = queue.SimpleQueue()
@@ -67,8 +67,8 @@ class BatchLoop(ABC, Generic[AnyJob]):
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread runs and does not hang."""
-        return self._failure is None and not self._pulse.is_stuck
+        """True if the thread runs and does not hang."""
+        return self._failure is None and not self._stall_detector.is_stuck
 
     @property
     def load(self) -> EncoderLoad:
@@ -79,7 +79,7 @@ class BatchLoop(ABC, Generic[AnyJob]):
     @property
     def quiet_seconds(self) -> float:
         """The time since the thread's last progress."""
-        return self._pulse.quiet_seconds
+        return self._stall_detector.quiet_seconds
 
     async def _test(self, job: AnyJob) -> None:
         """Waits for a job that is a test. Raises EngineFailed."""
@@ -118,7 +118,7 @@ class BatchLoop(ABC, Generic[AnyJob]):
             use_device(self._device)
             with torch.inference_mode():
                 while jobs := self._take():
-                    with self._pulse.beating():
+                    with self._stall_detector.beating():
                         self._compute_what_fits([job for job in jobs if not job.result.cancelled()])
             failure = EngineFailed(f"the {self._name} has been closed")
         except RuntimeError as error:  # PyTorch raises it for almost every failure

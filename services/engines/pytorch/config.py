@@ -152,7 +152,6 @@ class PyTorchConfig(EngineConfig):
 
     @property
     def is_follower(self) -> bool:
-        """See EngineConfig."""
         return self.multi_node is not None and self.multi_node.rank > 0
 
     @property

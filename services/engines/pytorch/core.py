@@ -8,7 +8,7 @@ from baton.errors import BatonError, ComputeFailed, HandoffLost, InvalidRequest
 from services.engines import metrics
 from services.engines.answer import FinishReason
 from services.engines.base import EngineLoad
-from services.engines.memory.allocation import UNSHARED, RoomRules, no_room
+from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
@@ -42,7 +42,7 @@ class EngineCore:
         self,
         config: PyTorchConfig,
         listener: CacheListener | None = None,
-        room: RoomRules = UNSHARED,
+        rules: AllocationRules = UNSHARED,
         followers: Followers | None = None,
     ) -> None:
         began = time.monotonic()
@@ -62,10 +62,10 @@ class EngineCore:
             config, step_tokens(config, self.device), layout.block_tokens, self._max_context_tokens
         )
         self.runner = self._open_runner(config, model, limits)
-        self._room = room
+        self._rules = rules
         self._stuck_since: float | None = None
         drafter = Drafter(config.speculation, self._max_context_tokens) if config.speculation else None
-        self.scheduler = Scheduler(self._pool, limits, room, drafter)
+        self.scheduler = Scheduler(self._pool, limits, rules, drafter)
         self._inflight: InflightStep | None = None
         # Sequences that ended while a step in flight still writes into their blocks, with the event to send afterwards.
         self._leaving: list[tuple[TokenSequence, Event]] = []
@@ -88,7 +88,7 @@ class EngineCore:
 
     @property
     def exposes_kv(self) -> bool:
-        """Whether the memory contains the KV of all heads; not where each rank has a pool of its own."""
+        """True if the memory contains the KV of all heads; not where each rank has a pool of its own."""
         return self.followers is None or self.followers.shard.shares_pool
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class EngineCore:
         if followers is None:
             return open_runner(config, model, pool, self._layout, sizes, self.lora)
         ranks = followers.begin(len(pool), sizes, self.memory.file_descriptor, model.device)
-        return fused_runner(model, part_of_pool(pool, model.shard), sizes, ranks, followers.tell)
+        return fused_runner(model, part_of_pool(pool, model.shard), sizes, ranks, followers.send)
 
     def new_sequence(
         self, prompt: Prompt, sampling: Sampling, sink: Sink, *, hold: bool, lora_slot: int = NO_SLOT
@@ -152,7 +152,7 @@ class EngineCore:
         """Fails a reservation that has waited too long for held KV."""
         if self.scheduler.is_held_up(reservation):
             self.scheduler.remove(reservation)
-            reservation.settled(no_room(self._room))
+            reservation.settled(no_free_blocks(self._rules))
 
     def abort(self, item: TokenSequence | BlockReservation) -> int:
         """Ends a request or reservation in any state; returns how many blocks became free."""
@@ -173,9 +173,9 @@ class EngineCore:
         if chunks:
             self._inflight = self._start(chunks)
         if inflight is not None:
-            self._take_in(inflight)
+            self._process(inflight)
         elif not chunks:
-            return self._make_way()
+            return self._fail_if_stuck()
         self._stuck_since = None
         if self._inflight is not None and not self._inflight.may_be_followed:
             self.finish_step()
@@ -185,7 +185,7 @@ class EngineCore:
         """Waits for the step in flight, if there is one, and processes its outcome."""
         inflight, self._inflight = self._inflight, None
         if inflight is not None:
-            self._take_in(inflight)
+            self._process(inflight)
 
     def _start(self, chunks: list[Chunk]) -> InflightStep | None:
         """Starts a step. If it runs out of memory, only the request that needs the most memory fails."""
@@ -206,7 +206,7 @@ class EngineCore:
         largest = max(chunks, key=lambda chunk: (chunk.count, chunk.end)).sequence
         self._leave(largest, Failed(too_large()))
 
-    def _take_in(self, inflight: InflightStep) -> None:
+    def _process(self, inflight: InflightStep) -> None:
         shortage = None
         try:
             outcomes = inflight.outcomes()
@@ -240,9 +240,9 @@ class EngineCore:
         """When to step again even if nothing happens; None for never."""
         if self._stuck_since is None:
             return None
-        return max(0.0, self._stuck_since + self._room.held_wait_seconds - time.monotonic())
+        return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
 
-    def _make_way(self) -> bool:
+    def _fail_if_stuck(self) -> bool:
         """If all running sequences wait for a block and none can be preempted, fails the newest of them.
 
         It waits while a pull is running, which will end. It waits only briefly for KV that is held for other workers,
@@ -304,7 +304,7 @@ class EngineCore:
         sequence.computed = chunk.end - len(chunk.drafts)
         self._store(sequence)
         if chosen is None:
-            sequence.tell_computed(self._layout.block_tokens)
+            sequence.report_computed(self._layout.block_tokens)
         elif chosen.token_id is not None:
             sequence.drafts.drafted += len(chunk.drafts)
             self._append(sequence, chosen.token_id, chosen)
@@ -364,7 +364,7 @@ class EngineCore:
         )
 
     def _ended_already(self, sequence: TokenSequence) -> bool:
-        """Whether the ids that the client already has are the whole answer; if so, sends the last event."""
+        """True if the ids that the client already has are the whole answer; if so, sends the last event."""
         if not sequence.prompt.emitted:
             return False
         reason = sequence.finish_reason(self.eos_token_ids, self._max_context_tokens)

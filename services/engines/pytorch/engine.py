@@ -10,14 +10,13 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.canary import Canary
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
 from services.engines.lora.adapters import LoraAdapters
 from services.engines.lora.peft_folder import LowRank
-from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.memory.allocation import UNSHARED, AllocationRules
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
@@ -50,12 +49,12 @@ class PyTorchEngine(Engine):
     """
 
     def __init__(
-        self, config: PyTorchConfig, listener: CacheListener | None = None, room: RoomRules = UNSHARED
+        self, config: PyTorchConfig, listener: CacheListener | None = None, rules: AllocationRules = UNSHARED
     ) -> None:
         self._config = config
         self._publisher = KvPublisher()
         self._cache_events = CacheEvents(self._publisher, listener)
-        self._room = room
+        self._rules = rules
 
     async def __aenter__(self) -> Self:
         remote = await gather(self._config)
@@ -65,8 +64,8 @@ class PyTorchEngine(Engine):
             if remote is not None:
                 remote.close()  # which ends the waits of the thread
             raise
-        pulse = StallDetector(self._core.module, self._config.stall_seconds)
-        self._loop = EngineLoop(self._core, self._config.threads, pulse)
+        stall_detector = StallDetector(self._core.module, self._config.stall_seconds)
+        self._loop = EngineLoop(self._core, self._config.threads, stall_detector)
         self._cache_events.loop = self._loop
         await self._loop.__aenter__()
         interval, patience = self._config.canary_seconds, self._config.canary_patience_seconds
@@ -147,23 +146,23 @@ class PyTorchEngine(Engine):
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:
         """Computes the KV of `prompt.context`, samples one token, and holds the blocks."""
-        return await self.prefill_telling(prompt, sampling, None)
+        return await self.prefill_reporting(prompt, sampling, None)
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> HeldKv:
-        """What `prefill` does. See TellsProgress."""
+    async def prefill_reporting(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> HeldKv:
+        """Computes a prompt as `prefill` does, with progress (ReportsProgress)."""
         assert prompt.is_computable
         check_prompt(prompt, self.facts)
         check_sampling(sampling, self.facts)
         if len(prompt.context) >= self.facts.max_context_tokens or len(prompt.emitted) >= sampling.max_tokens:
             raise InvalidRequest.of("emitted", "leaves no token to be generated")
-        mailbox = EventQueue()
-        sequence = self._sequence(prompt, sampling, mailbox, hold=True)
+        events = EventQueue()
+        sequence = self._sequence(prompt, sampling, events, hold=True)
         if progress is not None:
-            sequence.told = lambda blocks: self._loop.notify(partial(_tell, progress, blocks))
+            sequence.on_progress = lambda blocks: self._loop.notify(partial(_report, progress, blocks))
         await self._guide(sequence)
         try:
             await self._loop.call(lambda core: core.submit(sequence))
-            [event] = await mailbox.take()
+            [event] = await events.pull()
         except asyncio.CancelledError:
             await self._loop.run_shielded(partial(_abort, current_freed_kv(), sequence))
             raise
@@ -177,7 +176,7 @@ class PyTorchEngine(Engine):
         if not 0 < num_tokens <= len(prompt.context):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
-            raise InvalidRequest.of("prompt", f"leaves no room for an answer within {self.facts.max_context_tokens}")
+            raise InvalidRequest.of("prompt", f"leaves no rules for an answer within {self.facts.max_context_tokens}")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media, prompt.chain_seed)
         hashes = chain.upto(prompt.context, num_tokens)
@@ -189,7 +188,7 @@ class PyTorchEngine(Engine):
         try:
             await self._loop.call(lambda core: core.reserve(blocks))
             while not granted.done():
-                await asyncio.wait([granted], timeout=self._room.held_wait_seconds)
+                await asyncio.wait([granted], timeout=self._rules.held_wait_seconds)
                 if not granted.done():
                     await self._loop.call(lambda core: core.give_up_if_held_up(blocks))
             granted.result()
@@ -198,12 +197,12 @@ class PyTorchEngine(Engine):
             raise
         return ReservedBlocks(self._loop, blocks)
 
-    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
         """Generates until the end. Takes ownership of the reservation, also when it raises."""
-        mailbox = EventQueue()
+        events = EventQueue()
         prompt = source if isinstance(source, Prompt) else source.prompt
         assert isinstance(source, PulledKv) or prompt.is_computable
-        sequence = self._sequence(prompt, sampling, mailbox, hold=False)
+        sequence = self._sequence(prompt, sampling, events, hold=False)
 
         def submit(core: EngineCore) -> None:
             check_prompt(prompt, core.facts)
@@ -220,7 +219,11 @@ class PyTorchEngine(Engine):
             return blocks + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
 
         prepare = partial(self._guide, sequence) if sampling.guide is not None else None
-        return DecodeStream(self._loop, mailbox, submit, abort, prepare)
+        return DecodeStream(self._loop, events, submit, abort, prepare)
+
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
+        """The same as `decode`."""
+        return self.decode(source, sampling)
 
     async def _guide(self, sequence: TokenSequence) -> None:
         """Gives a guided request its place in its grammar. Raises InvalidRequest, Unsupported and Overloaded."""
@@ -250,18 +253,18 @@ class PyTorchEngine(Engine):
             if followers is None and self._config.tensor_parallel_size > 1:
                 followers = LocalFollowers(self._config)
             try:
-                core = EngineCore(self._config, self._cache_events, self._room, followers)
+                core = EngineCore(self._config, self._cache_events, self._rules, followers)
                 if followers is not None:
-                    followers.tell(Ready())
+                    followers.send(Ready())
                 return core
             except BaseException:
                 if followers is not None:
                     followers.close()
                 raise
 
-    def _sequence(self, prompt: Prompt, sampling: Sampling, mailbox: EventQueue, *, hold: bool) -> TokenSequence:
+    def _sequence(self, prompt: Prompt, sampling: Sampling, events: EventQueue, *, hold: bool) -> TokenSequence:
         def sink(event: Event) -> None:
-            self._loop.notify(partial(mailbox.put, event))
+            self._loop.notify(partial(events.put, event))
 
         return self._core.new_sequence(prompt, sampling, sink, hold=hold, lora_slot=self._lora_slot(prompt))
 
@@ -292,7 +295,7 @@ class PyTorchEngine(Engine):
         return HeldPrompt(self._loop, sequence, event)
 
 
-def _tell(progress: PromptProgress, blocks: Sequence[int]) -> None:
+def _report(progress: PromptProgress, blocks: Sequence[int]) -> None:
     if blocks:
         progress.computed(blocks)
     else:

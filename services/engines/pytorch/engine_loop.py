@@ -40,9 +40,9 @@ class EngineLoop:
     thread hangs; only the end of the process helps then.
     """
 
-    def __init__(self, core: EngineCore, threads: int | None, pulse: StallDetector) -> None:
+    def __init__(self, core: EngineCore, threads: int | None, stall_detector: StallDetector) -> None:
         self._core = core
-        self._pulse = pulse
+        self._stall_detector = stall_detector
         self._threads = threads
         self._commands: queue.SimpleQueue[Command[Any] | None] = queue.SimpleQueue()
         self._outcomes: list[Outcome] = []
@@ -62,13 +62,13 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread runs and does not hang."""
-        return self._failure is None and not self._pulse.is_stuck
+        """True if the thread runs and does not hang."""
+        return self._failure is None and not self._stall_detector.is_stuck
 
     @property
     def quiet_seconds(self) -> float:
         """The time since the thread's last progress."""
-        return self._pulse.quiet_seconds
+        return self._stall_detector.quiet_seconds
 
     async def call(self, run: Callable[[EngineCore], T]) -> T:
         """Runs `run` between two steps, even if the caller is cancelled meanwhile."""
@@ -123,7 +123,7 @@ class EngineLoop:
         """Steps while there is work; otherwise waits for a command."""
         busy = False
         while self._obey(wait=not busy):
-            with self._pulse.beating():
+            with self._stall_detector.beating():
                 busy = self._core.step()
             self._publish()
 
@@ -144,7 +144,7 @@ class EngineLoop:
 
     def _execute(self, command: Command[Any]) -> None:
         try:
-            with self._pulse.beating():
+            with self._stall_detector.beating():
                 value = command.run(self._core)
         except BatonError as error:
             self.notify(partial(_set_error, command.result, error))

@@ -7,7 +7,7 @@ from services.engines.pytorch.sequence import Event
 
 
 class EventQueue:
-    """Events in order, used in the event loop. A reader takes all waiting events at once."""
+    """Events in order, used in the event loop. A reader pulls all waiting events at once."""
 
     __slots__ = ("_arrived", "_closed", "_events", "listener")
 
@@ -29,12 +29,12 @@ class EventQueue:
         self._closed = True
         self._arrived.set()
 
-    def take_now(self) -> list[Event]:
+    def pull_now(self) -> list[Event]:
         """All events that are there, perhaps none."""
         events, self._events = self._events, []
         return events
 
-    async def take(self) -> list[Event]:
+    async def pull(self) -> list[Event]:
         """Returns all waiting events, at least one; none only after `close`."""
         await self._arrived.wait()
         events, self._events = self._events, []

@@ -1,4 +1,4 @@
-"""What the embedded engine says of a model that it has loaded."""
+"""The facts of a loaded model that the embedded engine reports."""
 
 from services.engines.base import ModelFacts, ModelFiles
 from services.engines.kv import KvLayout

@@ -16,7 +16,7 @@ _OF_A_DEVICE = (
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory could not be allocated: nothing was computed, and the device can go on."""
+    """True if memory could not be allocated: nothing was computed, and the device can go on."""
     return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
 
 

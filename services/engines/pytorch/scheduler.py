@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, Overloaded
 from services.engines import metrics
 from services.engines.kv import packed_ids
-from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, offer_room
+from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.runners.batch import Chunk
@@ -38,15 +38,15 @@ class BlockReservation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Need:
     """The blocks that a request needs: those cached already, and the number of new ones."""
 
     cached: list[int]
     missing: int
 
-    def state(self, kept: KeptBlocks) -> Offer:
+    def state(self, kept: KeptBlocks) -> Grant:
         """Returns why the blocks cannot be allocated now."""
-        return Offer.NO_ROOM if kept.leave_room(self.cached, self.missing) else Offer.HELD
+        return Grant.POOL_FULL if kept.fits_beside_kept(self.cached, self.missing) else Grant.HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, limits: SchedulerLimits, rules: RoomRules = UNSHARED, drafter: Drafter | None = None
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        rules: AllocationRules = UNSHARED,
+        drafter: Drafter | None = None,
     ) -> None:
         self.running: list[TokenSequence] = []
         self.waiting: deque[TokenSequence | BlockReservation] = deque()
@@ -134,10 +138,10 @@ class Scheduler:
         self.join(sequence)
 
     def is_held_up(self, reservation: BlockReservation) -> bool:
-        """Whether a reservation waits for KV held for other workers, and not only for requests that run here."""
+        """True if a reservation waits for KV held for other workers, and not only for requests that run here."""
         if reservation.state is not State.WAITING:
             return False
-        return self._find(reservation.num_tokens, reservation.hashes).state(self.kept) is Offer.HELD
+        return self._find(reservation.num_tokens, reservation.hashes).state(self.kept) is Grant.HELD
 
     def retire(self, sequence: TokenSequence) -> None:
         """Removes a sequence whose blocks a step still writes; `remove` frees them later."""
@@ -162,7 +166,7 @@ class Scheduler:
     def _chunks(self, ready: list[TokenSequence]) -> list[Chunk]:
         chunks = [Chunk.next_of(sequence, 1) for sequence in ready if sequence.remaining == 1]
         if self._drafter is not None:
-            chunks = self._drafter.extend(chunks, self._limits.max_step_tokens - len(chunks), self._make_room)
+            chunks = self._drafter.extend(chunks, self._limits.max_step_tokens - len(chunks), self._allocate_drafts)
         budget = self._limits.max_step_tokens - sum(chunk.count for chunk in chunks)
         for sequence in ready:
             if sequence.remaining > 1 and budget > 0:
@@ -186,8 +190,8 @@ class Scheduler:
             sequence.blocks += self._pool.allocate(missing)
         return True
 
-    def _make_room(self, sequence: TokenSequence, tokens: int) -> int:
-        """Allocates blocks for `tokens` more, unless others need them; returns for how many there is room."""
+    def _allocate_drafts(self, sequence: TokenSequence, tokens: int) -> int:
+        """Allocates blocks for `tokens` more, unless others need them; returns for how many there is need."""
         missing = self._num_blocks(sequence.length + tokens) - len(sequence.blocks)
         if missing > 0 and self._pool.available >= missing + len(self.running):
             sequence.blocks += self._pool.allocate(missing)
@@ -204,7 +208,7 @@ class Scheduler:
     def _preempt(self, sequence: TokenSequence) -> None:
         metrics.PREEMPTIONS.inc()
         self.running.remove(sequence)
-        sequence.tell_lost()
+        sequence.report_lost()
         self._free(sequence)
         sequence.computed = sequence.stored_blocks = 0
         sequence.state = State.WAITING
@@ -213,68 +217,68 @@ class Scheduler:
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
 
-        def offer(item: TokenSequence | BlockReservation) -> Offer:
+        def grant(item: TokenSequence | BlockReservation) -> Grant:
             nonlocal budget
             if len(self.running) + self.reserved >= self._limits.max_sequences:
-                return Offer.LATER
+                return Grant.LATER
             if isinstance(item, BlockReservation):
                 return self._reserve(item)
             if budget <= 0:
-                return Offer.LATER
-            offered = self._start(item)
-            if offered is Offer.TAKEN:
+                return Grant.LATER
+            granted = self._start(item)
+            if granted is Grant.GRANTED:
                 chunks.append(Chunk.next_of(item, item.chunk_tokens(budget)))
                 budget -= chunks[-1].count
-            return offered
+            return granted
 
-        offer_room(self.waiting, offer)
+        grant_blocks(self.waiting, grant)
         return chunks
 
-    def _reserve(self, reservation: BlockReservation) -> Offer:
-        room = self._find(reservation.num_tokens, reservation.hashes)
-        if not self._take(reservation, room):
-            return room.state(self.kept)
-        reservation.cached_blocks = len(room.cached)
+    def _reserve(self, reservation: BlockReservation) -> Grant:
+        need = self._find(reservation.num_tokens, reservation.hashes)
+        if not self._allocate(reservation, need):
+            return need.state(self.kept)
+        reservation.cached_blocks = len(need.cached)
         reservation.granted_ids = packed_ids(reservation.blocks)
         reservation.state = State.RESERVED
         self.reserved += 1
         reservation.settled(None)
-        return Offer.TAKEN
+        return Grant.GRANTED
 
-    def _start(self, sequence: TokenSequence) -> Offer:
+    def _start(self, sequence: TokenSequence) -> Grant:
         # Compute the last token always: its logits are needed, and the cache has none.
         # To report on the prompt, all of it: log probabilities are not cached either.
         cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
-        room = self._find(len(sequence.tokens), sequence.chain.upto(sequence.tokens, cacheable))
-        if sequence.hold and not self.kept.may_add(room.cached, room.missing):
-            return Offer.HELD
-        if not self._take(sequence, room):
-            return room.state(self.kept)
+        need = self._find(len(sequence.tokens), sequence.chain.upto(sequence.tokens, cacheable))
+        if sequence.hold and not self.kept.may_add(need.cached, need.missing):
+            return Grant.HELD
+        if not self._allocate(sequence, need):
+            return need.state(self.kept)
         if sequence.hold:
             self.kept.add(sequence.blocks)
-        sequence.computed = len(room.cached) * self._limits.block_tokens
+        sequence.computed = len(need.cached) * self._limits.block_tokens
         # After a preemption keep the count of the first time: that is what the cache saved the request.
         sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
-        sequence.stored_blocks = len(room.cached)
+        sequence.stored_blocks = len(need.cached)
         self.join(sequence)
         if not sequence.started:
             sequence.started = time.monotonic()
             self._last_wait_seconds = sequence.queue_seconds
-        return Offer.TAKEN
+        return Grant.GRANTED
 
-    def _find(self, num_tokens: int, hashes: list[bytes]) -> _Room:
+    def _find(self, num_tokens: int, hashes: list[bytes]) -> _Need:
         cached = self._pool.match(hashes) if self._limits.prefix_cache else []
-        return _Room(cached, self._num_blocks(num_tokens) - len(cached))
+        return _Need(cached, self._num_blocks(num_tokens) - len(cached))
 
-    def _take(self, item: TokenSequence | BlockReservation, room: _Room) -> bool:
+    def _allocate(self, item: TokenSequence | BlockReservation, need: _Need) -> bool:
         """Gives `item` its blocks, cached ones first, if there are enough.
 
         One block for each running sequence stays free, so that an admission does not cause a preemption at once.
         """
-        if self._pool.available_beside(room.cached) < room.missing + len(self.running):
+        if self._pool.available_beside(need.cached) < need.missing + len(self.running):
             return False
-        self._pool.share(room.cached)
-        item.blocks = room.cached + self._pool.allocate(room.missing)
+        self._pool.share(need.cached)
+        item.blocks = need.cached + self._pool.allocate(need.missing)
         return True
 
     def _free(self, item: TokenSequence | BlockReservation) -> int:

@@ -106,8 +106,8 @@ class TokenSequence:
     started: float = 0.0
     first_token_at: float = 0.0
     prompt_report: PromptReport | None = None  # until it is sent
-    told: Computed | None = None  # is told what is computed before all of it is
-    told_blocks: int = 0
+    on_progress: Computed | None = None  # is on_progress what is computed before all of it is
+    reported_blocks: int = 0
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -128,7 +128,7 @@ class TokenSequence:
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether it can be preempted, and computed again from its ids."""
+        """True if it can be preempted, and computed again from its ids."""
         return self.prompt.is_computable
 
     @property
@@ -141,21 +141,21 @@ class TokenSequence:
         """The tokens of prompt and answer, including the ids being sampled."""
         return len(self.tokens) + self.in_flight.ids
 
-    def tell_computed(self, block_tokens: int) -> None:
+    def report_computed(self, block_tokens: int) -> None:
         """Tells of the blocks that were filled since the last call, if that was asked for."""
         filled = self.computed // block_tokens
-        if self.told is not None and filled > self.told_blocks:
-            self.told(self.blocks[self.told_blocks : filled])
-            self.told_blocks = filled
+        if self.on_progress is not None and filled > self.reported_blocks:
+            self.on_progress(self.blocks[self.reported_blocks : filled])
+            self.reported_blocks = filled
 
-    def tell_lost(self) -> None:
-        """Tells that the blocks told of are lost, if there are any."""
-        if self.told is not None and self.told_blocks:
-            self.told(())
-            self.told_blocks = 0
+    def report_lost(self) -> None:
+        """Tells that the blocks on_progress of are lost, if there are any."""
+        if self.on_progress is not None and self.reported_blocks:
+            self.on_progress(())
+            self.reported_blocks = 0
 
     def ends_in_flight(self, max_context_tokens: int) -> bool:
-        """Whether, as far as is known now, nothing remains to compute after the steps in flight."""
+        """True if, as far as is known now, nothing remains to compute after the steps in flight."""
         flying = self.in_flight
         if flying.is_void:
             return True

@@ -32,7 +32,7 @@ class StallDetector:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the current work makes no progress. A thread without work does not hang."""
+        """True if the current work makes no progress. A thread without work does not hang."""
         began = self._began
         return began is not None and time.monotonic() - max(began, self._beat_at) > self._seconds
 

@@ -1,10 +1,11 @@
 """A running generation for its reader: an asynchronous generator that can be closed at any point."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from services.engines.answer import Finished, Tokens
+from services.engines.generation import Generation
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
@@ -15,7 +16,7 @@ Abort = Callable[[EngineCore], int]
 Prepare = Callable[[], Awaitable[None]]
 
 
-class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
+class DecodeStream(Generation):
     """Yields all events that have arrived; ends after Finished.
 
     Unlike that of a generator function, `aclose` also frees the reservation's blocks if the generator was never
@@ -23,10 +24,10 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
     """
 
     def __init__(
-        self, loop: EngineLoop, mailbox: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
+        self, loop: EngineLoop, events: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
     ) -> None:
         self._loop = loop
-        self._mailbox = mailbox
+        self._events = events
         self._submit: Submit | None = submit
         self._prepare = prepare
         self._abort = abort
@@ -61,8 +62,8 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
         await self._end()
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Begins. See StepStream."""
-        self._mailbox.listener = ready
+        """Submits the request, and calls `ready` for its events."""
+        self._events.listener = ready
         started = False
         try:
             await self._start()
@@ -71,9 +72,9 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
             if not started:
                 await self._end()
 
-    def take(self) -> tuple[Sequence[int], Finished | None]:
-        """What is new. See StepStream."""
-        events = self._mailbox.take_now()
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
+        """The new tokens, and the end. Raises the generation's error if it failed."""
+        events = self._events.pull_now()
         if events and not isinstance(events[-1], Token):
             self._ending = events.pop()
         ids = [event.token_id for event in events if isinstance(event, Token)]
@@ -93,7 +94,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
     async def _next(self) -> Tokens | Finished:
         await self._start()
         if self._ending is None:
-            events = await self._mailbox.take()
+            events = await self._events.pull()
             if not events:
                 raise StopAsyncIteration
             if not isinstance(events[-1], Token):
@@ -107,7 +108,7 @@ class DecodeStream(AsyncGenerator[Tokens | Finished, None]):
         if self._ended:
             return
         self._ended = True
-        self._mailbox.close()
+        self._events.close()
         await self._loop.run_shielded(self._abort)
 
 

@@ -65,7 +65,6 @@ class SimulatedConfig(EngineConfig):
 
     @property
     def allows_fault_injection(self) -> bool:
-        """See EngineConfig."""
         return self.allow_faults
 
     @property

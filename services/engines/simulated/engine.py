@@ -18,10 +18,10 @@ from baton.errors import EngineFailed, InvalidRequest, Unsupported
 from runtime.aio import TaskGroup
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
-from services.engines.closing_stream import ClosingStream
+from services.engines.generation import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
-from services.engines.memory.allocation import UNSHARED, RoomRules
+from services.engines.memory.allocation import UNSHARED, AllocationRules
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
@@ -37,11 +37,11 @@ from services.engines.simulated.tokens import TokenStream, vocabulary_of
 class SimulatedEngine(Engine):
     """An Engine without a model. See services/engines/base.py for the contract, and SimulatedConfig for the costs."""
 
-    def __init__(self, config: SimulatedConfig, room: RoomRules = UNSHARED) -> None:
+    def __init__(self, config: SimulatedConfig, rules: AllocationRules = UNSHARED) -> None:
         self._config = config
-        self._room = room
+        self._rules = rules
         self._vocabulary = vocabulary_of(config)
-        self._parts = RankParts(config, room)
+        self._parts = RankParts(config, rules)
         self._held: Counter[int] = Counter()
         self._resources = ExitStack()
 
@@ -102,10 +102,12 @@ class SimulatedEngine(Engine):
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> SimulatedKv:
         """Computes the prompt and one id. See PrefillEngine."""
-        return await self.prefill_telling(prompt, sampling, None)
+        return await self.prefill_reporting(prompt, sampling, None)
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> SimulatedKv:
-        """What `prefill` does. See TellsProgress."""
+    async def prefill_reporting(
+        self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None
+    ) -> SimulatedKv:
+        """Computes a prompt as `prefill` does, with progress (ReportsProgress)."""
         sequence = self._run_here(prompt, sampling)
         sequence.held, sequence.progress = True, progress
         try:
@@ -138,7 +140,7 @@ class SimulatedEngine(Engine):
         granted = asyncio.ensure_future(claim.changed.wait())
         try:
             while not claim.changed.is_set():
-                await asyncio.wait([granted], timeout=self._room.held_wait_seconds)
+                await asyncio.wait([granted], timeout=self._rules.held_wait_seconds)
                 if scheduler.is_held_up(claim):
                     scheduler.give_up(claim)
         finally:
@@ -148,6 +150,10 @@ class SimulatedEngine(Engine):
         """Generates to the end. See DecodeEngine."""
         sequence = self._adopt(source, sampling) if isinstance(source, PulledKv) else self._run_here(source, sampling)
         return _SteppedStream(self, sequence)
+
+    def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> "_SteppedStream":
+        """The same as `decode`."""
+        return self.decode(source, sampling)
 
     async def drop(self, sequence: Sequence) -> None:
         """Ends a generation; once is as good as twice."""
@@ -162,7 +168,7 @@ class SimulatedEngine(Engine):
                 sequence.changed.clear()
                 if sequence.error:
                     raise sequence.error
-                if tokens := sequence.take():
+                if tokens := sequence.pull():
                     yield tokens
                 if sequence.finish and not sequence.output:
                     yield sequence.finished()
@@ -240,7 +246,7 @@ class SimulatedEngine(Engine):
 
 
 class _SteppedStream(ClosingStream):
-    """A generation that is iterated over, or subscribed to."""
+    """A generation whose sequence is read without a task."""
 
     def __init__(self, engine: SimulatedEngine, sequence: Sequence) -> None:
         super().__init__(engine.generate(sequence), partial(engine.drop, sequence))
@@ -248,12 +254,12 @@ class _SteppedStream(ClosingStream):
         self._sequence = sequence
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Begins. See StepStream."""
+        """Begins."""
         self._sequence.changed.listener = ready
         self._engine.begin(self._sequence)
 
-    def take(self) -> tuple[tuple[int, ...], Finished | None]:
-        """What is new. See StepStream."""
+    def pull(self) -> tuple[tuple[int, ...], Finished | None]:
+        """The new tokens, and the end. Raises the sequence's error."""
         sequence = self._sequence
         if sequence.error:
             raise sequence.error

@@ -1,4 +1,4 @@
-"""What a request's options make of ids that are all equally likely."""
+"""The effect of a request's options on ids that are all equally likely."""
 
 import math
 from collections import Counter

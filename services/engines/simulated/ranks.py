@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from baton.errors import EngineFailed
 from services.engines.base import EngineLoad
 from services.engines.kv_events import KvPublisher
-from services.engines.memory.allocation import RoomRules
+from services.engines.memory.allocation import AllocationRules
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt
 from services.engines.simulated.blocks import Blocks, Contents
@@ -26,7 +26,7 @@ class SimulatedRank:
         self._block_tokens = config.block_tokens
         self.blocks = Blocks(config.num_blocks, parts.kv_events, number)
         self.contents = Contents(memory, self.blocks, config.block_tokens)
-        self.scheduler = SimulatedScheduler(config, vocabulary, self.blocks, self.contents, parts.room)
+        self.scheduler = SimulatedScheduler(config, vocabulary, self.blocks, self.contents, parts.rules)
 
     @property
     def requests(self) -> int:
@@ -49,11 +49,11 @@ class SimulatedRank:
 
 
 class RankParts:
-    """What all ranks share: the events of their caches, and the rules of allocation."""
+    """The parts that all ranks share: the events of their caches, and the rules of allocation."""
 
-    def __init__(self, config: SimulatedConfig, room: RoomRules) -> None:
+    def __init__(self, config: SimulatedConfig, rules: AllocationRules) -> None:
         self.kv_events = KvPublisher(config.data_parallel_ranks)
-        self.room = room
+        self.rules = rules
 
 
 class SimulatedRanks:

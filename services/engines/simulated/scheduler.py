@@ -11,7 +11,14 @@ from collections.abc import Sequence as Items
 from baton.errors import EngineFailed, HandoffLost, Overloaded
 from runtime.aio import timeout
 from services.engines import metrics
-from services.engines.memory.allocation import UNSHARED, KeptBlocks, Offer, RoomRules, no_room, offer_room
+from services.engines.memory.allocation import (
+    UNSHARED,
+    AllocationRules,
+    Grant,
+    KeptBlocks,
+    grant_blocks,
+    no_free_blocks,
+)
 from services.engines.request_context import current_freed_kv
 from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
@@ -30,7 +37,7 @@ class SimulatedScheduler:
         vocabulary: Vocabulary,
         blocks: Blocks,
         contents: Contents,
-        rules: RoomRules = UNSHARED,
+        rules: AllocationRules = UNSHARED,
     ) -> None:
         self._config = config
         self._timing = step_timing(config)
@@ -60,7 +67,7 @@ class SimulatedScheduler:
         """
         if self.failure:
             raise self.failure
-        if not self.waiting and self._has_room(item):
+        if not self.waiting and self._starts_at_once(item):
             self._wake.set()
             return
         if len(self.waiting) >= self._config.max_waiting:
@@ -68,10 +75,10 @@ class SimulatedScheduler:
         self.waiting.append(item)
         self._wake.set()
 
-    def _has_room(self, item: Sequence | Claim) -> bool:
+    def _starts_at_once(self, item: Sequence | Claim) -> bool:
         """Grants a claim, or adds a sequence with pulled KV to the batch; False if it has to wait."""
         if isinstance(item, Claim):
-            return self._grant(item) is Offer.TAKEN
+            return self._grant(item) is Grant.GRANTED
         if not item.blocks or len(self.running) >= self._config.max_batch:
             return False
         self._run(item)
@@ -98,13 +105,13 @@ class SimulatedScheduler:
         return len(block_ids)
 
     def is_held_up(self, claim: Claim) -> bool:
-        """Whether a claim waits for KV held for other workers, and not only for requests that run here."""
-        return claim in self.waiting and self._in_the_way(*self._find(claim)) is Offer.HELD
+        """True if a claim waits for KV held for other workers, and not only for requests that run here."""
+        return claim in self.waiting and self._refusal(*self._find(claim)) is Grant.HELD
 
     def give_up(self, claim: Claim) -> None:
         """Ends a claim that has waited too long for held KV."""
         self.waiting.remove(claim)
-        claim.error = no_room(self._rules)
+        claim.error = no_free_blocks(self._rules)
         claim.changed.set()
 
     def fail(self, failure: EngineFailed) -> None:
@@ -130,7 +137,7 @@ class SimulatedScheduler:
             return
         batch = self._plan()
         if not batch:
-            await self._make_way()
+            await self._resolve_deadlock()
             return
         await self._spend(batch)
         for sequence, count in batch:
@@ -140,14 +147,14 @@ class SimulatedScheduler:
     def _admit(self) -> None:
         """Offers blocks by the rules of memory/allocation.py; a full batch stops sequences, but not claims."""
         self._start_adopted()
-        offer_room(self.waiting, self._offer)
+        grant_blocks(self.waiting, self._admit_one)
 
-    def _offer(self, item: Sequence | Claim) -> Offer:
+    def _admit_one(self, item: Sequence | Claim) -> Grant:
         if isinstance(item, Claim):
             return self._grant(item)
         if len(self.running) >= self._config.max_batch or self.prompt_tokens >= self._config.prefill_chunk_tokens:
             # A sequence starts only when a step has room for it: earlier prompts are then in the prefix cache.
-            return Offer.LATER
+            return Grant.LATER
         return self._start(item)
 
     def _start_adopted(self) -> None:
@@ -157,35 +164,35 @@ class SimulatedScheduler:
                 self.waiting.remove(item)
                 self._run(item)
 
-    def _grant(self, claim: Claim) -> Offer:
+    def _grant(self, claim: Claim) -> Grant:
         cached, missing = self._find(claim)
         blocks = self._blocks.take(cached, missing)
         if blocks is None:
-            return self._in_the_way(cached, missing)
+            return self._refusal(cached, missing)
         claim.blocks, claim.cached_blocks = blocks, len(cached)
         claim.changed.set()
-        return Offer.TAKEN
+        return Grant.GRANTED
 
-    def _start(self, sequence: Sequence) -> Offer:
+    def _start(self, sequence: Sequence) -> Grant:
         cached = self._blocks.match(sequence.hashes[: (len(sequence.ids) - 1) // self._size])
         missing = -(-len(sequence.ids) // self._size) - len(cached)
         if sequence.held and not self._kept.may_add(cached, missing):
-            return Offer.HELD
+            return Grant.HELD
         blocks = self._blocks.take(cached, missing)
         if blocks is None:
-            return self._in_the_way(cached, missing)
+            return self._refusal(cached, missing)
         if sequence.held:
             self._kept.add(blocks)
         sequence.blocks, sequence.computed = blocks, len(cached) * self._size
         self._run(sequence)
-        return Offer.TAKEN
+        return Grant.GRANTED
 
     def _find(self, claim: Claim) -> tuple[list[int], int]:
         cached = self._blocks.match(claim.hashes)
         return cached, claim.count - len(cached)
 
-    def _in_the_way(self, cached: list[int], missing: int) -> Offer:
-        return Offer.NO_ROOM if self._kept.leave_room(cached, missing) else Offer.HELD
+    def _refusal(self, cached: list[int], missing: int) -> Grant:
+        return Grant.POOL_FULL if self._kept.fits_beside_kept(cached, missing) else Grant.HELD
 
     def _run(self, sequence: Sequence) -> None:
         sequence.start()
@@ -198,7 +205,7 @@ class SimulatedScheduler:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue
-            if (not sequence.decoding and not budget) or not self._make_room(sequence):
+            if (not sequence.decoding and not budget) or not self._allocate(sequence):
                 continue
             if sequence.decoding:
                 batch.append((sequence, 1))
@@ -208,14 +215,14 @@ class SimulatedScheduler:
                 batch.append((sequence, count))
         return batch
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _allocate(self, sequence: Sequence) -> bool:
         """Allocates blocks for all tokens of a sequence; preempts the youngest sequences if there are too few."""
         while len(sequence.blocks) * self._size < len(sequence.ids):
             blocks = self._blocks.take((), 1)
             if blocks is not None:
                 sequence.blocks += blocks
                 continue
-            youngest = next((other for other in reversed(self.running) if other.gives_way), None)
+            youngest = next((other for other in reversed(self.running) if other.is_preemptible), None)
             if youngest is None:
                 return False
             self._preempt(youngest)
@@ -223,7 +230,7 @@ class SimulatedScheduler:
                 return False
         return True
 
-    async def _make_way(self) -> None:
+    async def _resolve_deadlock(self) -> None:
         """Waits for blocks of other requests, and briefly for held KV; then fails the youngest waiting sequence."""
         if not self.running:
             return
@@ -240,7 +247,7 @@ class SimulatedScheduler:
         sequence.changed.set()
 
     async def _changed(self, seconds: float | None) -> bool:
-        """Whether blocks become free or requests arrive in time."""
+        """True if blocks become free or requests arrive in time."""
         self._wake.clear()
         try:
             async with timeout(seconds):
@@ -276,7 +283,7 @@ class SimulatedScheduler:
         sequence.computed += count
         self._contents.write(sequence, before)
         if sequence.missing:
-            sequence.tell_computed()
+            sequence.report_computed()
         else:
             self._generate(sequence)
 

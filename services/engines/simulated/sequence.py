@@ -56,13 +56,13 @@ class Sequence:
         return len(self.ids) - len(self.prompt.token_ids)
 
     @property
-    def gives_way(self) -> bool:
-        """Whether it can be preempted, and run again later."""
+    def is_preemptible(self) -> bool:
+        """True if it can be preempted, and run again later."""
         return not self.held and self.prompt.is_computable
 
     @property
     def decoding(self) -> bool:
-        """Whether a step computes one token and yields one: the prompt is computed, or was pulled."""
+        """True if a step computes one token and yields one: the prompt is computed, or was pulled."""
         return self.missing == 1 and not self.held
 
     def adopt(self, blocks: Items[int], num_tokens: int, cached_blocks: int) -> None:
@@ -78,7 +78,7 @@ class Sequence:
         if self.decoding:
             self.clock.decode()
 
-    def tell_computed(self) -> None:
+    def report_computed(self) -> None:
         """Tells of the blocks that were filled since the last call, if that was asked for."""
         filled = self.computed // self._block_tokens
         if self.progress is not None and filled > self._told_blocks:
@@ -108,7 +108,7 @@ class Sequence:
         end = min(start + self._block_tokens, num_tokens)
         return block_hash(self.previous_hash(index), self.ids[start:end], media_key(self.prompt.media, start, end))
 
-    def take(self) -> Tokens | None:
+    def pull(self) -> Tokens | None:
         """Returns the output since the last call; None if there is none."""
         if not self.output:
             return None

@@ -1,4 +1,4 @@
-"""What a step of the simulated engine takes: from the configured costs, or from the profile of a measured model."""
+"""The seconds of a step of the simulated engine: from the configured costs, or from the profile of a measured model."""
 
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -26,7 +26,6 @@ class ConfiguredTiming:
         self._config = config
 
     def seconds(self, batch: Batch) -> float:
-        """See StepTiming."""
         config = self._config
         prefilled = sum(count for sequence, count in batch if not sequence.decoding)
         seconds = config.decode_step_seconds if any(sequence.decoding for sequence, _ in batch) else 0.0
@@ -44,7 +43,6 @@ class ProfiledTiming:
         self._profile = profile
 
     def seconds(self, batch: Batch) -> float:
-        """See StepTiming."""
         contexts, seconds = [], 0.0
         for sequence, count in batch:
             if sequence.decoding:

@@ -151,7 +151,7 @@ class TokenStream:
 def finish_reason(
     token_id: int, generated: int, room: int, eos_token_id: int, sampling: Sampling
 ) -> FinishReason | None:
-    """Whether the id just generated ends the request: the `generated`th, with `room` left in the context."""
+    """The reason why the id just generated ends the request: the `generated`th, with `room` left in the context."""
     if generated >= sampling.min_tokens:
         if token_id == eos_token_id and not sampling.ignore_eos:
             return FinishReason.END_OF_SEQUENCE

@@ -16,9 +16,9 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.canary import Canary
-from services.engines.closing_stream import ClosingStream
 from services.engines.context import EngineContext
 from services.engines.external.held_kv import HeldHandoffs
+from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
@@ -174,7 +174,7 @@ class TrtllmEngine(Engine):
             raise Unsupported("the trtllm engine decodes no pulled blocks: it fetches KV itself")
         return self._whole(source, sampling)
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and generates from it. See TransfersKv."""
         prompt = source.prompt
         self._builder.check(prompt, is_computed=False)
@@ -227,7 +227,7 @@ class TrtllmEngine(Engine):
             if generation.error is not None:
                 raise generation.error
             has_ended = generation.has_ended
-            if tokens := generation.take():
+            if tokens := generation.pull():
                 yield tokens
             if has_ended:
                 yield results.finished(generation, prompt, sampling, self._facts, fetched=fetched)

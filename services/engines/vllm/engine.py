@@ -16,6 +16,7 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.canary import Canary
+from services.engines.generation import Generation
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
@@ -212,7 +213,7 @@ class VllmEngine(Engine):
             raise Unsupported("the vllm engine decodes no pulled blocks: it fetches KV itself")
         return self._whole(source, sampling)
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and returns when vLLM has generated the tokens that the client has. See TransfersKv.
 
         They were computed from the fetched KV, so KV of another prompt is found out here, or by its owner's answer.
@@ -296,7 +297,7 @@ class VllmEngine(Engine):
             if generation.error is not None:
                 raise generation.error
             has_ended = generation.has_ended
-            if tokens := generation.take():
+            if tokens := generation.pull():
                 yield tokens
             if has_ended:
                 yield finished(generation, prompt, sampling, self._facts, fetched=fetched)

@@ -29,8 +29,8 @@ class Link:
     def pause(self, call: int, *, is_paused: bool) -> None:
         del call, is_paused
 
-    def relay_tokens(self, call: int, taker: Any) -> None:
-        self.calls.relay_tokens(call, taker)
+    def set_sink(self, call: int, sink: Any) -> None:
+        self.calls.set_sink(call, sink)
 
     def begin(self, number: int) -> MultiplexedCall[decode_pb2.DecodeResponse]:
         call = MultiplexedCall(number, self, decode_pb2.DecodeResponse.FromString, of_tokens, None)
@@ -57,14 +57,14 @@ async def test_tokens_without_a_call_end_the_stream(calls: list[int], tokens: li
     link.begin(1)
     response = pb.MultiplexResponse(token_calls=calls, token_ids=tokens)
     with pytest.raises(InvalidReply):
-        link.calls.take(response)
+        link.calls.push(response)
 
 
 async def test_an_answer_that_is_no_message_fails_its_call_alone() -> None:
     link = Link()
     broken, well = link.begin(1), link.begin(2)
-    link.calls.take(answer(1, b"\xff\xff"))
-    link.calls.take(answer(2, of_tokens([7]).SerializeToString()))
+    link.calls.push(answer(1, b"\xff\xff"))
+    link.calls.push(answer(2, of_tokens([7]).SerializeToString()))
     with pytest.raises(InvalidReply, match="not a message"):
         await anext(broken)
     assert list((await anext(well)).tokens.token_ids) == [7]
@@ -74,7 +74,7 @@ async def test_a_peer_that_heeds_no_pause_loses_the_call() -> None:
     link = Link()
     call = link.begin(1)
     for _ in range(20_000):
-        link.calls.take(pb.MultiplexResponse(token_calls=[1], token_ids=[5]))
+        link.calls.push(pb.MultiplexResponse(token_calls=[1], token_ids=[5]))
     with pytest.raises(InvalidReply, match="paused"):
         await anext(call)
     assert link.cancelled == [1]
@@ -104,7 +104,7 @@ async def test_whatever_status_a_call_ends_with_it_is_an_error_of_ours(code: int
     for number, details in enumerate(odd_details(), start=1):
         link = Link()
         call = link.begin(number)
-        link.calls.take(status(number, code, [pb.CallMetadata(key="grpc-status-details-bin", value=details)]))
+        link.calls.push(status(number, code, [pb.CallMetadata(key="grpc-status-details-bin", value=details)]))
         await asyncio.sleep(0)
         with pytest.raises(BatonError):
             await anext(call)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from grpc import StatusCode
 
 from baton.engine.v1 import multiplex_pb2 as pb
-from engine_protocol.multiplex.response_queue import RelayedTokens, ResponseQueue
+from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
 from runtime.aio import timeout
 
 
@@ -20,7 +20,7 @@ class Ids:
     async def subscribe(self, ready: Callable[[], None]) -> None:
         ready()
 
-    def take(self) -> tuple[Sequence[int], bool]:
+    def pull(self) -> tuple[Sequence[int], bool]:
         return self.ids, self.is_last
 
 
@@ -32,7 +32,7 @@ class Ended:
         """Not looked at."""
 
 
-async def finish(queue: ResponseQueue, tokens: RelayedTokens) -> None:
+async def finish(queue: ResponseQueue, tokens: CallTokens) -> None:
     """What a servicer does after its last token: waits for others, says how it was, and ends."""
     await tokens.done
     queue.add(tokens.call, b"finished")
@@ -42,11 +42,11 @@ async def finish(queue: ResponseQueue, tokens: RelayedTokens) -> None:
 
 async def test_the_last_tokens_of_a_call_its_last_answer_and_its_status_are_one_message() -> None:
     queue = ResponseQueue()
-    tokens = RelayedTokens(1, Ids(7, 8, is_last=True), is_paused=False)
+    tokens = CallTokens(1, Ids(7, 8, is_last=True), is_paused=False)
     ending = asyncio.create_task(finish(queue, tokens))
     queue.note_ready(tokens)
     async with timeout(30):
-        message = (await queue.take()).message
+        message = (await queue.pull()).message
         await ending
     assert (list(message.token_calls), list(message.token_ids)) == ([1, 1], [7, 8])
     assert [(answer.call, answer.message, answer.HasField("status")) for answer in message.answers] == [
@@ -57,10 +57,10 @@ async def test_the_last_tokens_of_a_call_its_last_answer_and_its_status_are_one_
 
 async def test_tokens_do_not_wait_for_a_call_that_does_not_end_after_its_own() -> None:
     queue = ResponseQueue()
-    endless, other = (RelayedTokens(call, Ids(call, is_last=call == 1), is_paused=False) for call in (1, 2))
+    endless, other = (CallTokens(call, Ids(call, is_last=call == 1), is_paused=False) for call in (1, 2))
     queue.note_ready(endless)
     queue.note_ready(other)
     async with timeout(30):
-        message = (await queue.take()).message
+        message = (await queue.pull()).message
     assert list(message.token_calls) == [1, 2]
     assert not message.answers

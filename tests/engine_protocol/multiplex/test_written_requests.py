@@ -13,7 +13,7 @@ from baton.errors import BatonError, Unavailable
 from baton.inference.v1 import inference_service_pb2_grpc as inference
 from baton.inference.v1 import model_pb2
 from engine_protocol.multiplex.channel import multiplexed
-from engine_protocol.multiplex.peer_stream import TakeResponse
+from engine_protocol.multiplex.peer_stream import PushResponse
 from rpc.channels import open_channel
 
 
@@ -47,7 +47,7 @@ async def calling() -> AsyncGenerator[tuple[Peer, Any], None]:
     peer = Peer()
 
     @asynccontextmanager
-    async def open_stream(_take: TakeResponse) -> AsyncGenerator[Peer, None]:
+    async def open_stream(_push: PushResponse) -> AsyncGenerator[Peer, None]:
         yield peer
 
     async with open_channel("127.0.0.1:1") as channel, multiplexed(channel, open_stream) as calls:

@@ -8,9 +8,10 @@ from support.eventually import eventually
 
 from baton.errors import SlowReader
 from baton.inference.v1 import generate_pb2
-from router.stream.reply import Pace, Reply
+from router.stream.reply import Pace
 from router.stream.writer import StreamWriter
 from router.text.completion import TokenDelta
+from rpc.reply import Reply
 from runtime.aio import timeout
 
 
@@ -28,15 +29,20 @@ class Client:
         await self.reading.wait()
         self.messages.append(message)
 
-    def send_now(self, message: generate_pb2.GenerateResponse) -> bool:
-        kept = generate_pb2.GenerateResponse()
-        kept.CopyFrom(message)
-        self.messages.append(kept)
+    @property
+    def connection(self) -> "Client":
+        return self
+
+    def write(self, message: bytes) -> bool:
+        self.messages.append(generate_pb2.GenerateResponse.FromString(message))
         return self.reading.is_set()
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
     @property
     def reply(self) -> Reply:
-        return Reply(self.send, lambda _: None, self.send_now if self.at_once else None)
+        return Reply(self.send, lambda _: None, (lambda: self) if self.at_once else None)
 
     @property
     def sizes(self) -> list[int]:

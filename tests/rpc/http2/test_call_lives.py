@@ -61,7 +61,7 @@ async def test_a_servicer_that_writes_to_a_caller_that_has_gone_gets_an_error_of
             with pytest.raises(aio.BaseError):
                 await attempt
         with pytest.raises(aio.BaseError):
-            context.write_now(b"y")
+            context.reply().open_wire()
 
 
 async def test_a_servicer_that_waits_for_room_is_cancelled_too() -> None:
@@ -126,7 +126,7 @@ async def test_the_messages_of_one_turn_go_out_in_one_write() -> None:
             await eventually(lambda: len(calls) == 50)
             (connection,) = server.server._connections
             turns = connection.output.turns
-            assert all(context.write_now(b"token") for context in calls)
+            assert all(context.reply().open_wire().write(b"token") for context in calls)
             await peer.until(lambda: len([each for each in peer.answers.values() if each.messages]) == 50)
             assert connection.output.turns == turns + 1
 

@@ -7,9 +7,9 @@ from support.engines.crossing import Crossing, CrossingWorld, PyTorchSide, Setti
 from support.engines.exploration import explore, replay
 
 from services.engines.memory import allocation
-from services.engines.memory.allocation import RoomRules
+from services.engines.memory.allocation import AllocationRules
 
-SHARED = RoomRules(held_share=0.5)
+SHARED = AllocationRules(held_share=0.5)
 BOTH = [PyTorchSide, SimulatedSide]
 SHORT, HALF, LARGE = 3, 6, 12  # prompts of one, two and three blocks; the last ones need a fourth to decode
 
@@ -41,7 +41,7 @@ def _most_passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("build", BOTH)
 def test_the_search_finds_the_circle_where_a_pool_may_be_full_of_held_kv(build: Build) -> None:
-    setting = Setting(crossing(HALF, HALF), 2, RoomRules(held_share=1.0), gives_up=False)
+    setting = Setting(crossing(HALF, HALF), 2, AllocationRules(held_share=1.0), gives_up=False)
     [first, *_] = explore(lambda: CrossingWorld(setting, build)).stuck
     stuck = replay(lambda: CrossingWorld(setting, build), first)
     assert isinstance(stuck, CrossingWorld)
@@ -62,7 +62,7 @@ def test_larger_prompts_all_end_since_their_readers_give_them_up(build: Build, l
 
 @pytest.mark.parametrize("build", BOTH)
 def test_pools_that_may_be_full_of_held_kv_end_too_since_readers_give_up(build: Build) -> None:
-    assert check(build, Setting(crossing(HALF, HALF, HALF), 2, RoomRules(held_share=1.0))) > 500
+    assert check(build, Setting(crossing(HALF, HALF, HALF), 2, AllocationRules(held_share=1.0))) > 500
 
 
 @pytest.mark.parametrize("build", BOTH)

@@ -20,6 +20,7 @@ from services.__main__ import main
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineConfig
+from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import PulledKv
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
@@ -148,7 +149,7 @@ class AllocatingRoomsEngine(Engine):
                 room.arrived.set()
             writer.close()
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         room = source.destination
         if not isinstance(room, Destination):
             raise InvalidRequest.of("destination_id", "is empty: this engine allocates first")
@@ -162,7 +163,7 @@ class AllocatingRoomsEngine(Engine):
         except BaseException:
             self._close(room)
             raise
-        return self._generated(tuple(room.kv), source.prompt, sampling, room)
+        return ClosingStream(self._generated(tuple(room.kv), source.prompt, sampling, room))
 
     async def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         assert isinstance(source, Prompt)

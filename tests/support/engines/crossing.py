@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
-from services.engines.memory.allocation import RoomRules
+from services.engines.memory.allocation import AllocationRules
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.kv_cache.blocks import BlockPool
@@ -43,7 +43,7 @@ class Setting:
 
     requests: tuple[Crossing, ...]
     pool_blocks: int
-    rules: RoomRules
+    rules: AllocationRules
     gives_up: bool = True
     cancels: bool = False
 

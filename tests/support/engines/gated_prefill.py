@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.engines.base import Engine, PromptProgress, TellsProgress
+from services.engines.base import Engine, PromptProgress, ReportsProgress
 from services.engines.kv import HeldKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
@@ -14,17 +14,17 @@ from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.engine import SimulatedEngine
 
 
-class GatedProgress(TellsProgress):
+class GatedProgress(ReportsProgress):
     """Returns a prompt's KV once `gate` is set."""
 
-    def __init__(self, engine: TellsProgress) -> None:
+    def __init__(self, engine: ReportsProgress) -> None:
         self.gate = asyncio.Event()
         self.telling: PromptProgress | None = None
         self._engine = engine
 
-    async def prefill_telling(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
+    async def prefill_reporting(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress) -> HeldKv:
         self.telling = progress
-        held = await self._engine.prefill_telling(prompt, sampling, progress)
+        held = await self._engine.prefill_reporting(prompt, sampling, progress)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:

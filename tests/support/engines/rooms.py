@@ -15,6 +15,7 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineConfig
+from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import KvLayout, PulledKv
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
@@ -158,7 +159,7 @@ class RoomsEngine(Engine):
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> RoomKv:
         return RoomKv(self._bootstrap, prompt.context)
 
-    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
+    async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         if not source.state.isdigit():
             raise InvalidRequest.of("handoff.engine_state", "is no room")
         blocks = -(-source.num_tokens // BLOCK_TOKENS)
@@ -168,7 +169,7 @@ class RoomsEngine(Engine):
         except BaseException:
             self.allocated -= blocks
             raise
-        return self._generated(kv, source.prompt, sampling, blocks)
+        return ClosingStream(self._generated(kv, source.prompt, sampling, blocks))
 
     async def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         assert isinstance(source, Prompt)

@@ -1,4 +1,4 @@
-"""What a checkpoint's sentence-transformers files say of its vectors: `modules.json`, and those that it names."""
+"""The rules for vectors in a checkpoint's sentence-transformers files: `modules.json`, and those that it names."""
 
 import json
 from collections.abc import Mapping

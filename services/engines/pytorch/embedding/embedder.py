@@ -33,8 +33,8 @@ class PyTorchEmbedder:
         self._model = await asyncio.to_thread(self._load)
         config = self._config
         self._facts = _facts(config, self._model, time.monotonic() - began)
-        pulse = StallDetector(self._model.module, config.stall_seconds)
-        self._loop = EmbedderLoop(self._model, pulse, _limits(config, self._model))
+        stall_detector = StallDetector(self._model.module, config.stall_seconds)
+        self._loop = EmbedderLoop(self._model, stall_detector, _limits(config, self._model))
         await self._loop.__aenter__()
         self._canary = Canary(
             self._loop.test, lambda: self._loop.quiet_seconds, config.canary_seconds, config.canary_patience_seconds
@@ -65,7 +65,7 @@ class PyTorchEmbedder:
 
     @property
     def steps(self) -> int:
-        """How often the model has been run for calls."""
+        """The number of runs of the model for calls."""
         return self._loop.steps
 
     def load(self) -> EncoderLoad:

@@ -41,8 +41,8 @@ class _Place:
 class EmbedderLoop(BatchLoop[EmbedJob]):
     """Embeds on a thread while the context is open; its load is in calls."""
 
-    def __init__(self, model: TextModel, pulse: StallDetector, limits: EmbedLimits) -> None:
-        super().__init__("embedder", pulse, limits.texts, model.device)
+    def __init__(self, model: TextModel, stall_detector: StallDetector, limits: EmbedLimits) -> None:
+        super().__init__("embedder", stall_detector, limits.texts, model.device)
         self._model = model
         self._limits = limits
         self.steps = 0  # of the model, since the start

@@ -46,7 +46,7 @@ class TextModel:
 
     @property
     def generates(self) -> bool:
-        """Whether the checkpoint has a language model's head, too."""
+        """True if the checkpoint has a language model's head, too."""
         return _generates(self.config)
 
     def vectors(self, texts: Sequence[Sequence[int]]) -> list[Vector]:
@@ -89,7 +89,7 @@ def _rules(config: PyTorchConfig, model_config: PreTrainedConfig, stored: Vector
 
 
 def is_decoder(config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint is of a generating model: by its type, or by the class that it was saved from."""
+    """True if a checkpoint is of a generating model: by its type, or by the class that it was saved from."""
     return _generates(config) or config.model_type in FAMILIES
 
 

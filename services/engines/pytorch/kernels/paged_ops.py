@@ -84,13 +84,11 @@ class TorchOps:
     def rms_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See PagedOps."""
         if delta is not None:
             residual += delta
         return _normal(residual, weight, eps)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See PagedOps."""
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
@@ -102,7 +100,6 @@ class TorchOps:
         layer: torch.Tensor,
         norms: HeadNorms | None,
     ) -> None:
-        """See PagedOps."""
         kv_heads, block_tokens, head_dim = layer.shape[2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         real = tokens.positions >= 0
@@ -120,7 +117,6 @@ class TorchOps:
         layer[blocks, 1, :, positions % block_tokens] = value[real]
 
     def attend(self, qkv: torch.Tensor, tokens: PagedTokens, layer: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-        """See PagedOps."""
         query = qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.heads]
         output = torch.zeros_like(query)
         positions, rows = tokens.positions.tolist(), tokens.rows.tolist()

@@ -25,7 +25,6 @@ class TritonOps:
     def rms_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See PagedOps."""
         count, size = residual.shape
         out = torch.empty_like(residual)
         block = triton.next_power_of_2(size)
@@ -43,7 +42,6 @@ class TritonOps:
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See PagedOps."""
         count, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(count, size)
         triton_kernels.gate[(count, triton.cdiv(size, _GATE_BLOCK))](gate_up, out, size, BLOCK=_GATE_BLOCK)
@@ -57,7 +55,6 @@ class TritonOps:
         layer: torch.Tensor,
         norms: HeadNorms | None,
     ) -> None:
-        """See PagedOps."""
         kv_heads, block_tokens, head_dim = layer.shape[2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         cos, sin = angles
@@ -85,7 +82,6 @@ class TritonOps:
         )
 
     def attend(self, qkv: torch.Tensor, tokens: PagedTokens, layer: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-        """See PagedOps."""
         out = qkv.new_empty(len(qkv), shape.heads * shape.head_dim)
         if tokens.singles:
             self._attend_singly(qkv, tokens, layer, shape, out)

@@ -114,7 +114,7 @@ class PeerPool:
         self._mapped = mapped
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._launching = threading.Lock()
-        self._free: list[IdRoom] = []
+        self._free: list[IdBuffer] = []
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         is_near = export.device == uuid_of(pool.device)
         programs = processors * _PROGRAMS_OF_A_PROCESSOR if is_near else _PROGRAMS_OF_A_LINK
@@ -127,17 +127,15 @@ class PeerPool:
         self.begin((), ()).wait()
 
     def begin(self, source: Sequence[int], destination: Sequence[int]) -> DeviceCopy:
-        """See DeviceReader."""
         try:
             with self._launching:
-                room = self._free.pop() if self._free else IdRoom(self._num_blocks, self._device, self._stream)
-                self._gather.launch(room, room.fill(packed_ids(source), packed_ids(destination)))
+                ids = self._free.pop() if self._free else IdBuffer(self._num_blocks, self._device, self._stream)
+                self._gather.launch(ids, ids.fill(packed_ids(source), packed_ids(destination)))
         except RuntimeError as error:  # PyTorch raises it for almost every failure of a device
             raise DeviceUnavailable(f"the blocks could not be copied: {error}") from error
-        return _Copy(room, self._free)
+        return _Copy(ids, self._free)
 
     def close(self) -> None:
-        """See DeviceReader."""
         if self._mapped is not None:
             unmap(self._mapped, self._device)
         self._mapped = None
@@ -165,25 +163,25 @@ class Gather:
         _check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)), "there is no CUDA context")
         self._fixed = ctypes.c_int64(address), ctypes.c_uint64(words.data_ptr()), ctypes.c_int32(words.shape[1])
 
-    def launch(self, room: "IdRoom", count: int) -> None:
-        """Starts to copy the blocks of the first `count` pairs of ids in `room`. Any thread may call it."""
+    def launch(self, ids: "IdBuffer", count: int) -> None:
+        """Starts to copy the blocks of the first `count` pairs of ids in `ids`. Any thread may call it."""
         address, words, block_words = self._fixed
-        # Two more than the kernel declares: Triton gives its kernels room of their own, of which this one needs none.
-        values = address, words, room.address, block_words, ctypes.c_int32(count), ctypes.c_void_p(), ctypes.c_void_p()
+        # Two more than the kernel declares: Triton gives its kernels ids of their own, of which this one needs none.
+        values = address, words, ids.address, block_words, ctypes.c_int32(count), ctypes.c_void_p(), ctypes.c_void_p()
         arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         driver, programs, one, threads = self._driver, ctypes.c_uint(self._programs), _ONE, _THREADS_OF_A_PROGRAM
         grid = programs, one, one, threads, one, one, self._shared_bytes
         _check(driver.cuCtxPushCurrent_v2(self._context), "the GPU's context is gone")
         try:
-            room.upload(driver, count, self._stream)
+            ids.upload(driver, count, self._stream)
             started = driver.cuLaunchKernel(self._function, *grid, self._stream, arguments, None)
             _check(started, "the blocks could not be copied")
-            _check(driver.cuEventRecord(room.event, self._stream), "the end of the copy cannot be seen")
+            _check(driver.cuEventRecord(ids.event, self._stream), "the end of the copy cannot be seen")
         finally:
             driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
-class IdRoom:
+class IdBuffer:
     """Memory for the ids of one pull, pinned on the host and on the device, and the event behind the pull's kernel.
 
     The host's must not change before the event has occurred.
@@ -215,28 +213,27 @@ class IdRoom:
 
 
 class _Copy:
-    """A DeviceCopy. Its room is free again once the copy is seen to be complete; that of a failed one is dropped."""
+    """A DeviceCopy. Its ids is free again once the copy is seen to be complete; that of a failed one is dropped."""
 
-    def __init__(self, room: IdRoom, free: list[IdRoom]) -> None:
-        self._room: IdRoom | None = room
+    def __init__(self, ids: IdBuffer, free: list[IdBuffer]) -> None:
+        self._ids: IdBuffer | None = ids
         self._free = free
 
     def is_done(self) -> bool:
-        """See DeviceCopy."""
-        if self._room is not None and self._asked(self._room.arrived.query):
+        if self._ids is not None and self._asked(self._ids.arrived.query):
             self._end()
-        return self._room is None
+        return self._ids is None
 
     def wait(self) -> None:
-        """See DeviceCopy. The event is one that blocks and does not spin."""
-        if self._room is not None:
-            self._asked(self._room.arrived.synchronize)
+        """Waits for the copy. The event blocks and does not spin."""
+        if self._ids is not None:
+            self._asked(self._ids.arrived.synchronize)
             self._end()
 
     def _end(self) -> None:
-        if self._room is not None:
-            self._free.append(self._room)
-        self._room = None
+        if self._ids is not None:
+            self._free.append(self._ids)
+        self._ids = None
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:

@@ -90,7 +90,7 @@ class ReservedBlocks(Reservation):
 
     @property
     def cached_blocks(self) -> int:
-        """How many blocks, from the first on, already contain their KV."""
+        """The number of blocks, from the first on, that already contain their KV."""
         return self.blocks.cached_blocks
 
     async def release(self) -> int:

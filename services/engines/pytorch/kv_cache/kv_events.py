@@ -23,5 +23,5 @@ class CacheEvents:
         if self._listener is not None:
             self._listener(event)
         if self.loop is not None:
-            tell = self._publisher.stored if isinstance(event, BlockStored) else self._publisher.removed
-            self.loop.notify(partial(tell, event.block_hash))
+            publish = self._publisher.stored if isinstance(event, BlockStored) else self._publisher.removed
+            self.loop.notify(partial(publish, event.block_hash))

@@ -64,7 +64,7 @@ class HostWriter:
     views: Sequence[memoryview]
 
     def commit(self) -> None:
-        """Does nothing: the bytes are in place."""
+        """No-op: the bytes are in place."""
 
 
 class HostMemory(BlockMemory):
@@ -175,19 +175,15 @@ class DeviceMemory(BlockMemory):
         self._stream.synchronize()
 
     def export(self) -> DeviceExport:
-        """See DeviceBlockMemory."""
         return export_pool(self.tensor)
 
     def attach(self, export: DeviceExport) -> DeviceReader:
-        """See DeviceBlockMemory."""
         return attach_pool(self.tensor, export)
 
     def area(self) -> DeviceArea:
-        """See StagingDeviceMemory."""
         return area_of(self.tensor)
 
     def stage(self, num_blocks: int) -> DeviceStaging:
-        """See StagingDeviceMemory."""
         return Staging(self, num_blocks)
 
     def place(self, block_ids: Sequence[int], rows: torch.Tensor) -> None:
@@ -197,7 +193,7 @@ class DeviceMemory(BlockMemory):
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Does nothing: the memory is freed with the tensor."""
+        """No-op: the memory is freed with the tensor."""
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._bytes.device)
@@ -240,11 +236,9 @@ class Staging:
         self.area = area_of(self._rows)
 
     def make_current(self) -> None:
-        """See DeviceStaging."""
         torch.cuda.set_device(self._rows.device)
 
     def store(self, destination: Sequence[int]) -> None:
-        """See DeviceStaging."""
         self._pool.place(destination, self._rows[: len(destination)])
 
 

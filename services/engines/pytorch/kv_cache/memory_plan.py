@@ -1,4 +1,4 @@
-"""How much GPU memory the block pool may take: the free memory, less what steps need."""
+"""The GPU memory for the block pool: the free memory, less the need of steps."""
 
 from dataclasses import dataclass
 

@@ -15,12 +15,10 @@ class EmbeddedLoraSlots:
         self._max_rank = max_rank
 
     def read(self, entry: CatalogEntry) -> dict[str, LowRank]:
-        """See LoraSlots."""
         return self._layers.placed(read_adapter(entry.folder, self._max_rank, entry.ranked.lora.digest))
 
     async def install(self, slot: int, weights: dict[str, LowRank]) -> None:
-        """See LoraSlots."""
         await self._loop.call(lambda _core: self._layers.install(slot, weights))
 
     async def clear(self, slot: int) -> None:
-        """Does nothing: the next adapter replaces the content."""
+        """No-op: the next adapter replaces the content."""

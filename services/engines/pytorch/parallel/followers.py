@@ -1,4 +1,4 @@
-"""What rank 0 needs of the other ranks, wherever they run, and the models and roles that cannot be split."""
+"""The other ranks as rank 0 sees them, wherever they run, and the models and roles that cannot be split."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,7 +21,7 @@ LOAD_SECONDS = 1800.0
 
 class Followers(Protocol):
     """The ranks above 0, as rank 0 sees them. They load when they are there; then come `least_blocks` and `begin`, and
-    then `tell` sends steps. The end of one sets `failure`, for good.
+    then `send` sends steps. The end of one sets `failure`, for good.
     """
 
     shard: Shard
@@ -36,7 +36,7 @@ class Followers(Protocol):
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
         """Gives the others their pool, or its size, and joins them."""
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Sends an order to all ranks. Raises RuntimeError if one has ended."""
 
     def zero(self, block_ids: Sequence[int]) -> None:

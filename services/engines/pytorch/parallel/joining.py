@@ -1,4 +1,4 @@
-"""How the ranks of a model meet: by a file of their host, or by a store of rank 0's."""
+"""The meeting of a model's ranks: by a file of their host, or by a store of rank 0's."""
 
 import ctypes
 from dataclasses import dataclass

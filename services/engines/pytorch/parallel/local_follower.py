@@ -60,13 +60,13 @@ class _Silent:
     is_ready = False
 
     def loaded(self, seconds: float) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def ready(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def stepped(self, tokens: int) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 def _end_with_parent() -> None:

@@ -55,11 +55,9 @@ class LocalFollowers:
         self._watcher.start()
 
     def least_blocks(self, num_blocks: int) -> int:
-        """See Followers."""
         return min(num_blocks, *(self._loaded(follower) for follower in self._followers))
 
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
-        """See Followers."""
         for follower in self._followers:
             self._send(follower, Begin(num_blocks, sizes))
             if self.shard.shares_pool and pool_file is not None:
@@ -67,19 +65,16 @@ class LocalFollowers:
         self._ranks = join(self.shard, SameHost(self._meeting), device)
         return self._ranks
 
-    def tell(self, order: Order) -> None:
-        """See Followers."""
+    def send(self, order: Order) -> None:
         if self.failure is not None:
             raise RuntimeError(self.failure)
         for follower in self._followers:
             self._send(follower, order)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """See Followers."""
-        self.tell(ZeroBlocks(tuple(block_ids)))
+        self.send(ZeroBlocks(tuple(block_ids)))
 
     def close(self) -> None:
-        """See Followers."""
         self._closing = True
         for follower in self._followers:
             if self.failure is None:

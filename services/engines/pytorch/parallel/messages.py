@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other: over a pipe between processes of one host, or over TCP."""
+"""The messages among the ranks of a group: over a pipe between processes of one host, or over TCP."""
 
 from dataclasses import dataclass
 

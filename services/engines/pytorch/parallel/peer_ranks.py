@@ -46,14 +46,12 @@ class PeerRanks:
         self._exchange.warm_up()
 
     def share(self, tensor: torch.Tensor) -> None:
-        """See Ranks."""
         if exchange := self._for(tensor):
             exchange.share(tensor)
         else:
             self._collectives.share(tensor)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         if exchange := self._for(tensor):
             return exchange.add_up(tensor)
         return self._collectives.add_up(tensor)
@@ -61,13 +59,11 @@ class PeerRanks:
     def add_and_normalise(
         self, ops: PagedOps, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See Ranks."""
         if exchange := self._for(part):
             return exchange.add_and_normalise(part, residual, weight, eps)
         return self._collectives.add_and_normalise(ops, part, residual, weight, eps)
 
     def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """See Ranks."""
         if (exchange := self._exchange) is not None and exchange.gathers(part):
             return exchange.columns(part, width)
         return self._collectives.columns(part, width)
@@ -110,26 +106,23 @@ class Exchange:
         self.add_and_normalise(rows, rows.clone(), rows[0], 1.0)
 
     def adds(self, rows: torch.Tensor) -> bool:
-        """Whether there is room to add or share these rows."""
+        """True if there is room to add or share these rows."""
         return self._has_room(rows, self._shape.width)
 
     def gathers(self, rows: torch.Tensor) -> bool:
-        """Whether there is room to gather these rows."""
+        """True if there is room to gather these rows."""
         return self._has_room(rows, self._shape.columns)
 
     def share(self, tensor: torch.Tensor) -> None:
-        """See Ranks."""
         self._rows(tensor, tensor, shares=True)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         self._rows(tensor, tensor, shares=False)
         return tensor
 
     def add_and_normalise(
         self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See Ranks."""
         out = torch.empty_like(part)
         self._rows(part, out, shares=False, norm=(residual, weight, eps))
         return out

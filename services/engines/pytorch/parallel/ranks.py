@@ -60,7 +60,7 @@ class OneRank:
     size = 1
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor."""
@@ -78,10 +78,10 @@ class OneRank:
         return part
 
     def prepare(self, shape: ExchangeShape) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def stop(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 class ProcessRanks:
@@ -103,22 +103,18 @@ class ProcessRanks:
         self._from_leader.rootRank = self._from_leader.rootTensor = 0
 
     def share(self, tensor: torch.Tensor) -> None:
-        """See Ranks."""
         _wait(lambda: self._group.broadcast([tensor], self._from_leader))
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         _wait(lambda: self._group.allreduce([tensor], self._sum))
         return tensor
 
     def add_and_normalise(
         self, ops: PagedOps, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """See Ranks."""
         return ops.rms_norm(self.add_up(part), residual, weight, eps)
 
     def columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """See Ranks."""
         rows = len(part)
         if rows == 0:
             return part.new_empty(0, width)
@@ -128,7 +124,7 @@ class ProcessRanks:
         return whole if whole.shape[1] == width else whole[:, :width].contiguous()
 
     def prepare(self, shape: ExchangeShape) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def stop(self) -> None:
         """Aborts NCCL's operations; gloo's end by themselves when a connection closes."""

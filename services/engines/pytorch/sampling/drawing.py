@@ -32,7 +32,7 @@ class Draw:
 
 
 def is_drawable(state: SamplerState, in_flight: int) -> bool:
-    """Whether the token after `in_flight` more ones can be sampled on the device."""
+    """True if the token after `in_flight` more ones can be sampled on the device."""
     options = state.sampling
     return (
         not state.penalises

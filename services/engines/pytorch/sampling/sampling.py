@@ -53,13 +53,13 @@ class SamplerState:
 
     @property
     def penalises(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """True if earlier tokens change the logits."""
         options = self.sampling
         return options.repetition_penalty != 1.0 or options.presence_penalty != 0.0 or options.frequency_penalty != 0.0
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest token is the result, whatever the other options are."""
+        """True if the likeliest token is the result, whatever the other options are."""
         return (
             self.sampling.temperature == 0.0
             and not self.penalises

@@ -28,7 +28,7 @@ def widths(vocabulary: int) -> list[int]:
 
 
 def cuts(sampling: Sampling) -> bool:
-    """Whether tokens must be ranked to know which may be sampled."""
+    """True if tokens must be ranked to know which may be sampled."""
     return sampling.top_k > 0 or sampling.top_p < 1.0
 
 

@@ -12,7 +12,7 @@ MakeRoom = Callable[[TokenSequence, int], int]
 
 
 def can_draft(sequence: TokenSequence) -> bool:
-    """Whether each token of a sequence can be verified by itself: it depends on its position and on the tokens before
+    """True if each token of a sequence can be verified by itself: it depends on its position and on the tokens before
     it, through the model and the end of the answer (bad words) alone.
 
     Penalties depend on the history in another way, and so do grammars, so such requests get no drafts. Neither does a

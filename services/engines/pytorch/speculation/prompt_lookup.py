@@ -13,7 +13,7 @@ _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 
 @dataclass(slots=True)
 class DraftState:
-    """What drafting keeps of one sequence: the place after each n-gram, how its drafts fared, and when it rests."""
+    """Drafting's state of one sequence: the place after each n-gram, the success of its drafts, and its pauses."""
 
     drafted: int = 0
     accepted: int = 0

@@ -31,8 +31,8 @@ class PyTorchEncoder:
         self._vision = await asyncio.to_thread(self._load)
         self._facts = _facts(self._config, self._vision, time.monotonic() - began)
         config = self._config
-        pulse = StallDetector(self._vision.module, config.stall_seconds)
-        self._loop = EncoderLoop(self._vision, pulse, config.max_step_images, config.max_waiting)
+        stall_detector = StallDetector(self._vision.module, config.stall_seconds)
+        self._loop = EncoderLoop(self._vision, stall_detector, config.max_step_images, config.max_waiting)
         await self._loop.__aenter__()
         self._canary = Canary(
             self._loop.test, lambda: self._loop.quiet_seconds, config.canary_seconds, config.canary_patience_seconds

@@ -44,8 +44,8 @@ class _Prepared:
 class EncoderLoop(BatchLoop[EncodeJob]):
     """Encodes on a thread while the context is open; its load is in images."""
 
-    def __init__(self, vision: Vision, pulse: StallDetector, max_batch: int, max_waiting: int) -> None:
-        super().__init__("encoder", pulse, max_batch, vision.device)
+    def __init__(self, vision: Vision, stall_detector: StallDetector, max_batch: int, max_waiting: int) -> None:
+        super().__init__("encoder", stall_detector, max_batch, vision.device)
         self._vision = vision
         self._max_waiting = max_waiting
 

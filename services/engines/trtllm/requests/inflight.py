@@ -111,7 +111,7 @@ class InflightGeneration:
         self.changed.set()
         self.ended.set()
 
-    def take(self) -> Tokens | None:
+    def pull(self) -> Tokens | None:
         """All ids that were not taken yet."""
         self._reader.has_read()
         ids = tuple(self.output.token_ids[self._read :])

@@ -95,7 +95,7 @@ def cached_tokens(generation: InflightGeneration, prompt: Prompt, block_tokens: 
 
 
 def _first_token(generation: InflightGeneration, facts: ModelFacts) -> tuple[int, TokenLogprob | None]:
-    tokens = generation.take()
+    tokens = generation.pull()
     if tokens is None and generation.finish_reason == "stop":
         # It is not known whether every version repeats the end of sequence that it ended by.
         return facts.eos_token_ids[0], None

@@ -143,8 +143,8 @@ class VllmGeneration:
             self.error = EngineFailed("vLLM ended the request without a reason")
         self._tell()
 
-    def take(self) -> Tokens | None:
-        """All ids that were not taken yet, without the known ones."""
+    def pull(self) -> Tokens | None:
+        """All ids that were not pulled yet, without the known ones."""
         self._reader.has_read()
         ids = tuple(self.ids[self._read :])
         if not ids:

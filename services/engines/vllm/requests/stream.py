@@ -1,14 +1,14 @@
-"""An answer that vLLM is generating already, for its reader: a generator, or a StepStream without a task for each."""
+"""An answer that vLLM is generating already, for its reader."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from services.engines.answer import Finished, Tokens
-from services.engines.closing_stream import ClosingStream
+from services.engines.generation import ClosingStream
 from services.engines.vllm.requests.generation import VllmGeneration
 
 
 class RunningStream(ClosingStream):
-    """Yields `events`, those of the generation, or is subscribed to; `finished` makes its end. Closing it aborts it."""
+    """Yields `events`, or gives what `generation` has; `finished` makes its end. Closing it aborts it."""
 
     def __init__(
         self,
@@ -26,16 +26,16 @@ class RunningStream(ClosingStream):
         await super().aclose()
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
-        """See StepStream."""
+        """Calls `ready` at each change of the generation."""
         self._generation.listener = ready
         if self._generation.changed.is_set():
             ready()
 
-    def take(self) -> tuple[Sequence[int], Finished | None]:
-        """See StepStream."""
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
+        """What is new. Raises the generation's error."""
         self._generation.changed.clear()
         if self._generation.error is not None:
             raise self._generation.error
         has_ended = self._generation.has_ended
-        tokens = self._generation.take()
+        tokens = self._generation.pull()
         return tokens.ids if tokens else (), self._finished() if has_ended else None

@@ -16,7 +16,7 @@ def record(worker_id: str) -> WorkerRecord:
 
 
 def way(costs: Costs, owner: str, reader: str) -> RelativeCost:
-    return costs.of(record(owner)).way_to(costs.of(record(reader)))
+    return costs.of(record(owner)).link_to(costs.of(record(reader)))
 
 
 def test_a_line_is_learnt_from_noisy_measurements_whatever_was_assumed_before() -> None:

@@ -39,7 +39,7 @@ def content_of(engine: Engine, block_id: int) -> bytes:
 async def test_blocks_that_are_told_of_are_the_first_ones_and_have_their_final_content(engine: Engine) -> None:
     assert engine.progress is not None
     told = Recorder(engine)
-    held = await engine.progress.prefill_telling(PROMPT, greedy(9), told)
+    held = await engine.progress.prefill_reporting(PROMPT, greedy(9), told)
     assert len(told.block_ids) == 2 * STEP_TOKENS // BLOCK_TOKENS
     assert tuple(told.block_ids) == held.block_ids[: len(told.block_ids)]
     assert told.content == [content_of(engine, block_id) for block_id in told.block_ids]
@@ -51,7 +51,7 @@ async def test_blocks_that_are_told_of_are_the_first_ones_and_have_their_final_c
 async def test_a_prompt_of_one_step_tells_nothing(engine: Engine) -> None:
     assert engine.progress is not None
     told = Recorder(engine)
-    held = await engine.progress.prefill_telling(Prompt(PROMPT.token_ids[:STEP_TOKENS]), greedy(9), told)
+    held = await engine.progress.prefill_reporting(Prompt(PROMPT.token_ids[:STEP_TOKENS]), greedy(9), told)
     assert told.block_ids == []
     await held.release()
 
@@ -59,7 +59,7 @@ async def test_a_prompt_of_one_step_tells_nothing(engine: Engine) -> None:
 async def test_a_prompt_that_tells_gives_the_token_of_one_that_does_not(engine: Engine) -> None:
     assert engine.progress is not None
     silent = await engine.prefill(Prompt(PROMPT.token_ids, cache_salt="silent"), greedy(9))
-    held = await engine.progress.prefill_telling(PROMPT, greedy(9), Recorder(engine))
+    held = await engine.progress.prefill_reporting(PROMPT, greedy(9), Recorder(engine))
     assert held.first_token == silent.first_token
     await silent.release()
     await held.release()

@@ -1,4 +1,4 @@
-"""The embedded engine says that blocks are lost when it preempts the prompt that it has told of them."""
+"""The embedded engine says that blocks are lost when it preempts the prompt that it has on_progress of them."""
 
 from collections.abc import Sequence
 
@@ -19,21 +19,21 @@ def test_a_preempted_prompt_loses_its_blocks_and_tells_of_them_again(llama: Chec
     )
     core = EngineCore(config)
     events: list[Event] = []
-    told: list[Sequence[int]] = []
+    on_progress: list[Sequence[int]] = []
     decoding = core.new_sequence(Prompt(tuple(range(20, 20 + RUNNING))), _greedy(23), lambda event: None, hold=False)
     core.submit(decoding)
     while decoding.generated < 2:
         core.step()
     prompt = core.new_sequence(Prompt(tuple(range(50, 50 + LONG))), _greedy(5), events.append, hold=True)
-    prompt.told = lambda blocks: told.append(tuple(blocks))
+    prompt.on_progress = lambda blocks: on_progress.append(tuple(blocks))
     core.submit(prompt)
     while not events:
         assert core.step()
     [held] = events
     assert isinstance(held, Held)
-    [lost] = [index for index, blocks in enumerate(told) if not blocks]
+    [lost] = [index for index, blocks in enumerate(on_progress) if not blocks]
     assert lost > 0
-    known = [block for blocks in told[lost:] for block in blocks]
+    known = [block for blocks in on_progress[lost:] for block in blocks]
     assert tuple(known) == held.block_ids[: len(known)]
     core.abort(prompt)
     core.close()

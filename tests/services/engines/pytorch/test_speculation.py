@@ -41,7 +41,7 @@ async def answers(engine: PyTorchEngine, prompts: Sequence[tuple[int, ...]], sam
     return await asyncio.gather(*(collect(engine.decode(Prompt(prompt), sampling)) for prompt in prompts))
 
 
-def told(generated: Sequence[Generated]) -> list[tuple[object, ...]]:
+def on_progress(generated: Sequence[Generated]) -> list[tuple[object, ...]]:
     return [(one.ids, one.finished.reason, [lp.token_id for lp in one.logprobs]) for one in generated]
 
 
@@ -49,7 +49,7 @@ async def test_every_way_to_sample_gives_the_same_ids(llama: Checkpoint, prompts
     async with llama.engine() as plain, llama.engine(speculation=LOOKUP) as speculating:
         for way, sampling in WAYS.items():
             found = await answers(speculating, prompts, sampling)
-            assert told(found) == told(await answers(plain, prompts, sampling)), way
+            assert on_progress(found) == on_progress(await answers(plain, prompts, sampling)), way
             drafted = sum(one.finished.drafted_tokens for one in found)
             assert (drafted == 0) == (way == "penalties"), way
             assert blocks_used(speculating) == 0
@@ -73,7 +73,7 @@ async def test_confirmed_blocks_are_cached_with_the_right_content(
         again = await answers(engine, longer, greedy(8))
         assert all(one.finished.cached_tokens >= len(before) - 16 for one, before in zip(again, longer, strict=True))
     async with llama.engine(prefix_cache=False) as plain:
-        assert told(again) == told(await answers(plain, longer, greedy(8)))
+        assert on_progress(again) == on_progress(await answers(plain, longer, greedy(8)))
 
 
 async def test_after_a_handoff_and_with_little_room(llama: Checkpoint, prompts: list[tuple[int, ...]]) -> None:

@@ -154,7 +154,7 @@ def _ask(**fields: object) -> dict[str, object]:
 
 @pytest.mark.feature("LoRA adapters", engine="vllm", facade="grpc")
 async def test_an_adapter_over_two_workers_answers_as_on_one_and_is_a_model(pair: Bench) -> None:
-    await eventually(lambda: all(one.loras.is_told for one in pair.cluster.workers))
+    await eventually(lambda: all(one.loras.is_reported for one in pair.cluster.workers))
     plain = await pair.generate(**_ask())
     apart = await pair.generate(**_ask(lora_name="first"))
     whole = await pair.generate(**_ask(lora_name="first"), **WHOLE)
@@ -167,7 +167,7 @@ async def test_an_adapter_over_two_workers_answers_as_on_one_and_is_a_model(pair
 
 
 async def test_operators_reload_and_unload_adapters(pair: Bench) -> None:
-    await eventually(lambda: all(one.loras.is_told for one in pair.cluster.workers))
+    await eventually(lambda: all(one.loras.is_reported for one in pair.cluster.workers))
     engine = pair.workers["d1"].engines.engine
     assert isinstance(engine, VllmEngine)
     folder = _folder(engine)

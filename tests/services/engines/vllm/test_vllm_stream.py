@@ -56,12 +56,12 @@ async def test_a_subscriber_gets_the_tokens_behind_the_known_ones_and_the_end() 
     await eventually(lambda: len(answer.generation.ids) == 3)
     await answer.stream.subscribe(answer.ready)
     assert answer.calls == 1
-    assert answer.stream.take() == ((9,), None)
+    assert answer.stream.pull() == ((9,), None)
     answer.outputs.put_nowait(_output([10], "length"))
     answer.outputs.put_nowait(None)
     await eventually(lambda: answer.generation.has_ended)
     assert answer.calls > 1
-    assert answer.stream.take() == ((10,), END)
+    assert answer.stream.pull() == ((10,), END)
 
 
 async def test_what_ended_the_generation_is_raised() -> None:
@@ -69,7 +69,7 @@ async def test_what_ended_the_generation_is_raised() -> None:
     await answer.stream.subscribe(answer.ready)
     answer.generation.end(EngineFailed("gone"))
     with pytest.raises(EngineFailed, match="gone"):
-        answer.stream.take()
+        answer.stream.pull()
     answer.generation.stop()
 
 

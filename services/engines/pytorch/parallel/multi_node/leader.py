@@ -81,19 +81,16 @@ class RemoteFollowers:
         metrics.introduce_rank(0, self.shard.size, config.multi_node.leader, config.served_name)
 
     def least_blocks(self, num_blocks: int) -> int:
-        """See Followers."""
         return min(num_blocks, *(self._loaded(link) for link in self._links))
 
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
-        """See Followers."""
         del pool_file
         meeting = open_store(self._links[0].own_address, self.shard.size)
-        self.tell(Begin(num_blocks, sizes, meeting.port))
+        self.send(Begin(num_blocks, sizes, meeting.port))
         self._ranks = join(self.shard, meeting, device)
         return self._ranks
 
-    def tell(self, order: Order) -> None:
-        """See Followers."""
+    def send(self, order: Order) -> None:
         for link in self._links:
             if self.failure is not None:
                 raise RuntimeError(self.failure)
@@ -105,11 +102,10 @@ class RemoteFollowers:
             metrics.RANK_READY.set(1)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """See Followers."""
-        self.tell(ZeroBlocks(tuple(block_ids)))
+        self.send(ZeroBlocks(tuple(block_ids)))
 
     def close(self) -> None:
-        """See Followers. May be called twice."""
+        """Ends the other ranks. May be called twice."""
         for link in self._links:
             with suppress(OSError):  # it may have ended
                 link.send(None)

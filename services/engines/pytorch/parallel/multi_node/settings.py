@@ -1,4 +1,4 @@
-"""What must be the same on all ranks of a group, and how it differs."""
+"""The settings that must be the same on all ranks of a group, and their differences in words."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a prompt costs at each data-parallel rank of the workers that could run it."""
+"""The costs of a prompt at each data-parallel rank of the workers that could run it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeAlias
@@ -20,17 +20,17 @@ _STALL_WEIGHT = 2.0
 # For so many lists of workers it is remembered which ranks they have.
 _MOST_LISTS = 64
 
-# The fields of places as plain tuples, since each request has one for every rank, and a tuple takes a fifth of the time
-# of an object. `PrefillPlace(*fields)` gives them their names.
+# The fields of ranks as plain tuples, since each request has one for every rank, and a tuple takes a fifth of the time
+# of an object. `PrefillRank(*fields)` gives them their names.
 PrefillFields: TypeAlias = tuple[float, float, int, float, float, int, W, WorkerCost, RankWork]
 DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool]
 
 
-class PrefillPlace(NamedTuple, Generic[W]):
+class PrefillRank(NamedTuple, Generic[W]):
     """A rank of a worker, and what the prompt costs there, in seconds; `first_token` is `wait` and `prefill`.
 
-    Places compare by the order in which they are combined into pairs: those that were given fewer tokens come first
-    among equals. `number` is that of the rank among all, so that no two places are equal.
+    Ranks compare by the order in which they are combined into pairs: those that were given fewer tokens come first
+    among equals. `number` is that of the rank among all, so that no two ranks are equal.
     """
 
     first_token: float
@@ -49,11 +49,11 @@ class PrefillPlace(NamedTuple, Generic[W]):
         return self.work.cache.rank
 
     def late(self, arrival: float) -> float:
-        """How long a stream that arrives after so many seconds is held up by the prompts that run here until then."""
+        """The seconds by which the prompts that run here delay a stream that arrives after `arrival` seconds."""
         return max(0.0, self.wait - arrival)
 
 
-class DecodePlace(NamedTuple, Generic[W]):
+class DecodeRank(NamedTuple, Generic[W]):
     """A rank of a worker that decodes, compared by `decode`, and `here`, what the prompt costs if it runs here.
 
     `decode` is the time to join the batch and how much the streams there and the request slow each other down, and
@@ -72,7 +72,7 @@ class DecodePlace(NamedTuple, Generic[W]):
 _Rank: TypeAlias = tuple[int, W, WorkerCost, RelativeCost, RankWork, PromptQueue, Cache, int]
 
 
-class Places:
+class RankCosts:
     """The ranks of lists of workers, and what prompts cost there.
 
     The lists of most requests are the same tuples, for which the ranks are remembered.
@@ -93,7 +93,7 @@ class Places:
         size, tokens = request.blocks.block_tokens, request.prompt_tokens
         # The last token is always computed.
         most_blocks = (tokens - 1) // size
-        places: list[PrefillFields[W]] = []
+        ranks: list[PrefillFields[W]] = []
         for number, worker, cost, relative, work, queue, cache, num_ranks in self._ranks(workers):
             slowness, usual, wait, cached = relative.slowness, relative.usual, 0.0, 0
             if cache in matched:
@@ -106,23 +106,23 @@ class Places:
             if worker.others_tokens:
                 # An estimate of the work that other routers have sent, which the worker has reported.
                 wait += worker.others_tokens * slowness * usual.rate / num_ranks
-            places.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
-        return places
+            ranks.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
+        return ranks
 
     def to_decode(
         self, workers: Sequence[W], request: RoutingRequest, matched: Mapping[Cache, int], now: float, arrivals: float
     ) -> list[DecodeFields[W]]:
         """Each rank of each worker, with what it costs to decode there, and to run the prompt there, too.
 
-        `arrivals` is how many new streams a second all places get together: those that come while the prompt runs at
+        `arrivals` is how many new streams a second all ranks get together: those that come while the prompt runs at
         one are held up for half of it on average.
         """
         here = self.to_prefill(workers, request, matched, now)
         slower = self._costs.priors.stream_seconds * min(request.answer_tokens, _ANSWER_TOKENS)
         block_tokens, tokens, arrivals = request.blocks.block_tokens, request.prompt_tokens, arrivals / len(here) / 2
-        places: list[DecodeFields[W]] = []
-        for place in here:
-            _, _, number, _, prefill, cached, worker, cost, work = place
+        ranks: list[DecodeFields[W]] = []
+        for rank in here:
+            _, _, number, _, prefill, cached, worker, cost, work = rank
             requests, load, entry, has_room = worker.requests, worker.load, cost.entry, True
             there, total = requests + cost.coming, load.blocks_total
             decode = entry.slowness * entry.usual.base + there * slower
@@ -133,8 +133,8 @@ class Places:
                     decode += _NO_ROOM_SECONDS * (1 + waiting)
                     has_room = False
             stall = _STALL_WEIGHT * (requests + arrivals * prefill) * prefill
-            places.append((decode, work.given_streams, number, place, stall, has_room))
-        return places
+            ranks.append((decode, work.given_streams, number, rank, stall, has_room))
+        return ranks
 
     def _ranks(self, workers: Sequence[W]) -> list[_Rank[W]]:
         """All ranks of the workers, in their order."""

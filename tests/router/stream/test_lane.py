@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
 from router.routing.latency import DecodeTimer, WorkerLatency
-from router.stream.reply import Reply
-from router.stream.single_tokens import TokenRelay
+from router.stream.meter import TokenMeter
 from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import RecordedMetrics
 from router.telemetry.stats import RequestStats
@@ -21,6 +20,7 @@ from router.text.completion import Completion
 from router.text.served_model import ServedModel
 from router.text.token_messages import message_start, token_field, varint
 from router.text.tokenizer import Tokenizer
+from rpc.reply import Reply
 from services.engines.simulated.tokens import byte_vocabulary
 
 EOS = 256
@@ -41,67 +41,58 @@ class Client:
     most: int = 1_000_000
     messages: list[generate_pb2.GenerateResponse] = field(default_factory=list)
 
+    @property
+    def connection(self) -> int:
+        return id(self)
+
     def write(self, message: bytes) -> bool:
         self.messages.append(generate_pb2.GenerateResponse.FromString(message))
         return len(self.messages) < self.most
 
-    def can_take(self, size: int) -> bool:
-        return len(self.messages) < self.most
+    def flush(self) -> None:
+        """Nothing waits."""
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
         raise AssertionError("the client reads")
 
-    def send_now(self, message: generate_pb2.GenerateResponse) -> bool:
-        return self.write(message.SerializeToString())
-
 
 class Answer:
-    """One answer after its first token: what takes its next ones, and what has counted them."""
+    """One answer after its first token: what is pushed its next ones, and what has counted them."""
 
     def __init__(self, model: ServedModel, client: Client, stop: Sequence[str] = (), max_tokens: int = 1000) -> None:
         request = generate_pb2.GenerateRequest(stopping={"stop": stop})
         sampling = prompt_pb2.Sampling()
         sampling.stop.max_tokens = max_tokens
-        self.stopped = self.ended = 0
+        self.ended = 0
         self.completion = Completion(request, sampling, model)
         self.stats = RequestStats("r-1", model="m", prompt_tokens=5)
         self.latency = WorkerLatency()
         self.writer = StreamWriter(
             "r-1",
-            Reply(client.send, lambda _: None, client.send_now, None, client),
+            Reply(client.send, lambda _: None, lambda: client),
             100,
             first_token_sent=self.stats.timings.first_token_sent,
         )
         latencies = RecordedMetrics().latencies(self.stats)
         latencies.observe(self.stats.timings.detokenized(time.perf_counter()), 1)
         self.writer.put_now(self.completion.push([ord("A")], ()))
-        self.relay = TokenRelay(
-            self.writer,
-            self.completion,
-            DecodeTimer(self.latency, 0, 1),
-            self.stats,
-            latencies,
-            self.stats.timings,
-            self._stop,
-            self._end,
-        )
-
-    def _stop(self) -> None:
-        self.stopped += 1
+        self.meter = TokenMeter(self.stats, self.stats.timings, latencies, self.completion.token_ids)
+        self.meter.begin_call(DecodeTimer(self.latency, 0, 1))
+        self.writer.lane.attach(self.completion, self.meter, self._end)
 
     def _end(self) -> None:
         self.ended += 1
 
-    def take(self, ids: Sequence[int]) -> list[int]:
-        """Takes tokens, a step each, until one is refused; those that were taken."""
-        taken = []
+    def push(self, ids: Sequence[int]) -> list[int]:
+        """Pushes tokens, a step each, until one is refused; those that were not."""
+        lane, pushed = self.writer.lane, []
         for token_id in ids:
-            if not self.relay.take(token_id):
+            if not lane.push(token_id):
                 break
-            taken.append(token_id)
-            self.relay.note_taken(time.monotonic())
-        self.relay.settle()
-        return taken
+            pushed.append(token_id)
+            lane.settle(time.monotonic())
+        self.meter.settle()
+        return pushed
 
 
 @given(st.text(max_size=20), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.text(min_size=1, max_size=300))
@@ -117,7 +108,7 @@ def test_a_message_is_what_protobuf_reads_as_one(text: str, token_id: int, seque
 def test_all_tokens_come_in_order_with_the_text_of_all(text: str, more: bytes) -> None:
     client, ids = Client(), [*text.encode(), *more]
     answer = Answer(byte_model(), client)
-    assert answer.take(ids) == ids
+    assert answer.push(ids) == ids
     tokens = [message.token for message in client.messages]
     assert [one for token in tokens for one in token.token_ids] == [ord("A"), *ids] == answer.completion.token_ids
     assert [message.sequence for message in client.messages] == list(range(len(ids) + 1))
@@ -134,18 +125,18 @@ def test_what_ends_an_answer_is_not_overlooked_among_plain_tokens() -> None:
     )
     for options, ids, reason in ends:
         answer = Answer(byte_model(), Client(), **options)  # type: ignore[arg-type]
-        answer.take(ids)
+        answer.push(ids)
         assert answer.completion.finished is not None
         assert answer.completion.finished.reason == reason
-        assert answer.stopped == (reason == sampling_pb2.FINISH_REASON_STOP_STRING)
+        assert answer.ended == 1
 
 
 async def test_tokens_for_a_client_that_is_behind_wait_in_its_writer() -> None:
     client = Client(most=4)
     answer = Answer(byte_model(), client)
-    answer.take(b"bcd")  # the last of them is the fourth message
-    assert not answer.writer.single.is_flowing
-    assert answer.take(b"ef") == [*b"ef"]
+    answer.push(b"bcd")  # the last of them is the fourth message
+    assert answer.writer.lane.is_behind
+    assert answer.push(b"ef") == [*b"ef"]
     assert len(client.messages) == 4
     with pytest.raises(AssertionError, match="the client reads"):
         async with answer.writer:
@@ -155,7 +146,7 @@ async def test_tokens_for_a_client_that_is_behind_wait_in_its_writer() -> None:
 def test_everything_counts_plain_tokens_once_they_are_settled() -> None:
     answer = Answer(byte_model(), Client())
     before = answer.stats.timings.first_token_seconds
-    answer.take(b"bcdefghij")
+    answer.push(b"bcdefghij")
     assert answer.stats.completion_tokens == 10
     assert answer.stats.timings.first_token_seconds == before
     assert answer.latency.recent_token_seconds.value is not None

@@ -11,8 +11,8 @@ from discovery.record import WorkerRecord
 from router.routing.known_loras import KnownLoras
 from router.routing.policy import PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Costs, Priors
-from router.routing.prefix.places import DecodePlace, Places, PrefillPlace
 from router.routing.prefix.prefix_caches import Cache
+from router.routing.prefix.rank_costs import DecodeRank, PrefillRank, RankCosts
 
 SIZE = 16
 COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25, stream_seconds=0.001)
@@ -45,20 +45,20 @@ def request(tokens: int, answer_tokens: int = 100) -> RoutingRequest:
     return RoutingRequest("m", prompt, generate_pb2.RoutingOptions(), answer_tokens=answer_tokens, blocks=blocks)
 
 
-def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> DecodePlace[Seen]:
+def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> DecodeRank[Seen]:
     """The place that a worker of one rank is for decoding, with 0.001 s more of each token for each stream."""
     matched = {Cache(one.record.process): cached_blocks}
-    places = Places(costs or Costs(COSTS))
+    places = RankCosts(costs or Costs(COSTS))
     (fields,) = places.to_decode([one], request(tokens), matched, now=0.0, arrivals=0.0)
-    return DecodePlace(*fields)
+    return DecodeRank(*fields)
 
 
 def computing(
     workers: list[Seen], matched: dict[Cache, int], costs: Costs | None = None, now: float = 0.0
-) -> list[PrefillPlace[Seen]]:
+) -> list[PrefillRank[Seen]]:
     """The places that the workers' ranks are for a prompt of 1600 tokens."""
-    places = Places(costs or Costs(COSTS)).to_prefill(workers, request(1600), matched, now)
-    return [PrefillPlace(*fields) for fields in places]
+    places = RankCosts(costs or Costs(COSTS)).to_prefill(workers, request(1600), matched, now)
+    return [PrefillRank(*fields) for fields in places]
 
 
 def test_the_tokens_that_are_not_cached_are_computed_and_always_the_last_one() -> None:
@@ -119,5 +119,5 @@ def test_a_decode_worker_without_memory_for_the_prompt_and_those_before_it_has_n
 
 
 def test_a_stream_is_held_up_by_prompts_that_still_run_when_it_arrives() -> None:
-    place = PrefillPlace(*decoding(worker("w", others_tokens=400)).here)
+    place = PrefillRank(*decoding(worker("w", others_tokens=400)).here)
     assert [place.late(arrival) for arrival in (1.0, 4.0, 9.0)] == [3.0, 0.0, 0.0]

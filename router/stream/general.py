@@ -1,0 +1,181 @@
+"""What a client has not been sent yet, and the message that it becomes: any tokens, with all that comes with them."""
+
+import asyncio
+from collections.abc import Callable
+
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from router.stream.reply import Pace
+from router.text.completion import TokenDelta
+
+# Fills the last message, just before it is sent, since it includes the time that the others took.
+FillFinished = Callable[[generate_pb2.Finished], None]
+
+
+class UnsentAnswer:
+    """The unsent part of an answer. Everything that waits becomes one message, once `pace` says that it is due.
+
+    `became_due` is called when tokens have waited for the pace's longest delay, `first_token_sent` when the first token
+    leaves.
+    """
+
+    __slots__ = (
+        "_became_due",
+        "_delay",
+        "_due_tokens",
+        "_fill_finished",
+        "_first_token_sent",
+        "_is_due",
+        "_logprobs",
+        "_max_delay_seconds",
+        "_parsed",
+        "_started",
+        "_text",
+        "_token_ids",
+    )
+
+    def __init__(
+        self, pace: Pace, max_tokens: int, became_due: Callable[[], None], first_token_sent: Callable[[], None]
+    ) -> None:
+        self._became_due = became_due
+        self._first_token_sent: Callable[[], None] | None = first_token_sent
+        self._due_tokens = min(pace.min_tokens, max_tokens)
+        self._max_delay_seconds = pace.max_delay_seconds
+        self._is_due = True
+        self._delay: asyncio.TimerHandle | None = None
+        self._started: generate_pb2.Started | None = None
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[sampling_pb2.TokenLogprob] = []
+        self._parsed = _ParsedParts()
+        self._fill_finished: FillFinished | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens wait."""
+        return len(self._token_ids)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        waits = self._started or self._token_ids or self._text or self._fill_finished
+        return not (waits or self._parsed.has_any)
+
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether the next token becomes a message of its own, as it comes."""
+        return self._first_token_sent is None and self._due_tokens <= 1 and self.is_empty
+
+    # What waits.
+
+    def start(self, started: generate_pb2.Started) -> None:
+        """Adds the first message."""
+        self._started = started
+
+    def add(self, delta: TokenDelta) -> None:
+        """Adds tokens."""
+        self._text += delta.text
+        self._token_ids += delta.token_ids
+        if delta.logprobs:
+            self._logprobs += delta.logprobs
+        if delta.reasoning or delta.tool_calls or delta.prompt_logprobs:
+            self._parsed.add(delta)
+        if not self._is_due:
+            self._check_due()
+
+    def finish(self, text: str, fill_finished: FillFinished) -> None:
+        """Adds the last text and the last message."""
+        self._text += text
+        self._fill_finished = fill_finished
+        self.set_due()
+
+    def set_due(self) -> None:
+        """Lets what waits be sent."""
+        self._is_due = True
+        if self._delay is not None:
+            self._delay.cancel()
+            self._delay = None
+
+    def close(self) -> None:
+        """Nothing becomes due any more. What is called then refers to this."""
+        self.set_due()
+        self._became_due = _nothing
+
+    def _check_due(self) -> None:
+        if len(self._token_ids) >= self._due_tokens:
+            self.set_due()
+        elif self._delay is None:
+            self._delay = asyncio.get_running_loop().call_later(self._max_delay_seconds, self._delay_passed)
+
+    def _delay_passed(self) -> None:
+        self.set_due()
+        self._became_due()
+
+    # The next message.
+
+    def move_to(self, message: generate_pb2.GenerateResponse) -> bool:
+        """Makes `message`, which may have been sent before, the next one that is due; whether there is one."""
+        if self._started is not None:
+            message.started.CopyFrom(self._started)
+            self._started = None
+        elif (self._token_ids or self._text or self._parsed.has_any) and self._is_due:
+            self._move_tokens(message.token)
+        elif self._fill_finished is not None:
+            fill_finished, self._fill_finished = self._fill_finished, None
+            # In place: each copy of a message with so many parts takes microseconds.
+            message.finished.SetInParent()
+            fill_finished(message.finished)
+        else:
+            return False
+        return True
+
+    def _move_tokens(self, delta: generate_pb2.TokenDelta) -> None:
+        delta.text = self._text
+        delta.token_ids[:] = self._token_ids
+        if self._logprobs:
+            del delta.logprobs[:]
+            delta.logprobs.extend(self._logprobs)
+            self._logprobs = []
+        elif delta.logprobs:
+            del delta.logprobs[:]
+        if self._parsed.has_any or delta.reasoning or delta.tool_calls or delta.HasField("prompt_logprobs"):
+            self._parsed.move_to(delta)
+        self._text = ""
+        self._token_ids.clear()
+        self._is_due = self._due_tokens <= 1
+        if self._first_token_sent is not None:
+            self._first_token_sent()
+            self._first_token_sent = None
+
+
+def _nothing() -> None:
+    """Tells nobody."""
+
+
+class _ParsedParts:
+    """Reasoning, tool calls and the prompt's log probabilities that wait; most answers have none."""
+
+    __slots__ = ("_prompt_logprobs", "_reasoning", "_tool_calls", "has_any")
+
+    def __init__(self) -> None:
+        self._reasoning = ""
+        self._tool_calls: list[generate_pb2.ToolCall] = []
+        self._prompt_logprobs: generate_pb2.PromptLogprobs | None = None
+        self.has_any = False
+
+    def add(self, delta: TokenDelta) -> None:
+        """Adds those of new tokens."""
+        self._reasoning += delta.reasoning
+        self._tool_calls += delta.tool_calls
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+        self.has_any = bool(self._reasoning or self._tool_calls or self._prompt_logprobs)
+
+    def move_to(self, delta: generate_pb2.TokenDelta) -> None:
+        """Replaces those of a message, which may have been sent before."""
+        delta.reasoning = self._reasoning
+        del delta.tool_calls[:]
+        delta.tool_calls.extend(self._tool_calls)
+        delta.ClearField("prompt_logprobs")
+        if self._prompt_logprobs is not None:
+            delta.prompt_logprobs.CopyFrom(self._prompt_logprobs)
+        self._reasoning, self._tool_calls, self._prompt_logprobs = "", [], None
+        self.has_any = False

@@ -1,0 +1,208 @@
+"""The lane of one answer: its tokens and other messages, to its client's wire."""
+
+import time
+from collections.abc import Callable
+
+from baton.inference.v1 import generate_pb2
+from router.stream.general import FillFinished, UnsentAnswer
+from router.stream.meter import TokenMeter
+from router.text.completion import Completion, TokenDelta
+from router.text.token_messages import FIRST, LAST, message_start, varint
+from rpc.reply import Reply, Wire
+
+_NO_FIELDS: dict[int, bytes] = {}
+
+
+class ClientLane:
+    """The only owner of an answer's sequence, wire, backpressure, and of the choice between two ways to send a token.
+
+    A *plain* token is one or more whole characters and ends nothing: it is sent as it was serialized once for its
+    vocabulary, and touches few objects. All others are *general*: they go through the completion, and wait with
+    everything else that has not been sent. Both ways give the same messages.
+
+    A TokenSink of the call that it is attached to. While the client is behind, nothing is written here: `fell_behind`
+    is called, and its owner sends the messages of `next_message` until it has `caught_up`.
+    """
+
+    __slots__ = (
+        "_completion",
+        "_ended",
+        "_ending_ids",
+        "_fell_behind",
+        "_fields",
+        "_ids",
+        "_is_lost",
+        "_max_waiting_tokens",
+        "_message",
+        "_meter",
+        "_plain_left",
+        "_reply",
+        "_sequence",
+        "_start",
+        "_unsent",
+        "is_behind",
+        "wire",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        reply: Reply,
+        unsent: UnsentAnswer,
+        max_waiting_tokens: int,
+        fell_behind: Callable[[], None],
+    ) -> None:
+        self._reply: Reply | None = reply  # until its wire is open
+        self._unsent = unsent
+        self._max_waiting_tokens = max_waiting_tokens
+        self._fell_behind = fell_behind
+        self._message = generate_pb2.GenerateResponse(request_id=request_id)
+        self._start = message_start(request_id)
+        self._sequence = 0
+        self.wire: Wire | None = None  # also None where the server cannot write without waiting
+        self.is_behind = False
+        self._is_lost = False
+        self._plain_left = 0  # how many tokens may be plain from here on; 0 if the next one is general
+        self._completion: Completion | None = None
+        self._meter: TokenMeter | None = None
+        self._ended: Callable[[], None] | None = None
+        self._ids: list[int] = []
+        self._fields = _NO_FIELDS
+        self._ending_ids: frozenset[int] = frozenset()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether tokens may be added: not too many wait."""
+        return self._unsent.num_tokens < self._max_waiting_tokens and not self._is_lost
+
+    # Tokens of a call, one by one: see TokenSink.
+
+    def attach(self, completion: Completion, meter: TokenMeter, ended: Callable[[], None]) -> None:
+        """Sends the tokens that are pushed from here on as those of `completion`, after its first ones.
+
+        `ended` is called at the one that finishes it. The owner detaches it, also after a failure.
+        """
+        self._completion, self._meter, self._ended = completion, meter, ended
+        self._ids, self._ending_ids = completion.token_ids, completion.ending_ids
+        self._fields = completion.serialized
+
+    def detach(self) -> None:
+        """Takes no more tokens of the call. What was attached refers to this."""
+        self._completion = self._meter = self._ended = None
+        self._plain_left = 0
+
+    def push(self, token_id: int) -> bool:
+        """Sends one token. False if too much waits: its reader is to wait, too."""
+        if self._plain_left > 0:
+            field = self._fields.get(token_id)
+            if field is not None and token_id not in self._ending_ids:
+                self._push_plain(token_id, field)
+                return True
+        return self._push_general(token_id)
+
+    def settle(self, now: float) -> None:
+        """Times and counts a token that was pushed; `now` is in seconds of time.monotonic."""
+        if self._meter is not None:
+            self._meter.push(now)
+
+    def _push_plain(self, token_id: int, field: bytes) -> None:
+        """What `_push_general` does, for a plain token: the same bytes, without an object of protobuf's."""
+        wire, sequence = self.wire, self._sequence
+        assert wire is not None
+        self._plain_left -= 1
+        self._sequence = sequence + 1
+        self._ids.append(token_id)
+        if sequence < 128:
+            number = LAST[sequence]
+        elif sequence < 16384:
+            number = FIRST[sequence & 127] + LAST[sequence >> 7]
+        else:
+            number = varint(sequence)
+        if not wire.write(self._start + number + field):
+            self.is_behind, self._plain_left = True, 0
+
+    def _push_general(self, token_id: int) -> bool:
+        completion, meter, ended = self._completion, self._meter, self._ended
+        if completion is None or meter is None or ended is None or not self.has_room:
+            return False
+        started = time.perf_counter_ns()
+        text = completion.push_token(token_id)
+        meter.detokenizing += time.perf_counter_ns() - started
+        self.put(TokenDelta(text, (token_id,)))
+        if completion.finished is not None:
+            ended()
+        return True
+
+    # Everything else.
+
+    def start(self, started: generate_pb2.Started) -> None:
+        """Sends the first message."""
+        self._unsent.start(started)
+        self._send()
+
+    def put(self, delta: TokenDelta) -> None:
+        """Sends tokens. Only while there is room."""
+        self._unsent.add(delta)
+        self._send()
+
+    def finish(self, text: str, fill_finished: FillFinished) -> None:
+        """Sends the last text and the last message."""
+        self._unsent.finish(text, fill_finished)
+        self._send()
+
+    def flush(self) -> None:
+        """Has what was sent written before this turn of the event loop ends, where the server can."""
+        if self.wire is not None:
+            self.wire.flush()
+
+    def close(self) -> None:
+        """Tells its owner nothing more, which refers to it."""
+        self._fell_behind = _nothing
+        self._unsent.close()
+
+    def next_message(self, message: generate_pb2.GenerateResponse) -> bool:
+        """Makes `message` the next one that is due; whether there is one."""
+        if not self._unsent.move_to(message):
+            return False
+        message.sequence = self._sequence
+        self._sequence += 1
+        return True
+
+    def fall_behind(self) -> None:
+        """Writes nothing here until it has `caught_up`: all messages are those of `next_message`."""
+        self.is_behind, self._plain_left = True, 0
+
+    def lose(self) -> None:
+        """Takes no more tokens: nothing that waits will be sent any more."""
+        self._is_lost, self._plain_left = True, 0
+
+    def caught_up(self) -> None:
+        """Writes here again: the client has read what waited."""
+        self.is_behind = self.wire is None
+
+    def _send(self) -> None:
+        """Sends what is due: here and now if the client reads; otherwise its owner does, in a task."""
+        wire = self._open()
+        while wire is not None and not self.is_behind and self.next_message(self._message):
+            self.is_behind = not wire.write(self._message.SerializeToString())
+        if self.is_behind and not self._unsent.is_empty:
+            self._fell_behind()
+        self._plain_left = self._count_plain()
+
+    def _open(self) -> Wire | None:
+        if self._reply is not None:
+            reply, self._reply = self._reply, None
+            self.wire = reply.open_wire()
+            self.is_behind = self.wire is None
+        return self.wire
+
+    def _count_plain(self) -> int:
+        """How many tokens may be plain now: none that would end the completion by its length."""
+        completion = self._completion
+        if completion is None or self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
+            return 0
+        return completion.max_tokens - 1 - len(self._ids)
+
+
+def _nothing() -> None:
+    """Tells nobody."""

@@ -1,0 +1,113 @@
+"""The counters and timers of a request's tokens, as they come."""
+
+import time
+from collections.abc import Sequence
+
+from router.routing.latency import Average, DecodeTimer
+from router.telemetry.request_metrics import Latencies, TokenLatencies
+from router.telemetry.stats import RequestStats
+from router.telemetry.timings import Timings
+
+
+class TokenMeter:
+    """Counts and times the tokens of one request: for its stats, its timings, the metrics and its worker's latency.
+
+    Tokens that are pushed one by one are settled later, all at once: by `end_call`, and by everything else here that
+    would otherwise count with an old value. `token_ids` are those of the completion.
+    """
+
+    __slots__ = (
+        "_is_unsettled",
+        "_latencies",
+        "_pushed_at",
+        "_recent",
+        "_single",
+        "_stats",
+        "_timer",
+        "_timings",
+        "_token_ids",
+        "detokenizing",
+    )
+
+    def __init__(
+        self, stats: RequestStats, timings: Timings, latencies: TokenLatencies, token_ids: Sequence[int]
+    ) -> None:
+        self._stats = stats
+        self._timings = timings
+        self._latencies = latencies
+        self._single: Latencies | None = None  # once all that a token needs is counted there
+        self._token_ids = token_ids
+        self._timer: DecodeTimer | None = None  # of the running decode call
+        self._recent: Average | None = None  # of the worker of that call
+        self._pushed_at: float | None = None  # of the last token that was pushed, in seconds of time.monotonic
+        self._is_unsettled = False
+        self.detokenizing = 0  # nanoseconds, of the token that is being pushed; plain ones take none
+
+    def begin_call(self, timer: DecodeTimer) -> None:
+        """Times a decode call, until `end_call`."""
+        self._timer, self._recent = timer, timer.recent_token_seconds
+
+    def end_call(self) -> None:
+        """Counts all tokens, and ends the timing of the call, also after a failure."""
+        self.settle()
+        self._stats.completion_tokens = len(self._token_ids)
+        self.detokenizing = 0
+        if self._timer is not None:
+            self._timer.end()
+            self._timer = None
+
+    # Tokens that are pushed, one by one.
+
+    def push(self, now: float) -> None:
+        """Times a token that was sent; `now` is in seconds of time.monotonic."""
+        before = self._pushed_at
+        if before is None or self.detokenizing:
+            self._push_detokenized(now)
+            return
+        assert self._recent is not None
+        assert self._single is not None
+        self._pushed_at = now
+        self._is_unsettled = True
+        seconds = now - before
+        self._recent.add(seconds, now)
+        self._single.observe(seconds)
+
+    def _push_detokenized(self, now: float) -> None:
+        self.settle()
+        took, self.detokenizing = self.detokenizing, 0
+        assert self._timer is not None
+        self._timer.took_token()
+        self._stats.completion_tokens = len(self._token_ids)
+        self._latencies.observe(self._timings.detokenized_for(took), 1)
+        self._single = self._latencies.single
+        if self._single is not None:
+            self._pushed_at = now
+
+    def settle(self) -> None:
+        """Counts all tokens that were pushed; the next one is timed by itself."""
+        pushed_at, self._pushed_at = self._pushed_at, None
+        if self._is_unsettled and pushed_at is not None and self._timer is not None:
+            self._is_unsettled = False
+            ago = time.monotonic() - pushed_at
+            self._stats.completion_tokens = len(self._token_ids)
+            self._timer.has_waited(ago)
+            self._timings.token_came(ago)
+
+    # Tokens of a response.
+
+    def arrived(self, count: int) -> None:
+        """Times tokens of the running call that have come together."""
+        self.settle()
+        assert self._timer is not None
+        self._timer.got_tokens(count)
+
+    def detokenized(self, started: float, count: int) -> None:
+        """Counts tokens that were turned into text since `started`, of time.perf_counter."""
+        self.settle()
+        self._stats.completion_tokens = len(self._token_ids)
+        self._latencies.observe(self._timings.detokenized(started), count)
+
+    def passed_on(self) -> None:
+        """Notes that the client has been sent them: its time to read them is not the worker's."""
+        if self._timer is not None:
+            self._timer.waits_for_more()

@@ -1,0 +1,92 @@
+"""A running generation for its reader: a generator of tokens, which can be pulled instead, and closed at any point."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from types import TracebackType
+
+from baton.errors import EngineFailed
+from runtime.aio import wait_until_done
+from services.engines.answer import Finished, Tokens
+
+
+class Generation(AsyncGenerator[Tokens | Finished, None]):
+    """Yields tokens and the end, or is subscribed to and pulled, without a task's step for each token: not both.
+
+    Closing it is the abort, in either case.
+    """
+
+    @abstractmethod
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Begins, and calls `ready` on the event loop whenever `pull` has something new; at once, if it has already."""
+
+    @abstractmethod
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
+        """The new ids, and the end, if it has come. Raises what ended the generation, if it failed."""
+
+
+async def _nothing() -> None:
+    """Drops nothing: a generator that was never read holds nothing."""
+
+
+class ClosingStream(Generation):
+    """The generation of a generator. Closing it awaits `drop`, for what it runs already before it is read.
+
+    A generator that was never read does not run its own `finally`. Where it is pulled, a task reads it.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[Tokens | Finished, None], drop: Callable[[], Awaitable[None]] = _nothing
+    ) -> None:
+        self._events = events
+        self._drop = drop
+        self._reading: asyncio.Task[None] | None = None
+        self._ids: list[int] = []
+        self._end: Finished | None = None
+        self._error: Exception | None = None
+
+    async def asend(self, value: None) -> Tokens | Finished:
+        return await self._events.asend(value)
+
+    async def athrow(
+        self,
+        kind: type[BaseException] | BaseException,
+        error: BaseException | object = None,
+        trace: TracebackType | None = None,
+    ) -> Tokens | Finished:
+        del error, trace
+        return await self._events.athrow(kind)
+
+    async def aclose(self) -> None:
+        try:
+            if self._reading is not None:
+                self._reading.cancel()
+                await wait_until_done(self._reading)
+            await self._events.aclose()
+        finally:
+            await self._drop()
+
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Begins to read the generator."""
+        self._reading = asyncio.create_task(self._read(ready))
+
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
+        """What is new. Raises what the generator has raised."""
+        if self._error is not None:
+            raise self._error
+        ids, self._ids = self._ids, []
+        return ids, self._end
+
+    async def _read(self, ready: Callable[[], None]) -> None:
+        try:
+            async for event in self._events:
+                if isinstance(event, Finished):
+                    self._end = event
+                else:
+                    self._ids += event.ids
+                ready()
+            if self._end is None:
+                raise EngineFailed("the engine's generation ended without its last event")
+        except Exception as error:  # whatever it is, who pulls raises it
+            self._error = error
+            ready()
