@@ -12,7 +12,9 @@ messages of the API are in `baton.inference.v1`, such as `baton.inference.v1.gen
 |---|---|
 | client, async_client | `Client` and `AsyncClient`, and the answers that they stream |
 | requests, images | from arguments to messages |
+| sampling_options | the numbers of sampling: one row each, from which all façades derive theirs |
 | errors, error_details | the error classes; which one a failed call stands for |
+| files | files that a user names, read within a limit |
 | calls | calls on stubs that raise these errors |
 | connection/ | `Tls`, `Retry`; channels, metadata and spans of calls |
 | inference/, engine/, etcd/ | generated stubs: the API, the protocol of routers and workers, etcd |

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from baton.errors import InvalidRequest
+from baton.files import LARGEST_REQUEST_BYTES, read_file
 from baton.inference.v1 import generate_pb2, media_pb2
 
 # A file's content, the path of a file here, or a URI for the router to fetch.
@@ -30,6 +31,6 @@ def media_item(image: Image) -> media_pb2.MediaItem:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, LARGEST_REQUEST_BYTES)
     except OSError as error:
         raise InvalidRequest.of(f"image {path}", f"cannot be read: {error.strerror}") from None

@@ -8,7 +8,10 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from baton.errors import ConfigError
+from baton.files import read_file
 from rpc.auth.tls import TlsConfig
+
+_LARGEST_TOKEN_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,6 @@ def _token(arguments: argparse.Namespace) -> SecretStr:
     if path is None:
         return SecretStr(os.environ.get("BATON_TOKEN", ""))
     try:
-        return SecretStr(path.read_text(encoding="utf-8").strip())
+        return SecretStr(read_file(path, _LARGEST_TOKEN_BYTES).decode().strip())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file: cannot read {path}: {error}") from error

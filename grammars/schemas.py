@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
 from grammars.bounds import LARGEST_INTEGER, is_inexact, out_of_range, rewrite_bounds
+from grammars.references import BrokenReference, find_referred
 
 MAX_DEPTH = 64
 MAX_PROPERTIES = 1000
@@ -44,7 +45,7 @@ FORMATS = frozenset(
 
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+_SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems", "contentSchema")
 
 
 class _Repeating(dict[str, Any]):
@@ -101,6 +102,7 @@ def _check(schema: object, path: str) -> None:
             raise InvalidRequest.of(path, f"is nested more than {MAX_DEPTH} levels deep")
         if isinstance(place.schema, Mapping):
             violations += _violations(place.path, place.schema)
+            violations += _broken_references(place, schema)
             violations += out_of_range(place.path, place.schema)
             properties += _length(place.schema.get("properties")) + _length(place.schema.get("patternProperties"))
             values += _length(place.schema.get("enum"))
@@ -113,14 +115,44 @@ def _check(schema: object, path: str) -> None:
         raise InvalidRequest(violations[:_MAX_VIOLATIONS])
 
 
-def _places(place: _Place) -> Iterator[_Place]:
-    """Yields the schema and all schemas in it, down to one level more than is allowed."""
-    waiting = [place]
-    while waiting:
-        place = waiting.pop()
+def _places(root: _Place) -> Iterator[_Place]:
+    """Yields the schema and all schemas in it, down to one level more than is allowed, and once each.
+
+    A reference may make a schema of any other place of the document.
+    """
+    waiting, referred = [root], list[_Place]()
+    seen: set[int] = set()
+    while waiting or referred:
+        place = waiting.pop() if waiting else referred.pop()
+        if id(place.schema) in seen:
+            continue
         yield place
         if place.depth <= MAX_DEPTH and isinstance(place.schema, Mapping):
+            seen.add(id(place.schema))
             waiting += reversed(list(_inner(place, place.schema)))
+            referred += _referred(root, place.schema)
+
+
+def _referred(root: _Place, schema: Mapping[str, Any]) -> Iterator[_Place]:
+    if "$ref" not in schema:
+        return
+    try:
+        found = find_referred(root.schema, schema["$ref"])
+    except BrokenReference:  # of which `_check` tells
+        return
+    if found is not None:
+        yield _Place(f"{root.path}{found[0]}", found[0].count("."), found[1])
+
+
+def _broken_references(place: _Place, root: object) -> Iterator[FieldViolation]:
+    assert isinstance(place.schema, Mapping)
+    if place.schema is not root and "$id" in place.schema:
+        yield FieldViolation(f"{place.path}.$id", "is supported at the root only: references would be relative to it")
+    if "$ref" in place.schema:
+        try:
+            find_referred(root, place.schema["$ref"])
+        except BrokenReference as error:
+            yield FieldViolation(f"{place.path}.$ref", str(error))
 
 
 def _inner(place: _Place, schema: Mapping[str, Any]) -> Iterator[_Place]:

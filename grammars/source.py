@@ -63,17 +63,21 @@ def lark_source(guide: Guide, special_id: SpecialId = no_special_tokens) -> str:
     return _tagged(guide, special_id) if guide.kind is GuideKind.STRUCTURAL_TAGS else _lark(guide, special_id)
 
 
-def spells_any(guide: Guide, special_ids: Mapping[str, int]) -> bool:
-    """True if a schema, an expression, a choice or a grammar has the text of a special token in it."""
+def may_spell_any(guide: Guide, special_ids: Mapping[str, int]) -> bool:
+    """True if text that the guide forces may have the name of a special token in it.
+
+    Exact for texts. An expression or a grammar has many ways of writing a character, such as `[<]` and `\\x3c`, and may
+    be split: it may spell a name if it has the name's first character, or any character by its number.
+    """
     schemas = [guide.text] if guide.kind is GuideKind.JSON_SCHEMA else [tag.schema for tag in guide.tags]
-    # Written again, schemas are without JSON's escapes, and expressions without theirs.
-    texts = [
-        guide.text,
-        guide.text.replace("\\", ""),
-        *guide.choices,
-        *(_schema_source(schema, guide.field) for schema in schemas),
-    ]
-    return any(name in text for name in special_ids for text in texts)
+    # Written again, schemas are without JSON's escapes.
+    written = [_schema_source(schema, guide.field) for schema in schemas]
+    if any(name in text for name in special_ids for text in (*guide.choices, *written)):
+        return True
+    is_expression = guide.kind in (GuideKind.REGEX, GuideKind.GRAMMAR)
+    expressions = [guide.text] if is_expression else [text for text in written if '"pattern' in text]
+    signs = {name[0] for name in special_ids if name} | {"\\x", "\\u", "\\U"}
+    return bool(special_ids) and any(sign in text for sign in signs for text in expressions)
 
 
 def unforced_source(guide: Guide, special_id: SpecialId) -> str:

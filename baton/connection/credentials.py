@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from ipaddress import ip_address
 from os import PathLike
-from pathlib import Path
 
 import grpc
 
 from baton.connection.metadata import Metadata, header
 from baton.errors import ConfigError
+from baton.files import read_file
+
+_LARGEST_PEM_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,6 @@ def is_loopback(host: str) -> bool:
 def read_pem(name: str, path: str | PathLike[str]) -> bytes:
     """The content of a file. Raises ConfigError, which names the setting, if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return read_file(path, _LARGEST_PEM_BYTES)
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton import AsyncClient
 from baton.errors import BatonError
+from baton.files import LARGEST_REQUEST_BYTES
 from baton.images import Image, media_item, user_message
 from baton.inference.v1 import generate_pb2
 from cli.connection import connect
@@ -188,10 +189,21 @@ async def _read_line() -> str | None:
 
     def read() -> None:
         try:
-            found: str | None = input("> " if sys.stdin.isatty() else "")
+            found: str | None = input("> ") if sys.stdin.isatty() else _piped_line()
         except (EOFError, UnicodeDecodeError):
             found = None
         loop.call_soon_threadsafe(resolve, found)
 
     threading.Thread(target=read, name="read-line", daemon=True).start()
     return await line
+
+
+def _piped_line() -> str:
+    """The next line of a file or a pipe. Raises EOFError at its end, and after a line longer than any request."""
+    line = sys.stdin.readline(LARGEST_REQUEST_BYTES)
+    if len(line) == LARGEST_REQUEST_BYTES:
+        errors().print(f"the line has more than {LARGEST_REQUEST_BYTES - 1} characters; nothing after it is read")
+        raise EOFError
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")

@@ -6,7 +6,7 @@ import sys
 
 from baton.connection.settings import CALL_SECONDS
 from cli.connection import connect
-from cli.request import text_of
+from cli.request import standard_input, text_of
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -30,4 +30,4 @@ async def run(arguments: argparse.Namespace) -> int:
 def _texts(words: list[str]) -> list[str]:
     if words != ["-"]:
         return words
-    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").splitlines()
+    return standard_input("inputs").splitlines()

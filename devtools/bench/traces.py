@@ -4,8 +4,10 @@ A line is a JSON object of `timestamp` (milliseconds), `input_length`, `output_l
 number for each 512 tokens of the prompt, equal wherever all tokens up to there are equal.
 """
 
+import errno
 import gzip
 import hashlib
+import io
 import json
 import random
 import zlib
@@ -16,8 +18,10 @@ from itertools import count
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.files import read_file
 
 BLOCK_TOKENS = 512
+_LARGEST_BYTES = 1024 * 1024 * 1024  # public traces have up to 0.2 GiB
 
 # Generated traces. All begin with one of 24 system prompts, of Zipf's popularity: conversations, agents with long
 # contexts, both, single questions, and prompts that are nothing but the system prompt.
@@ -40,7 +44,9 @@ def read_trace(path: Path) -> list[TracedRequest]:
     Raises ConfigError naming a line that is not in the format.
     """
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = read_file(path, _LARGEST_BYTES)
+        if path.suffix == ".gz":
+            content = _unzipped(content)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
@@ -50,6 +56,14 @@ def read_trace(path: Path) -> list[TracedRequest]:
     first = min(request.at_seconds for request in requests)
     requests = [replace(request, at_seconds=request.at_seconds - first) for request in requests]
     return sorted(requests, key=lambda request: request.at_seconds)
+
+
+def _unzipped(content: bytes) -> bytes:
+    with gzip.open(io.BytesIO(content)) as file:
+        plain = file.read(_LARGEST_BYTES + 1)
+    if len(plain) > _LARGEST_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {_LARGEST_BYTES} bytes")
+    return plain
 
 
 def _traced(line: bytes, place: str) -> TracedRequest:

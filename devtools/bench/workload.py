@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.files import read_file
 from devtools.bench.traces import BLOCK_TOKENS, TracedRequest, prompt_ids
 
 # Ids from 0 on that a model of any vocabulary has, without special tokens in those that are common.
 _IDS = (32, 127)
+
+
+_LARGEST_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def read_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     """Pairs from a file with two whole numbers a line. Raises ConfigError naming a wrong line."""
     pairs = []
     try:
-        text = path.read_text()
+        text = read_file(path, _LARGEST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     for number, line in enumerate(text.splitlines(), 1):

@@ -88,7 +88,7 @@ def _worker(worker: cluster_service_pb2.Worker) -> Finding:
         case cluster_service_pb2.WORKER_STATE_READY if worker.problem:
             return warning(f"{name} is ready, but cannot take part in handoffs: {worker.problem}", logs)
         case cluster_service_pb2.WORKER_STATE_READY:
-            layout = "embedding" if _only_encodes(worker) else "KV"
+            layout = "embedding" if _has_no_kv(worker) else "KV"
             return well(f"{name} is ready; its {layout} layout is {worker.layout_digest[:12]}")
         case cluster_service_pb2.WORKER_STATE_DRAINING:
             return warning(f"{name} is draining and accepts no new requests", "nothing, if it is being shut down")
@@ -111,7 +111,7 @@ def _layouts(model: str, workers: Sequence[cluster_service_pb2.Worker]) -> Itera
     """A handoff needs the same layout on both sides."""
     by_layout = defaultdict(list)
     for worker in workers:
-        if _only_encodes(worker):
+        if _has_no_kv(worker):
             continue
         by_layout[worker.layout_digest].append(worker.worker_id)
     if len(by_layout) > 1:
@@ -120,6 +120,6 @@ def _layouts(model: str, workers: Sequence[cluster_service_pb2.Worker]) -> Itera
         yield broken(f"workers of {model} have different KV layouts and cannot hand over ({groups})", remedy)
 
 
-def _only_encodes(worker: cluster_service_pb2.Worker) -> bool:
-    """Such a worker has no KV cache; its pool holds embeddings."""
-    return list(worker.roles) == ["encode"]
+def _has_no_kv(worker: cluster_service_pb2.Worker) -> bool:
+    """True if it only encodes or embeds: it hands no KV over, and what it holds are embeddings."""
+    return {"encode", "embed"}.issuperset(worker.roles)

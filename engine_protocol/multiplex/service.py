@@ -12,12 +12,12 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.errors import InvalidRequest
+from baton_http2.server.methods import Method, method_of
+from baton_http2.turns import CallTurns
 from engine_protocol.multiplex.call import ServedCall
 from engine_protocol.multiplex.response_queue import ResponseQueue
-from rpc.http2.call import Method, method_of
 from rpc.interceptors.wrap import WrapMethods
 from rpc.server import ConnectionLimits, Service, ServiceAround
-from rpc.turns import CallTurns
 from runtime.aio import ended_with, wait_until_done
 
 log = structlog.get_logger(__name__)
@@ -86,7 +86,7 @@ class _Stream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, requests: AsyncIterator[pb.MultiplexRequest]) -> None:
-        """Until the caller ends the stream, or leaves; then no call runs any more."""
+        """Runs until the caller ends the stream, or leaves; then no call runs any more."""
         writing = asyncio.create_task(self._write())
         reading = asyncio.create_task(self._read(requests))
         try:

@@ -37,9 +37,7 @@ def two_turns(*, stream: bool) -> str:
     message = answer.choices[0].message
     (call,) = message.tool_calls
     arguments = json.loads(call.function.arguments)
-    # A whole answer has a field of LiteLLM's own, which Baton refuses.
-    sent = {name: value for name, value in message.model_dump().items() if name != "provider_specific_fields"}
-    turns += [sent, {"role": "tool", "tool_call_id": call.id, "content": weather(**arguments)}]
+    turns += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": weather(**arguments)}]
     second = litellm.completion(messages=turns, tools=TOOLS, **CHAT).choices[0].message
     return called(call.function.name, arguments["city"], second.content or "")
 

@@ -46,10 +46,7 @@ def two_turns(*, stream: bool) -> str:
     result = ChatMessage(
         role="tool", content=weather(**call.tool_kwargs), additional_kwargs={"tool_call_id": call.tool_id}
     )
-    # Its default asks for at most one call, which Baton refuses where no call is required.
-    second = llm.chat_with_tools(
-        [WEATHER], chat_history=[question, answer.message, result], allow_parallel_tool_calls=True
-    )
+    second = llm.chat_with_tools([WEATHER], chat_history=[question, answer.message, result])
     return called(call.tool_name, call.tool_kwargs["city"], second.message.content or "")
 
 

@@ -21,6 +21,7 @@ from google.protobuf import json_format
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.kserve import inference_pb2 as pb
+from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
 
 OUTPUTS = ("text_output", "finish_reason")
@@ -29,13 +30,8 @@ VERSION = "1"
 FINAL = "triton_final_response"
 # Fields of GenerateRequest by the name of a parameter.
 PARAMETERS: Mapping[str, tuple[str, str]] = {
-    **{
-        name: ("sampling", name)
-        for name in (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "seed", "n",
-        )
-    },
+    **{name: ("sampling", one.name) for one in OPTIONS.values() for name in (one.name, *one.row.kserve)},
+    "n": ("sampling", "n"),
     **{name: ("stopping", name) for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop")},
     "stop": ("stopping", "stop"),
     "stop_words": ("stopping", "stop"),
@@ -43,7 +39,6 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "include_stop_str_in_output": ("stopping", "include_stop"),
     "logit_bias": ("sampling", "logit_bias"),
     "bad_words": ("sampling", "bad_words"),
-    "random_seed": ("sampling", "seed"),
     "session_key": ("routing", "session_key"),
     "cache_salt": ("routing", "cache_salt"),
     "guided_json": ("guided", "json_schema"),
@@ -51,7 +46,7 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "guided_grammar": ("guided", "grammar"),
     "guided_choice": ("guided", "choice"),
     "guided_structural_tags": ("guided", "structural_tags"),
-}  # fmt: skip
+}
 # Fields that hold several values. As parameters, which cannot, they are the text of JSON.
 _TEXT_LISTS = ("stop", "bad_words")
 _FLAGS = ("ignore_eos", "include_stop")
@@ -195,9 +190,24 @@ def text_of(path: str, element: bytes) -> str:
         raise InvalidRequest.of(path, "is not valid UTF-8") from None
 
 
+class _GivenTwice(ValueError):
+    """A key that an object has twice."""
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _GivenTwice(f"{key[:128]} is given twice")
+        found[key] = value
+    return found
+
+
 def _json(element: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(element)
+        value = json.loads(element, object_pairs_hook=_unrepeated)
+    except _GivenTwice as error:
+        raise InvalidRequest.of("inputs.sampling_parameters", str(error)) from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -241,6 +251,8 @@ def _set(message: Any, field: str, value: Any) -> None:
         if not isinstance(biases, dict):
             raise TypeError("must be a JSON object of biases by token id")
         for token_id, bias in biases.items():
+            if not (token_id.isascii() and token_id.isdecimal()) or type(bias) not in (int, float):
+                raise TypeError("must be a JSON object of biases by token id")
             message.logit_bias[int(token_id)] = bias
     elif isinstance(value, bool) == (field in _FLAGS):
         setattr(message, field, value)
@@ -272,7 +284,9 @@ def _parsed(value: Any) -> Any:
     if len(value) > MAX_TEXT_BYTES:
         raise ValueError(f"has {len(value)} characters of at most {MAX_TEXT_BYTES}")
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=_unrepeated)
+    except _GivenTwice:
+        raise
     except (ValueError, RecursionError):
         raise ValueError("must be the text of JSON") from None
 

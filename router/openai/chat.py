@@ -138,12 +138,11 @@ def offer_tools(
     parallel: bool | None,
     within: str = "",
 ) -> None:
-    """Adds the tools that may be called. Raises Unsupported, and InvalidRequest; `within` is as in add_tools."""
-    is_forced = isinstance(choice, ToolName) or choice == "required"
-    if functions and parallel is False and not is_forced:
-        raise refuse("parallel_tool_calls", "the number of calls cannot be limited here, except by tool_choice")
+    """Adds the tools that may be called. Raises InvalidRequest; `within` is as in add_tools."""
     if choice != "none":
         add_tools(chat, functions, within)
+    if chat.tools and parallel is False:
+        chat.tool_choice.is_single = True
     if isinstance(choice, ToolName):
         chat.tool_choice.name = choice.name
     elif choice == "required":

@@ -55,6 +55,7 @@ _RENAMED = (
         r"messages\1.content\2.image_url.url",
     ),
     (re.compile(r"^chat\.messages(\[\d+\])?\.parts(\[\d+\])?"), r"messages\1.content\2"),
+    (re.compile(r"^chat\.tool_choice\.is_single"), "parallel_tool_calls"),
     (re.compile(r"^chat\."), ""),
     (re.compile(r"^routing\.session_key"), "prompt_cache_key"),
     (re.compile(r"^routing\."), ""),

@@ -49,6 +49,7 @@ class FunctionCall(Fields):
     name: str
     arguments: str
     parsed_arguments: Any = None  # as `parsed` of a message
+    provider_specific_fields: Any = None  # as of a message
 
 
 class PastToolCall(Fields):
@@ -58,6 +59,7 @@ class PastToolCall(Fields):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # as the official packages' helpers join it from a stream
+    provider_specific_fields: Any = None  # as of a message
 
 
 class ChatMessage(Fields):
@@ -74,6 +76,7 @@ class ChatMessage(Fields):
     function_call: None = None
     annotations: list[Any] | None = None
     parsed: Any = None  # what the official packages' helpers make of the content, and send back with it
+    provider_specific_fields: Any = None  # what LiteLLM adds to an answer, and sends back with it
 
 
 class InputMessage(Fields):
@@ -129,6 +132,11 @@ class ItemReference(Fields):
     type: Literal["item_reference"]
     id: str
 
+
+_NO_STORE = (
+    "no item is stored here, so none can be referred to: send the items themselves, which clients do when they are "
+    "told store: false (Vercel AI SDK: providerOptions: {openai: {store: false}})"
+)
 
 # The names begin with capitals, since they are no fields in the paths of errors.
 _ITEM_NAMES: Mapping[Any, str] = {
@@ -212,7 +220,7 @@ def add_items(chat: generate_pb2.ChatInput, items: Sequence[InputItem]) -> None:
             case FunctionCallOutput():
                 add_messages(chat, [ChatMessage(role="tool", content=one.output, tool_call_id=one.call_id)])
             case ItemReference():
-                raise refuse(f"input[{index}]", "nothing is stored; send the item itself, as with store: false")
+                raise refuse(f"input[{index}].id", _NO_STORE)
             case InputMessage():
                 turn = ChatMessage(role=one.role, content=one.content, reasoning_content=reasoning or None)
                 add_messages(chat, [turn])

@@ -1,4 +1,4 @@
-"""What a client has not been sent yet, and the message that it becomes: any tokens, with all that comes with them."""
+"""The unsent part of an answer, and the message that it becomes: any tokens, with all that comes with them."""
 
 import asyncio
 from collections.abc import Callable
@@ -51,18 +51,18 @@ class UnsentAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens wait."""
+        """The number of tokens that wait."""
         return len(self._token_ids)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         waits = self._started or self._token_ids or self._text or self._fill_finished
         return not (waits or self._parsed.has_any)
 
     @property
     def sends_at_once(self) -> bool:
-        """Whether the next token becomes a message of its own, as it comes."""
+        """True if the next token becomes a message of its own, as it comes."""
         return self._first_token_sent is None and self._due_tokens <= 1 and self.is_empty
 
     # What waits.
@@ -96,8 +96,7 @@ class UnsentAnswer:
             self._delay = None
 
     def close(self) -> None:
-        """Nothing becomes due any more. What is called then refers to this."""
-        self.set_due()
+        """Tells nothing more to what is called when it is due, which refers to this."""
         self._became_due = _nothing
 
     def _check_due(self) -> None:
@@ -112,7 +111,7 @@ class UnsentAnswer:
 
     # The next message.
 
-    def move_to(self, message: generate_pb2.GenerateResponse) -> bool:
+    def move_to(self, message: generate_pb2.GenerateResponse, sequence: int) -> bool:
         """Makes `message`, which may have been sent before, the next one that is due; whether there is one."""
         if self._started is not None:
             message.started.CopyFrom(self._started)
@@ -126,6 +125,7 @@ class UnsentAnswer:
             fill_finished(message.finished)
         else:
             return False
+        message.sequence = sequence
         return True
 
     def _move_tokens(self, delta: generate_pb2.TokenDelta) -> None:

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 
 from baton.inference.v1 import generate_pb2
+from baton_http2.server.reply import Reply, Wire
 from router.stream.general import FillFinished, UnsentAnswer
 from router.stream.meter import TokenMeter
 from router.text.completion import Completion, TokenDelta
 from router.text.token_messages import FIRST, LAST, message_start, varint
-from rpc.reply import Reply, Wire
 
 _NO_FIELDS: dict[int, bytes] = {}
 
@@ -72,7 +72,7 @@ class ClientLane:
 
     @property
     def has_room(self) -> bool:
-        """Whether tokens may be added: not too many wait."""
+        """True if tokens may be added: not too many wait."""
         return self._unsent.num_tokens < self._max_waiting_tokens and not self._is_lost
 
     # Tokens of a call, one by one: see TokenSink.
@@ -106,7 +106,7 @@ class ClientLane:
             self._meter.push(now)
 
     def _push_plain(self, token_id: int, field: bytes) -> None:
-        """What `_push_general` does, for a plain token: the same bytes, without an object of protobuf's."""
+        """Sends a plain token as `_push_general` does: the same bytes, without an object of protobuf's."""
         wire, sequence = self.wire, self._sequence
         assert wire is not None
         self._plain_left -= 1
@@ -162,9 +162,8 @@ class ClientLane:
 
     def next_message(self, message: generate_pb2.GenerateResponse) -> bool:
         """Makes `message` the next one that is due; whether there is one."""
-        if not self._unsent.move_to(message):
+        if not self._unsent.move_to(message, self._sequence):
             return False
-        message.sequence = self._sequence
         self._sequence += 1
         return True
 
@@ -182,24 +181,24 @@ class ClientLane:
 
     def _send(self) -> None:
         """Sends what is due: here and now if the client reads; otherwise its owner does, in a task."""
-        wire = self._open()
-        while wire is not None and not self.is_behind and self.next_message(self._message):
+        if self._reply is not None:
+            self._open(self._reply)
+        wire = self.wire
+        while wire is not None and not self.is_behind and self._unsent.move_to(self._message, self._sequence):
+            self._sequence += 1
             self.is_behind = not wire.write(self._message.SerializeToString())
         if self.is_behind and not self._unsent.is_empty:
             self._fell_behind()
-        self._plain_left = self._count_plain()
+        self._plain_left = 0 if self._completion is None else self._count_plain(self._completion)
 
-    def _open(self) -> Wire | None:
-        if self._reply is not None:
-            reply, self._reply = self._reply, None
-            self.wire = reply.open_wire()
-            self.is_behind = self.wire is None
-        return self.wire
+    def _open(self, reply: Reply) -> None:
+        self._reply = None
+        self.wire = reply.open_wire()
+        self.is_behind = self.wire is None
 
-    def _count_plain(self) -> int:
-        """How many tokens may be plain now: none that would end the completion by its length."""
-        completion = self._completion
-        if completion is None or self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
+    def _count_plain(self, completion: Completion) -> int:
+        """The number of tokens that may be plain now: none that would end the completion by its length."""
+        if self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
             return 0
         return completion.max_tokens - 1 - len(self._ids)
 

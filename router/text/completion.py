@@ -33,6 +33,12 @@ class Finish:
     reason: sampling_pb2.FinishReason.ValueType
     stop_string: str = ""
     stop_token_id: int | None = None
+    is_by_call: bool = False  # whether its only tool call has ended it
+
+    @property
+    def is_unknown_to_worker(self) -> bool:
+        """True if only the router knows that the answer has ended, and the worker goes on."""
+        return self.is_by_call or bool(self.stop_string)
 
 
 class Completion:
@@ -182,6 +188,8 @@ class Completion:
         if self._parser is None:
             return TokenDelta(text, token_ids, logprobs)
         parsed = self._parser.push(text)
+        if self._parser.has_ended and self._finished is None:
+            self._finished = Finish(sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, is_by_call=True)
         return TokenDelta(parsed.text, token_ids, logprobs, parsed.reasoning, parsed.tool_calls)
 
     def _held_back_text(self) -> str:

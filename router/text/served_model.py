@@ -90,7 +90,8 @@ class ServedModel:
             reasoning = ReasoningParser(is_open=self.tokenizer.ends_in_reasoning(prompt))
         if tools is None and reasoning is None:
             return None
-        return AnswerParser(reasoning, tools, {tool.name for tool in request.chat.tools})
+        names = {tool.name for tool in request.chat.tools}
+        return AnswerParser(reasoning, tools, names, is_single=request.chat.tool_choice.is_single)
 
     @property
     def can_chat(self) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 _SWEEP_SECONDS = 5.0
 _IDLE_SECONDS = 300.0
+_MOST_ENDPOINTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,16 @@ class OwnerConnection:
     def __init__(self, address: str, dial: Dial) -> None:
         self.users = 0
         self.used_at = time.monotonic()
+        self.forgotten = asyncio.Event()
         self._channel = dial(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
         self._opening = asyncio.Lock()
         self._pools: dict[str, Pool] = {}
 
     async def pool(self, leased: LeasedBlocks, transports: Sequence[Transport], layout: KvLayout) -> Pool:
-        """Returns a reader of the pool with this layout. Raises StaleEpoch, LayoutMismatch, and HandoffLost for other
-        failures.
+        """Returns a reader of the pool with this layout; `leased` may be without a lease.
+
+        Raises StaleEpoch, LayoutMismatch, and HandoffLost for other failures.
         """
         async with self._opening:
             if layout.digest not in self._pools:
@@ -89,9 +92,10 @@ class Peers:
         self._dial = dial
         self._peers: dict[tuple[str, int], OwnerConnection] = {}
         self._forgotten: list[OwnerConnection] = []
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._group = await TaskGroup().__aenter__()
+        self._group = await self._resources.enter_async_context(TaskGroup())
         self._sweeping = self._group.create_task(lasting("peers", self._sweep))
         return self
 
@@ -99,7 +103,7 @@ class Peers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._sweeping.cancel()
-        await self._group.__aexit__(None, None, None)
+        await self._resources.aclose()
         for peer in [*self._forgotten, *self._peers.values()]:
             await peer.close()
 
@@ -121,6 +125,7 @@ class Peers:
         """Forgets a peer, so that the next use opens it again: its process may have ended."""
         peer = self._peers.pop((leased.address, leased.epoch), None)
         if peer is not None:
+            peer.forgotten.set()
             self._forgotten.append(peer)
 
     async def _sweep(self) -> None:
@@ -151,10 +156,10 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
     """Opens the first of the owner's endpoints that works here."""
     known = {transport.name: transport for transport in transports}
     refusals = []
-    for endpoint in offer.endpoints:
+    for endpoint in offer.endpoints[:_MOST_ENDPOINTS]:
         name = transport_of(endpoint)
         if name not in known:
-            refusals.append(f"{name}: not supported here")
+            refusals.append(f"{name[:80]}: not supported here")
             continue
         try:
             reader = await known[name].open(endpoint, shape)
@@ -163,4 +168,4 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
             continue
         log.info("opened a pool", owner=offer.worker_id, transport=name, refused=refusals)
         return Pool(shape, name, reader)
-    raise HandoffLost(f"the pool of {offer.worker_id} cannot be read: {'; '.join(refusals)}")
+    raise HandoffLost(f"the pool of {offer.worker_id[:80]} cannot be read: {'; '.join(refusals)}")

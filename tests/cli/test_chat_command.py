@@ -59,6 +59,20 @@ async def test_a_mistyped_image_or_command_loses_no_message(baton: Baton, cluste
     assert (outcome.code, outcome.out) == (0, f"{first}\n{second}\n")
 
 
+async def test_an_image_that_has_no_end_is_refused_and_the_conversation_goes_on(
+    baton: Baton, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**36)
+    names = ["/dev/zero", str(tmp_path), str(tmp_path / "large"), "a\0b"]
+    lines = "".join(f"/image {name}\n" for name in names) + "hello\n"
+    outcome = await baton("chat", *OPTIONS, "--address", cluster.address, stdin=lines.encode())
+    assert "image /dev/zero: cannot be read: is neither a file nor a pipe" in outcome.err
+    assert "large: cannot be read: has more than 67108864 bytes" in outcome.err
+    assert outcome.err.count("no image was added") == len(names)
+    assert (outcome.code, outcome.out) == (0, f"{await expected(cluster, turn('user', 'hello'))}\n")
+
+
 async def test_a_message_that_failed_is_kept_and_sent_again(
     baton: Baton, cluster: SmallCluster, tmp_path: Path
 ) -> None:

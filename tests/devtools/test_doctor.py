@@ -112,8 +112,9 @@ def test_layouts_that_differ_are_broken() -> None:
     ]
 
 
-def test_an_encode_worker_has_no_kv_whose_layout_could_differ() -> None:
-    assert problems(worker("e", "encode", "b" * 64), worker("p", "prefill"), worker("d", "decode")) == []
+@pytest.mark.parametrize("role", ["encode", "embed"])
+def test_an_encode_or_embed_worker_has_no_kv_whose_layout_could_differ(role: str) -> None:
+    assert problems(worker("e", role, "b" * 64), worker("p", "prefill"), worker("d", "decode")) == []
 
 
 def test_a_worker_that_is_unhealthy_is_broken() -> None:

@@ -130,6 +130,10 @@ def test_any_answer_that_a_schema_allows_is_valid(schema: dict[str, Any], seed: 
         ({"type": "integer", "minimum": 0, "exclusiveMinimum": False, "maximum": 2}, "0", "3"),
         ({"type": "number", "minimum": 0, "maximum": 2, "exclusiveMaximum": True}, "1.5", "2"),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, str(2**53 - 1), str(2**53 + 1)),
+        ({"$ref": "#/x/0", "x": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}]}, "0.001", "0"),
+        ({"$ref": "#/a~1b%20c", "a/b c": {"type": "integer", "minimum": 0, "exclusiveMinimum": True}}, "1", "0"),
+        ({"$ref": "https://a.b/c#/x", "$id": "https://a.b/c", "x": {"const": 2}}, "2", "1"),
+        ({"items": {"$ref": "#"}, "type": "array"}, "[[]]", "1"),
     ],
 )
 def test_bounds_are_followed_exactly(schema: Bounds, right: str, wrong: str) -> None:
@@ -149,6 +153,15 @@ def test_bounds_are_followed_exactly(schema: Bounds, right: str, wrong: str) -> 
         ('{"const": {"b": 1, "b": 2}}', "const.b"),
         ('{"type": "number", "minimum": 1e400}', "minimum"),
         ('{"type": "number", "maximum": NaN}', "maximum"),
+        ('{"$ref": "#/x/y", "x": {"y": {"items": {"not": {}}}}}', "x.y.items.not"),
+        ('{"items": {"$ref": "#/x"}, "x": {"enum": [9007199254740993]}}', "x.enum[0]"),
+        ('{"$ref": "#/enum/0", "enum": [{"uniqueItems": true}]}', "enum[0].uniqueItems"),
+        ('{"$ref": "#/title", "title": "a"}', "title"),
+        ('{"$ref": "#/x", "x": {"x-guidance": {"lenient": true}}}', "x.x-guidance"),
+        ('{"items": {"$ref": "#/none"}}', "items.$ref"),
+        ('{"items": {"$ref": 5}}', "items.$ref"),
+        ('{"$ref": "https://a.b/c"}', "$ref"),
+        ('{"items": {"$id": "https://a.b/c", "$ref": "#/x"}, "x": {}}', "items.$id"),
     ],
 )
 def test_schemas_that_cannot_be_followed_are_refused_by_their_path(text: str, path: str) -> None:

@@ -46,9 +46,18 @@ def format_of(chat_template: str) -> ToolFormat | None:
 
 
 class AnswerParser:
-    """Divides one answer into text, reasoning and tool calls."""
+    """Divides one answer into text, reasoning and tool calls. With `is_single` its first call ends it."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolFormat | None, names: Collection[str]) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolFormat | None,
+        names: Collection[str],
+        *,
+        is_single: bool = False,
+    ) -> None:
+        self.has_ended = False
+        self._is_single = is_single
         self._reasoning = reasoning
         self._format = tools
         self._tools: Parser | None = tools.open(names) if tools else None
@@ -79,6 +88,8 @@ class AnswerParser:
         return parsed
 
     def _add(self, part: Part, parsed: "Parsed") -> None:
+        if self.has_ended:
+            return
         match part:
             case Text():
                 parsed.text += part.text
@@ -89,6 +100,7 @@ class AnswerParser:
                 identity = _new_id(self._format)
                 call = generate_pb2.ToolCall(id=identity, name=part.name, arguments=part.arguments)
                 parsed.tool_calls.append(call)
+                self.has_ended = self._is_single
 
 
 class Parsed:

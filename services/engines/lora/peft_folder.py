@@ -113,7 +113,7 @@ def read_weights(folder: Path, config: PeftConfig) -> dict[str, LowRank]:
     """
     try:
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{WEIGHTS}: cannot be read: {error}") from error
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -34,6 +34,8 @@ from services.engines.pytorch.scheduler import BlockReservation, Scheduler, Sche
 from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
 
+_MASK_POLL_SECONDS = 0.002
+
 
 class EngineCore:
     """The engine without threads. Everything runs on the engine's thread, during a step or between two."""
@@ -238,6 +240,8 @@ class EngineCore:
     @property
     def patience_seconds(self) -> float | None:
         """When to step again even if nothing happens; None for never."""
+        if any(sequence.awaits_mask for sequence in self.scheduler.running):
+            return _MASK_POLL_SECONDS
         if self._stuck_since is None:
             return None
         return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
@@ -249,7 +253,8 @@ class EngineCore:
         since they may be waiting for this worker.
         """
         stuck = {block for sequence in self.scheduler.running for block in sequence.blocks}
-        if not stuck or self.scheduler.reserved:
+        is_going_on = any(sequence.awaits_mask for sequence in self.scheduler.running)
+        if not stuck or self.scheduler.reserved or is_going_on:
             self._stuck_since = None
             return False
         if self._pool.used > len(stuck):

@@ -48,6 +48,7 @@ class EngineLoop:
         self._outcomes: list[Outcome] = []
         self._gate = threading.Lock()
         self._failure: BatonError | None = None
+        self._current: Command[Any] | None = None  # the latest
         self._thread = threading.Thread(target=self._main, name="baton-engine", daemon=True)
         self.load: EngineLoad = core.load()
 
@@ -143,6 +144,7 @@ class EngineLoop:
         return True
 
     def _execute(self, command: Command[Any]) -> None:
+        self._current = command
         try:
             with self._stall_detector.beating():
                 value = command.run(self._core)
@@ -161,6 +163,8 @@ class EngineLoop:
     def _end(self, failure: BatonError) -> None:
         with self._gate:
             self._failure = failure
+        if self._current is not None:  # perhaps the one that has ended the thread
+            self.notify(partial(_set_error, self._current.result, failure))
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:

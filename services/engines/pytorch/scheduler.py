@@ -150,7 +150,8 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Returns the chunks of the next step; none if nothing can run now."""
-        ready = [s for s in list(self.running) if s.state is State.RUNNING and self._grow(s)]
+        able = [s for s in self.running if not s.awaits_mask]
+        ready = [s for s in able if s.state is State.RUNNING and self._grow(s)]
         return self._chunks(ready)
 
     def schedule_ahead(self) -> list[Chunk]:
@@ -158,7 +159,8 @@ class Scheduler:
 
         Nothing is preempted meanwhile: blocks that are being written must not get another owner.
         """
-        going_on = [s for s in self.running if not s.ends_in_flight(self._limits.max_context_tokens)]
+        able = [s for s in self.running if not s.awaits_mask]
+        going_on = [s for s in able if not s.ends_in_flight(self._limits.max_context_tokens)]
         if sum(max(0, self._missing(sequence)) for sequence in going_on) > self._pool.available:
             return []
         return self._chunks([sequence for sequence in going_on if self._grow(sequence)])

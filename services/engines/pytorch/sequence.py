@@ -127,6 +127,12 @@ class TokenSequence:
         return len(self.tokens) - len(self.prompt.token_ids)
 
     @property
+    def awaits_mask(self) -> bool:
+        """True if it must not be in a step before the mask of its next token is ready."""
+        guidance = self.sampler.guidance
+        return guidance is not None and guidance.awaits_mask
+
+    @property
     def is_recomputable(self) -> bool:
         """True if it can be preempted, and computed again from its ids."""
         return self.prompt.is_computable

@@ -39,7 +39,7 @@ async def text_of(running: Bench, *, sampling: object = None, **parameters: str)
     request.parameters["max_tokens"].int64_param = 100
     if sampling is not None:
         packed = request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1]).contents
-        packed.bytes_contents.append(json.dumps(sampling).encode())
+        packed.bytes_contents.append((sampling if isinstance(sampling, str) else json.dumps(sampling)).encode())
     for name, value in parameters.items():
         request.parameters[name].string_param = value
     answer = await infer(running.address, request)
@@ -98,3 +98,16 @@ async def test_a_wrong_grammar_is_named(model: Bench) -> None:
             await text_of(model, **parameters)
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert named in str(refused.value.details())
+
+
+@in_shared_loop
+@pytest.mark.parametrize(
+    "text",
+    ['{"temperature": 0, "temperature": 1}', '{"guided_json": {"const": 1, "const": 2}}'],
+    ids=["option", "schema"],
+)
+async def test_no_key_of_the_sampling_parameters_may_be_given_twice(model: Bench, text: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="is given twice") as refused:
+        await text_of(model, sampling=text)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "inputs.sampling_parameters" in str(refused.value.details())

@@ -140,6 +140,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parameters": {"stop_token_ids": "[true]"}}, "parameters.stop_token_ids"),
     ({"parameters": {"stop_token_ids": "x"}}, "parameters.stop_token_ids"),
     ({"parameters": {"logit_bias": "[[1, 2]]"}}, "parameters.logit_bias"),
+    ({"parameters": {"logit_bias": '{"1": true}'}}, "parameters.logit_bias"),
+    ({"parameters": {"logit_bias": '{"1_0": 1}'}}, "parameters.logit_bias"),
+    ({"parameters": {"logit_bias": '{"1": 1, "1": 2}'}}, "parameters.logit_bias: 1 is given twice"),
     ({"parameters": {"seed": 1, "random_seed": 2}}, "sampling.seed is given twice"),
     ({"parameters": {"stop": "a"}, "sampling": {"stop": "b"}}, "stopping.stop is given twice"),
 ]

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, client_of, openai_bench, url_of
 from support.cluster.in_process import Bench, bench, simulated
-from support.engines.written_engine import REASONING_TEMPLATE, writes, written_engines
+from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
 
 from discovery.memory import MemoryRegistry
@@ -187,6 +187,51 @@ async def test_tools_are_called_whole_and_streamed() -> None:
                 model="demo", messages=MESSAGES, tools=[TOOL], tool_choice="none"
             )
             assert silent.choices[0].message.content == answer
+
+
+TWO_CALLS = {
+    HERMES_TEMPLATE: 'On it.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' + 1000 * "Done.",
+    HERMES_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"): 'On it.[TOOL_CALLS][{"name": "weather", "arguments": '
+    '{"city": "Oslo"}}, {"name": "weather", "arguments": {"city": "Rome"}}]',
+    HERMES_TEMPLATE.replace("<tool_call>", "<|python_tag|>"): '{"name": "weather", "parameters": {"city": "Oslo"}}; '
+    '{"name": "weather", "parameters": {"city": "Rome"}}',
+}
+
+
+@pytest.mark.parametrize(("template", "answer"), TWO_CALLS.items(), ids=["hermes", "mistral", "llama"])
+async def test_without_parallel_calls_the_first_call_ends_the_answer(template: str, answer: str) -> None:
+    with written_engines():
+        async with openai_bench(writes(answer, template)) as running:
+            client = client_of(running)
+            request: Any = {"model": "demo", "messages": MESSAGES, "tools": [TOOL]}
+            both = await client.chat.completions.create(**request, parallel_tool_calls=True)
+            one = await client.chat.completions.create(**request, parallel_tool_calls=False)
+            async with client.chat.completions.stream(**request, parallel_tool_calls=False) as stream:
+                streamed = await stream.get_final_completion()
+            raw: Any = {"separate_reasoning": False}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**request, parallel_tool_calls=False, extra_body=raw)
+    assert len(both.choices[0].message.tool_calls or []) == 2
+    for found in (one, streamed):
+        (call,) = found.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == {"city": "Oslo"}
+        assert found.choices[0].finish_reason == "tool_calls"
+    assert refused.value.param == "parallel_tool_calls"
+
+
+async def test_fields_that_a_client_adds_to_an_answer_are_read_over_when_they_come_back(served: Bench) -> None:
+    extra = {"provider_specific_fields": {"refusal": None}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}", **extra}, **extra}
+    turns: Any = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call], **extra},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    answer = await client_of(served).chat.completions.create(model="demo", messages=turns, max_tokens=3)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens
 
 
 async def test_a_streamed_call_has_no_empty_chunks() -> None:

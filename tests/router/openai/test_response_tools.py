@@ -140,6 +140,30 @@ def test_a_result_may_have_parts() -> None:
     assert (turn.parts[0].text, turn.parts[1].media.uri) == ("rain", "data:,x")
 
 
+@in_shared_loop
+async def test_a_reference_to_a_stored_item_says_how_to_send_the_item(model: Bench) -> None:
+    reference: Any = {"type": "item_reference", "id": "fc_1"}
+    with pytest.raises(openai.BadRequestError, match="store: false") as refused:
+        await client_of(model).responses.create(model="demo", input=[reference])
+    assert (refused.value.type, refused.value.param) == ("invalid_request_error", "input[0].id")
+
+
+@pytest.mark.parametrize("answer", ["On it." + CALL % "Oslo" + CALL % "Rome" + "Done.", CALL % "Oslo" + CALL % "Rome"])
+async def test_one_call_at_most_ends_the_response(answer: str) -> None:
+    with written_engines():
+        async with openai_bench(writes(answer)) as running:
+            client = client_of(running)
+            request: Any = {"model": "demo", "input": "Oslo?", "tools": [TOOL], "parallel_tool_calls": False}
+            whole = await client.responses.create(**request)
+            async with client.responses.stream(**request) as helper:
+                streamed = await helper.get_final_response()
+    for response in (whole, streamed):
+        calls = [json.loads(item.arguments) for item in response.output if item.type == "function_call"]
+        assert calls == [{"city": "Oslo"}]
+        assert (response.parallel_tool_calls, response.status) == (False, "completed")
+        assert response.output_text == answer.partition("<")[0]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a hosted tool", {"tools": [TOOL, {"type": "web_search", "search_context_size": "low"}]}, "tools[1].type"),
     ("the nested form", {"tools": [{"type": "function", "function": {"name": "weather"}}]}, "tools[0].name"),
@@ -148,10 +172,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("strict schema", {"tools": [{**STRICT, "parameters": {"not": {}}}]}, "tools[0].parameters.not"),
     ("a choice", {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
     ("no tools", {"tool_choice": "required"}, "tool_choice"),
-    ("parallel", {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ("no call_id", {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
     ("no output", {"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input[0].output"),
-    ("a reference", {"input": [{"type": "item_reference", "id": "fc_1"}]}, "input[0]"),
+    ("a reference", {"input": [{"type": "item_reference", "id": "fc_1"}]}, "input[0].id"),
 ]  # fmt: skip
 
 

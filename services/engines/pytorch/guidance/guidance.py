@@ -1,6 +1,6 @@
 """One request's place in its grammar, and the mask of its next token."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -14,7 +14,12 @@ from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
 Words = NDArray[np.uint32]
 """A bit for each token, the lowest of a word first; set for those that are allowed."""
 
+SLOW_SECONDS = 0.02
+"""A mask that takes longer does not belong into a step: others would wait for it."""
+
 _MASK_SECONDS = 30.0
+_SLOWEST_SECONDS = 1.0  # of a mask that is computed by itself
+_SLOW_MASKS_SECONDS = 10.0  # of all slow masks of one answer together
 
 
 def unfollowed(reason: str) -> str:
@@ -25,7 +30,8 @@ def unfollowed(reason: str) -> str:
 class Guidance:
     """A request's grammar after the tokens so far.
 
-    Belongs to the engine's thread, except between `expect` and `mask`, while the thread of the masks has it.
+    Belongs to the engine's thread, except between `expect` and `mask`, while a thread of the masks has it. Once its
+    masks are slow, `compute_alone` begins the next one as soon as its token is known, outside of the steps.
     """
 
     def __init__(self, matcher: LLMatcher, field: str, vocabulary: GrammarVocabulary) -> None:
@@ -35,11 +41,33 @@ class Guidance:
         self._field = field
         self._new: list[int] = []
         self._job: Future[None] | None = None
+        self.compute_alone: Callable[[Guidance], Future[None]] | None = None
+        self.is_suspect = False  # whether a step's masks were slow, and this one's may be the cause
+        self._slow_seconds = 0.0
         self.words: Words = np.zeros(-(-vocabulary.size // 32), dtype=np.uint32)
 
     def append(self, token_id: int) -> None:
         """Records a sampled token; the grammar follows when the next mask is computed."""
         self._new.append(token_id)
+        if self.compute_alone is not None:
+            self._job = self.compute_alone(self)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """True if its mask is computed outside of the steps, and is not ready."""
+        return self.compute_alone is not None and self._job is not None and not self._job.done()
+
+    def note(self, seconds: float, compute_alone: "Callable[[Guidance], Future[None]]") -> None:
+        """Notes how long a mask took that was computed by itself, which decides how the next one is computed."""
+        self.is_suspect = False
+        self.compute_alone = compute_alone if seconds > SLOW_SECONDS else None
+        if self.compute_alone is None:
+            return
+        self._slow_seconds += seconds
+        if seconds > _SLOWEST_SECONDS:
+            self.fail(f"it is too ambiguous: a mask takes more than {_SLOWEST_SECONDS:g} s")
+        elif self._slow_seconds > _SLOW_MASKS_SECONDS:
+            self.fail(f"it is too ambiguous: its masks take more than {_SLOW_MASKS_SECONDS:g} s")
 
     def expect(self, job: "Future[None]") -> None:
         """Notes that `job` computes the mask of the next token into `words`."""
@@ -67,6 +95,8 @@ class Guidance:
             self._job.result(_MASK_SECONDS)
         except FutureTimeout:
             self.fail(f"a mask took more than {_MASK_SECONDS:g} s")
+        except (RuntimeError, ValueError) as error:  # of llguidance, for a reason that it does not report otherwise
+            self.fail(str(error))
         if self.failure is not None:
             return None
         rest = self.words.copy()

@@ -11,7 +11,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from services.engines.pytorch.guidance.masks import MaskThread
+from services.engines.pytorch.guidance.masks import MaskThreads
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
 from services.engines.pytorch.runners.prompt_rows import PromptRows
@@ -85,7 +85,7 @@ class FusedRunner:
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
         self._decodes = self._make_decodes()
-        self._masks = MaskThread()
+        self._masks = MaskThreads()
 
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
         """Starts a step without waiting for it, unless it contains images. See StepRunner.

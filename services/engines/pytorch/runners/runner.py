@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from services.engines.pytorch.guidance.guidance import Guidance
-from services.engines.pytorch.guidance.masks import MaskThread
+from services.engines.pytorch.guidance.masks import MaskThreads
 from services.engines.pytorch.lora.layers import LoraLayers
 from services.engines.pytorch.model.loading import LoadedModel
 from services.engines.pytorch.runners.batch import BatchBuilder, Chunk, KvCache, StepInput
@@ -43,7 +43,7 @@ class LibraryRunner:
         self.module = model.module
         self._lora = lora
         self._builder = BatchBuilder(cache, model.shape.query_heads, model.dtype)
-        self._masks = MaskThread()
+        self._masks = MaskThreads()
 
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
         """Computes the step before it returns. See StepRunner."""

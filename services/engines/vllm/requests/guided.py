@@ -8,7 +8,7 @@ from typing import Any
 from baton.errors import Unsupported
 from grammars.checking import check_guide
 from grammars.guide import Guide, GuideKind
-from grammars.source import lark_source, schema_source, spells_any, unforced_source
+from grammars.source import lark_source, may_spell_any, schema_source, unforced_source
 from grammars.tasks import GrammarThread
 from services.engines.prompt import Sampling
 
@@ -19,7 +19,7 @@ _REMEMBERED = 64
 def structured_outputs(make: Any, guide: Guide, special_ids: Mapping[str, int]) -> Any:
     """Makes vLLM's StructuredOutputsParams, of its class. `special_ids` are the model's special tokens by name."""
     # vLLM's own tokenizer would make a special token of text that a grammar forces, and then refuse it.
-    if spells_any(guide, special_ids):
+    if may_spell_any(guide, special_ids):
         return make(grammar=unforced_source(guide, special_ids.get))
     match guide.kind:
         case GuideKind.JSON_SCHEMA:

@@ -46,8 +46,14 @@ def test_gbnf_and_tags_become_larks_notation() -> None:
         Guide(GuideKind.JSON_SCHEMA, '{"const": "\\u003cimage>"}'),
         Guide(GuideKind.GRAMMAR, 'start: "<image>"'),
         Guide(GuideKind.STRUCTURAL_TAGS, tags=(Tag("a", '{"const": "<image>"}', "b", "a"),), needs_tag=True),
+        Guide(GuideKind.REGEX, "[<]image>x"),
+        Guide(GuideKind.REGEX, r"\x3cimage\u003ex"),
+        Guide(GuideKind.REGEX, "<(im)(?:age>)x"),
+        Guide(GuideKind.GRAMMAR, 'start: "<" "image>" "x"'),
+        Guide(GuideKind.GRAMMAR, 'start: A B\nA: "<ima"\nB: "ge>x"'),
+        Guide(GuideKind.JSON_SCHEMA, '{"type": "string", "pattern": "^[<]image>$"}'),
     ],
-    ids=lambda guide: guide.kind.value,
+    ids=lambda guide: f"{guide.kind.value} {guide.text}",
 )
 def test_text_that_spells_a_special_token_is_never_tokenized_by_vllm(guide: Guide) -> None:
     written = structured_outputs(dict, guide, SPECIAL)["grammar"]

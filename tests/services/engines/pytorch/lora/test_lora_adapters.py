@@ -1,18 +1,22 @@
 """Adapters come into memory when they are used, and leave it when nothing uses them any more."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from support.engines.adapters import save_adapter
 from support.engines.embedded import Checkpoint
+from support.engines.engine_calls import collect, greedy
 from support.eventually import eventually
 
-from baton.errors import ConfigError, InvalidRequest, LoraNotHere, Overloaded
+from baton.errors import BatonError, ConfigError, DeviceFailed, InvalidRequest, LoraNotHere, Overloaded
 from services.engines.lora.adapters import LoraAdapters
-from services.engines.prompt import Lora
+from services.engines.prompt import Lora, Prompt
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.lora.layers import LoraLayers
 
 NAMES = ("one", "three", "two")
 
@@ -134,3 +138,53 @@ async def test_an_adapter_to_load_at_start_that_is_rejected_ends_the_start(llama
     with pytest.raises(ConfigError, match=r"engine\.lora\.load: dora: use_dora"):
         async with engine_with(llama, folder, load=("dora",)):
             pass
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (RuntimeError("shape mismatch"), (LoraNotHere, InvalidRequest)),
+        (torch.OutOfMemoryError("CUDA out of memory"), (Overloaded, Overloaded)),
+    ],
+)
+async def test_an_adapter_that_cannot_be_copied_fails_its_load_and_not_the_engine(
+    llama: Checkpoint,
+    folder: Path,
+    failure: RuntimeError,
+    expected: tuple[type[BatonError], type[BatonError]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engine_with(llama, folder, load=("one",)) as engine:
+        loras = engine.loras
+        assert loras is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(LoraLayers, "install", _raising(failure))
+            with pytest.raises(expected[0]):
+                async with loras.use(lora(loras, "two")):
+                    pass
+            with pytest.raises(expected[1]):
+                await loras.load("three")
+        assert loaded(loras) == ["one"]
+        assert engine.healthy
+        assert len((await collect(engine.decode(Prompt((5, 6, 7)), greedy(4)))).ids) == 4
+        await loras.load("three")
+        assert loaded(loras) == ["one", "three"]
+
+
+async def test_a_lost_device_ends_the_engine_also_while_an_adapter_is_loaded(
+    llama: Checkpoint, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine_with(llama, folder) as engine:
+        loras = engine.loras
+        assert loras is not None
+        monkeypatch.setattr(LoraLayers, "install", _raising(RuntimeError("CUDA error: device-side assert triggered")))
+        with pytest.raises(DeviceFailed):
+            await loras.load("one")
+        await eventually(lambda: not engine.healthy)
+
+
+def _raising(failure: RuntimeError) -> Callable[..., None]:
+    def install(*_: object) -> None:
+        raise failure
+
+    return install
