@@ -59,6 +59,7 @@ COMMANDS = (
     Subcommand("models", "List the served models", connecting.address, "models"),
     Subcommand("lora", "List, load and unload adapters on the workers", cluster.lora, "lora"),
     Subcommand("workers", "List the workers as the router sees them", connecting.address, "workers"),
+    Subcommand("tenants", "List what each tenant uses, waits for and has left", connecting.address, "tenants"),
     Subcommand("health", "Check the health of a process, for probes", cluster.health, "health"),
     Subcommand("doctor", "Diagnose this installation, cluster or deployment", cluster.doctor, "doctor"),
     Subcommand("up", "Start a cluster on this machine, in the background", cluster.up, "local.up"),
