@@ -17,7 +17,7 @@ class TokenSink(Protocol):
 
     @property
     def wire(self) -> Wire | None:
-        """What the tokens are written to. Those of one connection are pushed together, and flushed then."""
+        """The wire that the tokens are written to. Those of one connection are pushed together, and flushed then."""
 
     def push(self, token_id: int) -> bool:
         """Passes a token on; False to have it read by the task that waits for the call's next response instead."""

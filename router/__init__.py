@@ -2,6 +2,7 @@
 
 service.py       gRPC services: one context for each request, then the pipeline
 context.py       RequestContext: tenant, priority, deadline, stats, fault plan; the table of running requests
+running.py       the requests that run, of all kinds; what begins and ends each
 pipeline.py      a request: validate, tokenize, admit, encode, execute
 execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails
 answers.py       several answers to one prompt
@@ -10,6 +11,7 @@ text_limits.py   limits on the texts of large requests, before they are parsed
 tokenization.py  the RPCs Tokenize and Detokenize
 explain.py       ExplainRoute: the candidates of a request and their costs
 cancellation.py  stops a request on all its workers
+request_path.py  what answers requests, by whatever protocol they come
 server.py        assembles a router and serves it; config.py is its configuration
 
 embedding/   requests for embeddings of texts

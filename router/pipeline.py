@@ -4,12 +4,12 @@ Read this first and execution.py next: there a request is placed, prefilled, han
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from baton.engine.v1 import prompt_pb2
-from baton.errors import Cancelled
 from baton.inference.v1 import lora_pb2, timing_pb2
 from baton_http2.server.reply import Reply
 from router import validation
@@ -17,14 +17,14 @@ from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.answers import SeveralAnswers, keep_together
 from router.config import LimitsConfig
-from router.context import RequestContext, RequestTable
+from router.context import RequestContext
 from router.execution import Executor
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
+from router.running import RunningRequests
 from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
-from router.telemetry.request_metrics import record_request
 from router.telemetry.spans import set_request_attributes
 from router.text import request_input
 from router.text.chat_template import LOOP_SECONDS, SlowTemplate
@@ -33,7 +33,6 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
-from rpc.tracing.span import Span, stage_span
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
 
@@ -45,6 +44,7 @@ class Pipeline:
 
     def __init__(
         self,
+        running: RunningRequests,
         cluster: Cluster,
         admission: AdmissionController,
         processor: MultimodalProcessor,
@@ -52,6 +52,7 @@ class Pipeline:
         limits: LimitsConfig,
         grammars: GrammarCheck,
     ) -> None:
+        self._running = running
         self._cluster = cluster
         self._admission = admission
         self._processor = processor
@@ -59,29 +60,15 @@ class Pipeline:
         self._limits = limits
         self._grammars = grammars
         self._checks = validation.OptionChecks(limits)
-        self.requests = RequestTable()
 
-    async def run(self, ctx: RequestContext, reply: Reply) -> None:
+    def run(self, ctx: RequestContext, reply: Reply) -> Coroutine[Any, Any, None]:
         """Answers a request: Started, tokens, Finished. Raises a BatonError if it fails.
 
         A cancellation of the caller means that the client has left.
         """
-        with (
-            stage_span("baton.generate") as span,
-            self.requests.enter(ctx),
-            record_request(ctx.stats, ctx.call_id, self._executor.metrics),
-        ):
-            ctx.timings.is_traced = span.is_recording
-            set_request_attributes(ctx.request, span)
-            try:
-                await ctx.cancellation.run(self._answer(ctx, reply), ctx.deadline.remaining_seconds)
-            except TimeoutError:
-                raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
-            except (asyncio.CancelledError, Cancelled):
-                note_passed_deadline(ctx, span)
-                raise
-            finally:
-                end_reply(reply, ctx.timings)
+        # Not a coroutine of its own, which every step of the request would pass.
+        describe, answer = partial(set_request_attributes, ctx.request), partial(self._answer, ctx, reply)
+        return self._running.run(ctx, "baton.generate", describe, answer, partial(end_reply, reply, ctx.timings))
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""
@@ -153,14 +140,6 @@ def _estimate(ctx: RequestContext, model: ServedModel) -> RequestEstimate:
     stopping = ctx.request.stopping
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     return RequestEstimate(model.name, ctx.stats.prompt_tokens, max_tokens)
-
-
-def note_passed_deadline(ctx: RequestContext, span: Span) -> None:
-    """Records a cancellation as DEADLINE_EXCEEDED if gRPC made it because the client's deadline passed."""
-    if ctx.deadline.has_ended_the_call and not ctx.cancellation.reason:
-        error = ctx.deadline.exceeded(ctx.timings.stage_name)
-        ctx.stats.outcome = error.reason
-        span.fail(error)
 
 
 async def _token_ids(ctx: RequestContext, model: ServedModel) -> Sequence[int]:

@@ -74,7 +74,7 @@ class ClientLane:
 
     @property
     def has_room(self) -> bool:
-        """Whether tokens may be added: not too many wait."""
+        """True if tokens may be added: not too many wait."""
         return self._unsent.num_tokens < self._max_waiting_tokens and not self._is_lost
 
     # Tokens of a call, one by one: see TokenSink.
@@ -105,7 +105,7 @@ class ClientLane:
         return self._push_general(token_id)
 
     def _push_plain(self, token_id: int, field: bytes) -> None:
-        """What `_push_general` does, for a plain token: the same bytes, without an object of protobuf's."""
+        """Sends a plain token as `_push_general` does: the same bytes, without an object of protobuf's."""
         wire, sequence = self.wire, self._sequence
         assert wire is not None
         self._plain_left -= 1
@@ -196,7 +196,7 @@ class ClientLane:
         self.is_behind = self.wire is None
 
     def _count_plain(self, completion: Completion) -> int:
-        """How many tokens may be plain now: none that would end the completion by its length."""
+        """The number of tokens that may be plain now: none that would end the completion by its length."""
         if self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
             return 0
         return completion.max_tokens - 1 - len(self._ids)

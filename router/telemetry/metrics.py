@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge
 
 from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2
-from discovery.roles import ROLES
+from engine_protocol.roles import roles
 from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
 from runtime.metrics import REGISTRY
 
@@ -162,7 +162,7 @@ EMBEDDING_CACHE_EVICTIONS = Counter(
 def observe_workers(workers: Iterable[tuple[str, str]]) -> None:
     """Sets the number of workers by role and state. A worker counts once for each of its roles."""
     counts = Count(workers)
-    for role in ROLES:
+    for role in roles():
         for state in WORKER_STATES:
             WORKERS.labels(role, state).set(counts[role, state])
 
@@ -176,9 +176,9 @@ def observe_unpaired(roles: Iterable[str]) -> None:
 
 def _begin_at_zero() -> None:
     """Creates the series at zero, since a series that begins at one shows no increase."""
-    for stage in ROLES:
+    for stage in roles():
         RETRIES.labels(stage)
-    for faulty in (*ROLES, "kv_events"):
+    for faulty in (*roles(), "kv_events", "loras"):
         WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
