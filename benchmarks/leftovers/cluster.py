@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, Literal
 
 from benchmarks.leftovers import garbage
+from benchmarks.leftovers.heap import heap
 from benchmarks.processes import child, received, run_process
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
@@ -32,7 +33,7 @@ MODEL = "leftovers"
 REFUSED_TENANT = "refused"
 _WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
 
-Command = Literal["memory", "tasks", "watch", "garbage"]
+Command = Literal["heap", "memory", "tasks", "watch", "garbage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def _run_router(pipe: Pipe, server: ServerKind, records: list[WorkerRecord]) -> 
 async def _answer(pipe: Pipe) -> None:
     """Answers commands until it is told to stop."""
     answers: dict[str, Callable[[], object]] = {
+        "heap": heap,
         "memory": resident_bytes,
         "tasks": _tasks,
         "watch": garbage.watch,
