@@ -67,6 +67,6 @@ async def test_a_lost_handoff_without_a_worker_to_go_on_is_unavailable() -> None
         await eventually(lambda: running.workers["d1"].engines.load().blocks_used > 0)
         with pytest.raises(aio.AioRpcError):
             await finished(running.stub, "drop@queue;role=decode;attempt=any")
-        with pytest.raises(aio.AioRpcError, match="no decode worker became ready.*lost at pull") as caught:
+        with pytest.raises(aio.AioRpcError, match=r"no decode worker became ready.*lost at pull") as caught:
             await pulling
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE

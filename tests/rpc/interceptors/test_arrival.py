@@ -19,7 +19,7 @@ async def test_calls_that_wait_for_their_turn_arrived_when_they_were_read() -> N
     async def get_model(_request: object, _context: object) -> model_pb2.GetModelResponse:
         arrivals.append(arrived_at())
         turns.append(time.perf_counter())
-        time.sleep(HELD_SECONDS)  # holds the loop, as a busy router's is held
+        time.sleep(HELD_SECONDS)  # noqa: ASYNC251 (holds the loop, as a busy router is held)
         return model_pb2.GetModelResponse()
 
     async with scripted(GetModel=get_model) as peer:
