@@ -43,7 +43,12 @@ async def test_so_they_do_where_their_caches_are_estimated() -> None:
     assert await busiest(workers("decode", "decode", "decode", kv_events=False), "automatic", 12) <= 1.10
 
 
-@pytest.mark.parametrize("policy", ["automatic", "least_loaded"])
-@pytest.mark.parametrize("roles", [("prefill", "decode", "decode", "decode"), ("prefill+decode",) * 3])
-async def test_three_workers_that_decode_what_others_computed_share_evenly(roles: tuple[str, ...], policy: str) -> None:
+APART = ("prefill", "decode", "decode", "decode")
+
+
+# Of workers of both roles, least_loaded balances all their requests and not those that decode.
+@pytest.mark.parametrize(
+    ("policy", "roles"), [("automatic", APART), ("least_loaded", APART), ("automatic", ("prefill+decode",) * 3)]
+)
+async def test_three_workers_that_decode_what_others_computed_share_evenly(policy: str, roles: tuple[str, ...]) -> None:
     assert await busiest(workers(*roles), policy, 12) <= 1.10
