@@ -54,7 +54,7 @@ class Status:
         return self.trailers
 
 
-class Call:
+class ClientCall:
     """A call on `stream`. The peer's messages are given to `take`; `status` has a result once the call is over."""
 
     # It has begun, and its messages are taken as they come.

@@ -6,7 +6,7 @@ from typing import Final, cast
 
 import structlog
 
-from baton_http2.client.call import Call, TakeMessage
+from baton_http2.client.call import ClientCall, TakeMessage
 from baton_http2.endpoint import Heads, StreamHandler
 from baton_http2.limits import EXCEEDED, ServerLimits, exceeded
 from baton_http2.liveness import Liveness
@@ -36,7 +36,7 @@ class ClientConnection(asyncio.Protocol):
     output: Output
     liveness: Liveness
     receiver: Receiver
-    call: Call
+    call: ClientCall
 
     def __init__(self, head: bytes, take: TakeMessage, limits: ServerLimits) -> None:
         self.limits = limits
@@ -64,7 +64,7 @@ class ClientConnection(asyncio.Protocol):
         self.receiver = Receiver(self, self.liveness)
         stream = Stream(self, _STREAM_ID, h2.DEFAULT_WINDOW, self.limits)
         self.streams[_STREAM_ID] = stream
-        self.calls[_STREAM_ID] = self.call = Call(stream, self._take)
+        self.calls[_STREAM_ID] = self.call = ClientCall(stream, self._take)
         own = {
             h2.ENABLE_PUSH: 0,
             h2.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW,

@@ -15,7 +15,7 @@ from baton_http2.input_budget import InputHold, offer_hold
 from baton_http2.limits import EXCEEDED
 from baton_http2.server.calls import Calls
 from baton_http2.server.methods import CallDetails, Caller, Method, method_of
-from baton_http2.server.peer import Peer
+from baton_http2.server.peer import ClientPeer
 from baton_http2.server.reply import Reply
 from baton_http2.server.servicer_context import CallContext
 from baton_http2.stream import Stream
@@ -37,7 +37,7 @@ _ENCODINGS: Final = {grpc.Compression.Gzip: "gzip", grpc.Compression.Deflate: "d
 _NOT_COMPRESSED = "compressed requests are not accepted here; send the request without compression"
 
 
-class Call:
+class ServerCall:
     """A call that is answered by a servicer."""
 
     __slots__ = (
@@ -56,7 +56,7 @@ class Call:
         "waits_for_message",
     )
 
-    def __init__(self, calls: Calls, peer: Peer, stream: Stream, head: RequestHead) -> None:
+    def __init__(self, calls: Calls, peer: ClientPeer, stream: Stream, head: RequestHead) -> None:
         self._calls = calls
         # What streams may be answered before anything was asked.
         self.waits_for_message = calls.takes_one_message(head.path)
@@ -252,7 +252,7 @@ class Call:
 class Context(CallContext):
     """The context of one call, as its servicer and the interceptors see it."""
 
-    def __init__(self, call: Call, method: Method) -> None:
+    def __init__(self, call: ServerCall, method: Method) -> None:
         super().__init__(call.head.metadata, call.deadline_at)
         self._call = call
         self._method = method

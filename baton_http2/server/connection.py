@@ -13,9 +13,9 @@ from baton_http2.limits import CONNECTIONS, EXCEEDED, Bucket, ServerLimits, exce
 from baton_http2.liveness import Liveness
 from baton_http2.output import Output
 from baton_http2.receiver import CONNECTION_WINDOW, Receiver
-from baton_http2.server.call import Call
+from baton_http2.server.call import ServerCall
 from baton_http2.server.calls import Calls
-from baton_http2.server.peer import Peer
+from baton_http2.server.peer import ClientPeer
 from baton_http2.server.refusal import Refusal
 from baton_http2.sockets.descriptors import OpenConnections
 from baton_http2.stream import RECEIVE_WINDOW, Stream
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
     output: Output
     liveness: Liveness
     receiver: Receiver
-    peer: Peer
+    peer: ClientPeer
 
     def __init__(self, host: Connections) -> None:
         self.limits = host.limits
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
         # uvloop's are not asyncio's own.
         self.transport = cast("asyncio.Transport", transport)
         self.heard_at = self._idle_since = self.loop.time()
-        self.peer = Peer(self.transport, self._host.input)
+        self.peer = ClientPeer(self.transport, self._host.input)
         self.output = Output(self.loop, self.transport, self.context, self.limits.http2.max_unread_output_bytes)
         self.liveness = Liveness(self)
         self.receiver = Receiver(self, self.liveness, h2.PREFACE)
@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
         if head is None or head.http_status:
             self.calls[stream_id] = Refusal(stream, head)
         else:
-            self.calls[stream_id] = Call(self._server_calls, self.peer, stream, head)
+            self.calls[stream_id] = ServerCall(self._server_calls, self.peer, stream, head)
         return stream
 
     def forget(self, stream: Stream, *, is_early: bool) -> None:

@@ -184,7 +184,7 @@ class DeviceMemory(BlockMemory):
         return area_of(self.tensor)
 
     def stage(self, num_blocks: int) -> DeviceStaging:
-        return Staging(self, num_blocks)
+        return _Staging(self, num_blocks)
 
     def place(self, block_ids: Sequence[int], rows: torch.Tensor) -> None:
         """Copies rows `[blocks, bytes]` on the device into the pool, and waits for the copy."""
@@ -226,7 +226,7 @@ def _warn_of_pageable_memory(reason: str) -> None:
     log.warning("host memory cannot be pinned; transfers are slower", reason=reason)
 
 
-class Staging:
+class _Staging:
     """A DeviceStaging."""
 
     def __init__(self, pool: DeviceMemory, num_blocks: int) -> None:
