@@ -76,7 +76,7 @@ class ProcessGroup:
         """Starts all; yields when each has listened, or `stopping` is set. At the end they drain together."""
         with ungrouped():
             async with TaskGroup() as group:
-                keeping = [group.create_task(each.keep(stopping, self._note_end)) for each in self._processes]
+                keeping = [group.create_task(each.keep(stopping, self._record_end)) for each in self._processes]
                 try:
                     await self._all_listen(stopping)
                     yield
@@ -141,7 +141,7 @@ class ProcessGroup:
             log.error("processes of the router did not end", seconds=self._drain_seconds)
             self._kill()
 
-    def _note_end(self, process: RouterProcess) -> None:
+    def _record_end(self, process: RouterProcess) -> None:
         self._metrics.leave(process.name)
 
     async def _drain(self, *, at_once: bool = False) -> None:

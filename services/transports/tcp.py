@@ -91,7 +91,7 @@ class TcpPool:
     async def pull(self, transfer: Transfer) -> None:
         """Receives in a thread. See PoolReader."""
         try:
-            connection = self._take() or await self.connect()
+            connection = self._acquire() or await self.connect()
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             raise TransferFailed(f"cannot connect: {error}") from error
         request = _Request(connection, transfer)
@@ -164,7 +164,7 @@ class TcpPool:
         """Keeps a connection for the next pull."""
         self._idle.append(connection)
 
-    def _take(self) -> socket.socket | None:
+    def _acquire(self) -> socket.socket | None:
         while self._idle:
             connection = self._idle.pop()
             if is_silent(connection):

@@ -61,10 +61,10 @@ class ExternalGeneration:
         self.error = error
         if error is None and self.finish_reason is None:
             self.error = EngineFailed(f"{self._title} ended the request without a reason")
-        self._tell()
+        self._wake()
         self.ended.set()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self.changed.set()
         if self.listener is not None:
             self.listener()
@@ -112,7 +112,7 @@ class ExternalRequests(Generic[Generation]):
         """Notes that the engine made progress of any kind."""
         self._progressed_at = time.monotonic()
 
-    def require_room(self) -> None:
+    def require_capacity(self) -> None:
         """Raises Overloaded if too many are here, and EngineFailed after a fatal error."""
         if self.failure is not None:
             raise self.failure
@@ -143,9 +143,9 @@ class ExternalRequests(Generic[Generation]):
         elif (raised := task.exception()) is not None:
             error = raised if isinstance(raised, BatonError) else self._converted(raised)
         generation.end(error)
-        self._note_end(generation)
+        self._record_end(generation)
 
-    def _note_end(self, generation: Generation) -> None:
+    def _record_end(self, generation: Generation) -> None:
         if generation.error is None:
             self.progressed()
 

@@ -130,7 +130,7 @@ class PyTorchEngine(Engine):
         return self
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """Yields the changes of the prefix cache. See TellsKv."""
+        """Yields the changes of the prefix cache. See ReportsKvEvents."""
         if not self._config.prefix_cache:
             raise Unsupported("the engine is configured without a prefix cache")
         return self._publisher.changes()
@@ -212,10 +212,10 @@ class PyTorchEngine(Engine):
             else:
                 core.submit(sequence)
 
-        footprint = current_freed_kv()
+        freed_kv = current_freed_kv()
 
         def abort(core: EngineCore) -> int:
-            blocks = _abort(footprint, sequence, core)
+            blocks = _abort(freed_kv, sequence, core)
             return blocks + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
 
         prepare = partial(self._guide, sequence) if sampling.guide is not None else None
@@ -311,10 +311,10 @@ def _settle(granted: "asyncio.Future[None]", error: BatonError | None) -> None:
         granted.set_exception(error)
 
 
-def _abort(footprint: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
+def _abort(freed_kv: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
     tokens = sequence.computed
     blocks = core.abort(sequence)
-    footprint.give_back(tokens, blocks)
+    freed_kv.give_back(tokens, blocks)
     return blocks
 
 

@@ -48,9 +48,9 @@ class TrtllmEngine(ExternalEngine):
 
     _requests: InflightRequests
 
-    def __init__(self, config: TrtllmConfig, effective: ResolvedArgs, package: Package, purpose: EngineContext) -> None:
+    def __init__(self, config: TrtllmConfig, effective: ResolvedArgs, package: Package, context: EngineContext) -> None:
         self._config = config
-        self._node = purpose.node or int
+        self._node = context.node or int
         self._effective = effective
         self._args = effective.value
         self._package = package
@@ -69,7 +69,7 @@ class TrtllmEngine(ExternalEngine):
         patience = Patience(self._config.slow_reader_seconds, self._config.abort_seconds, self._transfer_seconds)
         limits = InflightLimits(self._args.max_batch_size + self._config.max_waiting, size, patience)
         native = NativeMetrics(self._package, self._facts.name)
-        self._requests = InflightRequests(self._llm, self._package, limits, native.note_request)
+        self._requests = InflightRequests(self._llm, self._package, limits, native.record_request)
         listeners = Listeners(self._requests.progressed, self._observe)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(shut_down, self._llm)
@@ -113,7 +113,7 @@ class TrtllmEngine(ExternalEngine):
         return EngineLoad(len(self._requests) - waiting, waiting, tokens, total, self._requests.blocks + held, held)
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """Yields the changes of its prefix cache. See TellsKv."""
+        """Yields the changes of its prefix cache. See ReportsKvEvents."""
         return self._monitor.kv_changes()
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> TrtllmKv:

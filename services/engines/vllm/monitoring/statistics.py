@@ -23,7 +23,7 @@ class VllmStatistics:
     def __init__(self) -> None:
         self._latest: dict[int, StepCounts] = {}
 
-    def note(self, rank: int, stats: Any) -> None:
+    def record(self, rank: int, stats: Any) -> None:
         """Keeps a step's SchedulerStats; a number that a version lacks is 0."""
         self._latest[rank] = StepCounts(
             running=int(getattr(stats, "num_running_reqs", 0)),
