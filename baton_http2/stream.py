@@ -143,7 +143,7 @@ class Stream:
 
     def _check_length(self, *, is_last: bool) -> None:
         if self.received_bytes > self.content_length or (is_last and self.received_bytes != self.content_length):
-            raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
+            raise StreamFailure(PROTOCOL_ERROR, "content-length differs from the number of bytes sent")
 
     def _beyond_reserved(self, more: int) -> int:
         """The number of bytes, of `more`, that were not counted before."""

@@ -19,7 +19,7 @@ def find_referred(root: object, reference: object) -> tuple[str, object] | None:
     document, _, fragment = reference.partition("#")
     identity = root.get("$id") if isinstance(root, Mapping) else None
     if document and document != (identity.partition("#")[0] if isinstance(identity, str) else None):
-        raise BrokenReference("is not within the schema; other documents are not read")
+        raise BrokenReference("points outside of the schema; other documents are not read")
     if fragment and not fragment.startswith("/"):
         return None
     path, value = "", root
@@ -34,4 +34,4 @@ def _child(value: Any, name: str) -> tuple[str, object]:
         return f".{name}", value[name]
     if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
         return f"[{int(name)}]", value[int(name)]
-    raise BrokenReference(f"there is no {name[:80]!r} in that place")
+    raise BrokenReference(f"{name[:80]!r} does not exist there")

@@ -91,7 +91,7 @@ class RoutingConfig(Section):
     )
     profile: str = Field(
         default="",
-        description="A file of `baton bench profile`: what predicted_seconds assumes before it has measured anything.",
+        description="A file of `baton bench profile`, which predicted_seconds uses until it has measurements.",
     )
     local_prefill_tokens: int = Field(default=0, ge=0)  # shorter prompts run on their decode worker; 0 is off
     early_handoff_tokens: int = Field(
@@ -107,7 +107,7 @@ class RoutingConfig(Section):
     far_seconds: float = Field(
         default=0.0,
         ge=0,
-        description="Prefer near pairs: what a handoff costs more for each step away, to another host, rack and zone.",
+        description="Prefer near pairs: the added cost of a handoff to another host, rack and zone, for each step.",
     )
     beside: str = Field(
         default="",
@@ -207,7 +207,8 @@ class RouterConfig(Section):
     probe: ProbeConfig = ProbeConfig()
     multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
     worker_streams: ServerKind | None = Field(
-        default=None, description="What carries those streams, `grpcio` or our own `http2`; unset, what `server` is."
+        default=None,
+        description="The client of those streams, `grpcio` or our own `http2`; by default the same as `server`.",
     )
     tracing: TracingConfig = TracingConfig()
     media: MediaConfig = MediaConfig()

@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
         """Raises StreamFailure if no more streams are taken, and ConnectionFailure if too many were refused."""
         if self.liveness.refuses_calls:
             self._refused_streams.spend()
-            raise StreamFailure(h2.REFUSED_STREAM, "this connection takes no more calls")
+            raise StreamFailure(h2.REFUSED_STREAM, "this connection accepts no more calls")
         if len(self.streams) >= self.limits.max_streams:
             self._refused_streams.spend()
             raise StreamFailure(h2.REFUSED_STREAM, "too many streams")

@@ -40,7 +40,7 @@ class MessageFailure(Exception):
     @classmethod
     def no_memory(cls) -> "MessageFailure":
         """Requests that are being received use all the memory for them, of this peer or of all."""
-        return cls(StatusCode.RESOURCE_EXHAUSTED, "requests that are not read yet use all memory for them; try again")
+        return cls(StatusCode.RESOURCE_EXHAUSTED, "the memory for unread requests is used up; try again")
 
     @classmethod
     def too_slow(cls) -> "MessageFailure":
@@ -216,7 +216,10 @@ async def decompress(message: Received, encoding: str, max_bytes: int, count: Ca
     if encoding not in _WINDOW_BITS:
         if encoding == "identity":
             raise MessageFailure(StatusCode.INTERNAL, "a message is compressed, and grpc-encoding does not say how")
-        raise MessageFailure(StatusCode.UNIMPLEMENTED, f"grpc-encoding: {encoding!r} is none of {ACCEPTED_ENCODINGS}")
+        raise MessageFailure(
+            StatusCode.UNIMPLEMENTED,
+            f"grpc-encoding: unknown encoding {encoding!r}; expected one of {ACCEPTED_ENCODINGS}",
+        )
     inflating = _Inflating(message.payload, _WINDOW_BITS[encoding])
     pieces: list[bytes] = []
     size = 0

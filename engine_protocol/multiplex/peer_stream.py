@@ -81,7 +81,7 @@ async def open_on_connection(peer: ServerAddress, push: PushResponse) -> AsyncGe
         try:
             push(pb.MultiplexResponse.FromString(message))
         except DecodeError:
-            call.fail(MessageFailure(StatusCode.INTERNAL, "a response is no MultiplexResponse"))
+            call.fail(MessageFailure(StatusCode.INTERNAL, "a response is not a MultiplexResponse"))
         except InvalidReply as error:
             call.fail(MessageFailure(StatusCode.INTERNAL, error.message))
 

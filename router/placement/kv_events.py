@@ -156,7 +156,7 @@ class KvSubscriber:
 def _keys(hashes: Sequence[bytes]) -> list[int]:
     """The keys of a message's hashes. Raises InvalidReply."""
     if len(hashes) > _MOST_HASHES:
-        raise InvalidReply(f"KV events of {len(hashes)} blocks in one message, of at most {_MOST_HASHES}")
+        raise InvalidReply(f"KV events: a message has {len(hashes)} blocks; at most {_MOST_HASHES} are allowed")
     for each in hashes:
         if len(each) not in _HASH_BYTES:
             raise InvalidReply(f"KV events with a block hash of {len(each)} bytes")

@@ -115,7 +115,7 @@ class ProcessGroup:
         try:
             self._metrics.update(process.name, await process.metrics())
         except (LinkLost, asyncio.TimeoutError):
-            log.debug("process of the router did not tell its metrics", process=process.name)
+            log.debug("process of the router did not report its metrics", process=process.name)
 
     async def _prepare(self, process: RouterProcess) -> None:
         """Returns when a process may listen: the first time, when all can, so that each gets its connections."""

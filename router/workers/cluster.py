@@ -105,7 +105,7 @@ class Cluster:
         if not name and len(served) == 1:
             return served[0]
         if not name and served:
-            raise InvalidRequest.of("model", f"is missing; served are {_names(served)}")
+            raise InvalidRequest.of("model", f"is missing; expected one of {_names(served)}")
         for base, adapter in split_name(name):
             if base in self._models and has_lora(self.workers, base, adapter):
                 return self._models[base]

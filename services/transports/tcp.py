@@ -64,7 +64,7 @@ class TcpTransport(Transport):
         """Connects. The owner knows its pool's shape and checks every request. See Transport."""
         del shape
         if not 0 < len(endpoint.tcp.host) <= _LONGEST_HOST or not 0 < endpoint.tcp.port < 2**16:
-            raise TransportUnavailable(f"{endpoint.tcp.host[:80]!r}:{endpoint.tcp.port} is no address")
+            raise TransportUnavailable(f"{endpoint.tcp.host[:80]!r}:{endpoint.tcp.port} is not an address")
         pool = TcpPool(endpoint.tcp, self._tls)
         with contextlib.ExitStack() as undo:
             undo.callback(pool.close)

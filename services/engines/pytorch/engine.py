@@ -172,7 +172,9 @@ class PyTorchEngine(Engine):
         """Reserves blocks for a pull of `num_tokens` tokens of `prompt.context`. See DecodeEngine."""
         check_prompt(prompt, self.facts)
         if not self.facts.takes_handoffs:
-            raise Unsupported("engine.tensor_parallel_size: a split model without a shared pool takes no KV of others")
+            raise Unsupported(
+                "engine.tensor_parallel_size: a split model without a shared pool cannot receive KV from other workers"
+            )
         if not 0 < num_tokens <= len(prompt.context):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:

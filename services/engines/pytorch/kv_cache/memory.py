@@ -134,7 +134,7 @@ class DeviceMemory(BlockMemory):
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         if (device.index or 0) >= torch.cuda.device_count():
-            raise DeviceUnavailable(f"there is no {device}: this process sees {torch.cuda.device_count()} GPUs")
+            raise DeviceUnavailable(f"{device} does not exist: this process sees {torch.cuda.device_count()} GPUs")
         self._block_bytes = layout.block_bytes
         self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
