@@ -3,8 +3,8 @@
 import structlog
 
 from baton.errors import BatonError
+from discovery.backoff import retry_until
 from discovery.renewal import ANSWER_SECONDS, renew_forever
-from discovery.retry import retry_until
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)

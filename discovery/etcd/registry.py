@@ -5,6 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from typing_extensions import Self
 
+from discovery.backoff import retry_until
 from discovery.etcd.client import EtcdClient
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.id_allocation import EtcdAllocatedId
@@ -13,7 +14,6 @@ from discovery.etcd.watch import WorkerWatch
 from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
 from discovery.renewal import renewed
-from discovery.retry import retry_until
 
 
 class EtcdRegistry:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
+from discovery.backoff import retry_until
 from discovery.file.folder import SharedFolder
 from discovery.file.id_allocation import FileAllocatedId
 from discovery.file.registration import FileRegistration, worker_and_epoch
@@ -13,7 +14,6 @@ from discovery.file.watch import FolderWatch
 from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
 from discovery.renewal import renewed
-from discovery.retry import retry_until
 
 
 class FileRegistry:

@@ -13,8 +13,7 @@ from router.config import RouterConfig
 from router.processes.link import LinkLost
 from router.processes.merging import MergedMetrics, collect
 from router.processes.messages import RequestsStopped, StopRequests
-from router.processes.metrics import PROCESSES
-from router.processes.process import RouterProcess
+from router.processes.process import PROCESSES, RouterProcess
 from router.processes.siblings import STOP_SECONDS
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import TaskGroup, timeout, ungrouped

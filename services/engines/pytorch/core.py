@@ -22,8 +22,7 @@ from services.engines.pytorch.lora.layers import NO_SLOT, LoraLayers
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.loading import LoadedModel, load_model
 from services.engines.pytorch.parallel.followers import Followers
-from services.engines.pytorch.parallel.pool_part import part_of_pool
-from services.engines.pytorch.parallel.shards import WHOLE
+from services.engines.pytorch.parallel.shards import WHOLE, part_of_pool
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.fused_runner import FusedRunner, Sizes
 from services.engines.pytorch.runners.runner import InflightStep, StepRunner

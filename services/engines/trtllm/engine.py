@@ -15,13 +15,12 @@ from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.context import EngineContext
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
-from services.engines.external.held_kv import HeldHandoffs
+from services.engines.external.held_kv import ExternalKv, ExternalPrefill, HeldHandoffs
 from services.engines.generation import ClosingStream, Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.held_kv import TrtllmKv
 from services.engines.trtllm.loading import load, shut_down
 from services.engines.trtllm.model_facts import model_facts
 from services.engines.trtllm.monitoring import metrics
@@ -41,6 +40,21 @@ from services.engines.trtllm.requests.request_builder import RequestBuilder
 from services.engines.trtllm.resolved_args import ResolvedArgs
 
 _PLAIN_TIMEOUT_SECONDS = 60.0
+
+
+class TrtllmKv(ExternalKv):
+    """KV that TensorRT-LLM holds for another worker, until that one has fetched it or the transfer times out.
+
+    An abort after the prompt has been computed frees nothing.
+    """
+
+    def __init__(self, prefilled: ExternalPrefill, held: HeldHandoffs) -> None:
+        super().__init__(prefilled)
+        self._held_handoffs = held
+
+    async def release(self) -> int:
+        """Frees KV that was fetched. Returns its number of blocks, 0 if the timeout will free it."""
+        return self._held_handoffs.free(self) if self.is_fetched else 0
 
 
 class TrtllmEngine(ExternalEngine):

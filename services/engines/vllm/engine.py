@@ -28,7 +28,7 @@ from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_ov
 from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets
-from services.engines.vllm.monitoring.statistics import VllmStatistics
+from services.engines.vllm.monitoring.metrics import VllmStatistics
 from services.engines.vllm.orphans import OrphanWatch
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.builder import Budgeted, VllmRequestBuilder, seeded
