@@ -12,7 +12,7 @@ from discovery.location import Domain
 from discovery.pairing import layout_mismatch, layout_name
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
-from router.routing.known_loras import prefer_loaded
+from router.routing.loras import prefer_loaded
 from router.routing.policy import Candidates, Placement, Policy, PredictingPolicy, Prediction, RoutingRequest
 from router.routing.prefix.prompt_blocks import PromptHasher
 from router.workers.cluster import Cluster

@@ -59,9 +59,9 @@ class Timings:
         return _MeasuredStage(self, stage, time.perf_counter_ns() if self._stages else self._started)
 
     @contextmanager
-    def measure_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str = "") -> Iterator[CallTiming]:
+    def measure_call(self, stage: timing_pb2.Stage.ValueType) -> Iterator[CallTiming]:
         """Times a call to a worker, whose report divides it into stages. Failures and cancellations count, too."""
-        call = self.begin_call(stage, worker_id)
+        call = self.begin_call(stage, "")
         try:
             yield call
         finally:

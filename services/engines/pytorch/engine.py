@@ -23,9 +23,8 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
-from services.engines.pytorch.kv_cache.blocks import CacheListener
+from services.engines.pytorch.kv_cache.blocks import BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, ReservedBlocks
-from services.engines.pytorch.kv_cache.kv_events import CacheEvents
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
@@ -43,17 +42,12 @@ from services.engines.request_context import FreedKv, current_freed_kv
 
 
 class PyTorchEngine(Engine):
-    """An Engine: a Hugging Face model with a paged KV cache and continuous batching.
+    """An Engine: a Hugging Face model with a paged KV cache and continuous batching."""
 
-    The engine's thread calls `listener` for blocks that enter and leave the prefix cache.
-    """
-
-    def __init__(
-        self, config: PyTorchConfig, listener: CacheListener | None = None, rules: AllocationRules = UNSHARED
-    ) -> None:
+    def __init__(self, config: PyTorchConfig, rules: AllocationRules = UNSHARED) -> None:
         self._config = config
         self._publisher = KvPublisher()
-        self._cache_events = CacheEvents(self._publisher, listener)
+        self._cache_events = _CacheEvents(self._publisher)
         self._rules = rules
 
     async def __aenter__(self) -> Self:
@@ -323,3 +317,20 @@ def _abort(freed_kv: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
 def _blocks(source: PulledKv) -> BlockReservation:
     assert isinstance(source.reservation, ReservedBlocks)
     return source.reservation.blocks
+
+
+class _CacheEvents:
+    """Publishes the changes of the prefix cache in a step together with the step's other outcomes.
+
+    Changes before `loop` is set are dropped: the warm-up leaves nothing in the cache.
+    """
+
+    def __init__(self, publisher: KvPublisher) -> None:
+        self._publisher = publisher
+        self.loop: EngineLoop | None = None
+
+    def __call__(self, event: BlockStored | BlockRemoved) -> None:
+        """Call it on the engine's thread."""
+        if self.loop is not None:
+            publish = self._publisher.stored if isinstance(event, BlockStored) else self._publisher.removed
+            self.loop.notify(partial(publish, event.block_hash))
