@@ -99,6 +99,7 @@ class AsyncClient:
     model = _unary(requests.model)
     server_info = _unary(requests.server_info)
     workers = _unary(requests.workers)
+    tenants = _unary(requests.tenants)
     loras = _unary(requests.loras)
     load_lora = _unary(requests.load_lora)
     unload_lora = _unary(requests.unload_lora)

@@ -97,6 +97,7 @@ class Client:
     model = _unary(requests.model)
     server_info = _unary(requests.server_info)
     workers = _unary(requests.workers)
+    tenants = _unary(requests.tenants)
     loras = _unary(requests.loras)
     load_lora = _unary(requests.load_lora)
     unload_lora = _unary(requests.unload_lora)

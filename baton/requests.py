@@ -255,6 +255,16 @@ def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[c
     return UnaryCall("ClusterService/ListWorkers", message, lambda it: list(it.workers), timeout_seconds)
 
 
+def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:
+    """What each tenant uses, at all routers of the fleet; for operators."""
+    message = cluster_service_pb2.ListTenantsRequest()
+    return UnaryCall("ClusterService/ListTenants", message, _tenants, timeout_seconds)
+
+
+def _tenants(response: cluster_service_pb2.ListTenantsResponse) -> cluster_service_pb2.ListTenantsResponse:
+    return response
+
+
 def loras(model: str = "", *, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
     """Lists the adapters on each worker of a model. Operators only, where access is restricted."""
     message = lora_pb2.ListLorasRequest(model=model)

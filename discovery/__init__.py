@@ -1,4 +1,4 @@
-"""Worker discovery: workers register, routers watch.
+"""Worker discovery: workers register, routers watch. Routers that share quotas register beside them.
 
 | module | subject |
 |---|---|

@@ -16,6 +16,7 @@ server.py        assembles a router and serves it; config.py is its configuratio
 
 embedding/   requests for embeddings of texts
 admission/   quotas, the waiting queue, predicted deadlines
+peers/       the other routers of a fleet, which share quotas and places with this one
 processes/   a router of several processes behind the same ports
 kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP

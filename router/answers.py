@@ -7,7 +7,7 @@ workers whose prefix cache has the prompt, so that only what is left of its last
 
 import asyncio
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.inference.v1 import generate_pb2, timing_pb2
 from baton_http2.server.reply import Reply
@@ -79,7 +79,7 @@ class SeveralAnswers:
         self, index: int, part: RequestContext, prompt: MultimodalPrompt, shared: "_SharedReply"
     ) -> None:
         with stage_span("answer", {"baton.answer": index}):
-            async with self.admission.admit(part, self.estimate):
+            async with self.admission.admit(part, replace(self.estimate, is_part=True)):
                 with prompt:
                     await prompt.embed()
                     await self._run_answer(index, part, prompt, shared)

@@ -72,7 +72,7 @@ class Pipeline:
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""
-        with self._admission.track_tenant(ctx):
+        async with self._admission.track_tenant(ctx):
             model = await self._validate(ctx)
             prompt = await self._tokenize(ctx, model)
             async with self._admission.admit(ctx, _estimate(ctx, model)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from media.loader import MediaLoader
 from router.admission.controller import AdmissionController
+from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
 from router.config import RouterConfig
 from router.context import ContextFactory
@@ -16,6 +17,7 @@ from router.explain import RouteExplainer, RoutingRequests
 from router.multimodal.cache import EmbeddingCache
 from router.multimodal.encode import Embedder
 from router.multimodal.processor import MultimodalProcessor
+from router.peers.membership import RegisteredPeers
 from router.pipeline import Pipeline
 from router.placement.encoders import Encoders
 from router.placement.kv_events import KvSubscriber
@@ -52,17 +54,25 @@ class RequestPath:
     placer: Placer
     routing_requests: RoutingRequests
     explainer: RouteExplainer
+    peers: RegisteredPeers | None  # other routers, if this one shares quotas and places with them
 
 
 @asynccontextmanager
-async def open_request_path(config: RouterConfig, cluster: Cluster, policy: Policy) -> AsyncIterator[RequestPath]:
+async def open_request_path(
+    config: RouterConfig, cluster: Cluster, policy: Policy, peers: RegisteredPeers | None
+) -> AsyncIterator[RequestPath]:
     """Opens the request path on a cluster. Leaving it releases leased embeddings, before the channels close."""
-    limits, quotas, retries = config.limits, Quotas(config.quotas), Retries(config.retry)
+    limits, retries = config.limits, Retries(config.retry)
+    quotas = Quotas(config.quotas, peers=peers or ALONE)
     async with AsyncExitStack() as stack:
         processor = await stack.enter_async_context(_open_processor(config, cluster, retries))
         tokenization = await stack.enter_async_context(Tokenization(cluster, quotas, limits))
-        admission = AdmissionController(cluster, config.admission, quotas)
+        admission = AdmissionController(
+            cluster, config.admission, quotas, fairness=config.fairness, peers=peers or ALONE
+        )
         following = {"admission": admission.follow}
+        if config.fairness != "none":
+            following["tenants"] = admission.watch_tenants
         if isinstance(policy, PredictedSeconds):
             following["kv_subscriptions"] = KvSubscriber(cluster, policy.caches, policy.forget).follow
         await stack.enter_async_context(lasting_tasks(following))
@@ -86,6 +96,7 @@ async def open_request_path(config: RouterConfig, cluster: Cluster, policy: Poli
             placer,
             routing_requests,
             RouteExplainer(placer, routing_requests, config.routing.policy),
+            peers,
         )
 
 

@@ -21,6 +21,7 @@ from router.explain import RouteExplainer
 from router.kserve.service import NAME as KSERVE
 from router.kserve.service import KServeServicer, add_kserve
 from router.openai.app import PREFIX, OpenAIApp
+from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.server import serve_picker
 from router.processes.siblings import NoSiblings, Siblings
@@ -128,11 +129,16 @@ async def host_router(
     health = Health()
     async with AsyncExitStack() as stack:
         stack.enter_context(ungrouped())
+        if registry is None:
+            registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         cluster = await stack.enter_async_context(_open_cluster(config, registry, health))
         tracer = await stack.enter_async_context(configure_tracing(config.tracing, "baton-router", config.router_id))
-        path = await stack.enter_async_context(open_request_path(config, cluster, policy))
+        peers = await stack.enter_async_context(follow_peers(config, registry)) if config.shares_with_peers else None
+        path = await stack.enter_async_context(open_request_path(config, cluster, policy, peers))
         texts = LongestTexts(cluster, config.limits.max_embed_inputs, config.media.max_bytes)
         edge = _Edge(access, tracer, SharedLimits.of(config.connections), texts, shares_port)
+        if peers is not None:
+            await stack.enter_async_context(serve_peers(config, registry, peers, path.admission))
         if before_listening is not None:
             await before_listening()
         openai = await stack.enter_async_context(_open_openai(config, path, edge))
@@ -147,12 +153,10 @@ async def host_router(
 
 
 @asynccontextmanager
-async def _open_cluster(config: RouterConfig, registry: Registry | None, health: Health) -> AsyncIterator[Cluster]:
+async def _open_cluster(config: RouterConfig, registry: Registry, health: Health) -> AsyncIterator[Cluster]:
     """The cluster's view, which the health follows. Calls of requests share a stream to their worker, if configured."""
     streams = stream_dialer(config.worker_streams or config.server, config.tls.call) if config.multiplex else None
     async with AsyncExitStack() as stack:
-        if registry is None:
-            registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
         within = config.routing.handoff_within
         watching = watch_cluster(registry, config.probe, dialer(config.tls.call), streams, within)
         cluster = await stack.enter_async_context(watching)
@@ -220,7 +224,7 @@ _NO_FACADE = _Facade("", lambda: None)
 
 
 def _services(path: RequestPath, inference: InferenceServicer) -> list[Service]:
-    operators = ClusterServicer(path.cluster, path.explainer)
+    operators = ClusterServicer(path)
     return [
         Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
         Service(KSERVE, add_kserve, KServeServicer(path)),

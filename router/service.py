@@ -20,10 +20,10 @@ from baton.inference.v1 import (
 from baton_http2.server.reply import Reply
 from discovery.record import WorkerRecord
 from router.explain import RouteExplainer
+from router.peers.tenants import all_tenants
 from router.processes.siblings import Siblings, stop_everywhere
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
-from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
@@ -96,10 +96,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     """The state of the cluster, for operators."""
 
-    def __init__(self, cluster: Cluster, explainer: RouteExplainer) -> None:
-        self._cluster = cluster
-        self._explainer = explainer
-        self._loras = LoraOperations(cluster)
+    def __init__(self, path: RequestPath) -> None:
+        self._path = path
+        self._cluster, self._explainer = path.cluster, path.explainer
+        self._loras = LoraOperations(path.cluster)
 
     async def ExplainRoute(
         self, request: cluster_service_pb2.ExplainRouteRequest, _context: Context
@@ -114,6 +114,11 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         return cluster_service_pb2.ListWorkersResponse(
             workers=[_worker_message(worker, self._explainer, pairing) for worker in workers]
         )
+
+    async def ListTenants(
+        self, _request: cluster_service_pb2.ListTenantsRequest, _context: Context
+    ) -> cluster_service_pb2.ListTenantsResponse:
+        return await all_tenants(self._path.admission, self._path.peers.links if self._path.peers else ())
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
         return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))

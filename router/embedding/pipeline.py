@@ -48,7 +48,7 @@ class EmbedPipeline:
         self, ctx: RequestContext, request: embed_pb2.EmbedRequest, response: embed_pb2.EmbedResponse
     ) -> None:
         """Fills the response, within the tenant's quota."""
-        with self._admission.track_tenant(ctx):
+        async with self._admission.track_tenant(ctx):
             target = await self._validate(ctx, request)
             texts = await self._tokenize(ctx, request, target)
             tokens = ctx.stats.prompt_tokens = sum(len(one.ids) for one in texts)

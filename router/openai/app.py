@@ -23,8 +23,8 @@ from baton_http2.server.reply import Reply
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
-from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, now, whole
-from router.openai.completions import CompletionRequest
+from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, whole
+from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
 from router.openai.fields import SamplingFields, read
@@ -32,6 +32,7 @@ from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
+from router.text import request_input
 from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.loras import loras_of_model, named
@@ -184,7 +185,31 @@ class OpenAIApp:
 
     async def _completions(self, call: HttpCall, _path: str) -> None:
         body, request = await self._read(call, CompletionRequest, CompletionRequest.generate_request)
-        await self._choices(call, body, request, "text")
+        if body.echo:
+            await self._echoed(call, body, request)
+        else:
+            await self._choices(call, body, request, "text")
+
+    async def _echoed(self, call: HttpCall, body: CompletionRequest, request: generate_pb2.GenerateRequest) -> None:
+        """The prompt with the answer, and with the log probabilities of both."""
+        answering = Answering("text", f"cmpl-{call.request_id}", self._token_text(body.model), now())
+        collector = UnaryCollector()
+        await self._run(call, request, collector)
+
+        def content() -> bytes:
+            made = whole(answering, collector)
+            prompt = self._echo(request, answering.token_text)
+            prompt.put_before(made, collector.response.token.prompt_logprobs)
+            return json.dumps(made).encode()
+
+        await call.respond(200, await asyncio.to_thread(content))
+
+    def _echo(self, request: generate_pb2.GenerateRequest, token_text: TokenText) -> EchoedPrompt:
+        model = self._path.cluster.model(request.model)
+        ids = request_input.tokenize(request, model)
+        if model.tokenizer is None:
+            return EchoedPrompt(" ".join(map(str, ids)), ids, token_text)
+        return EchoedPrompt(request.prompt or model.tokenizer.decode(ids, keep_special_tokens=True), ids, token_text)
 
     async def _choices(
         self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind

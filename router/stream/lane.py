@@ -41,6 +41,7 @@ class ClientLane:
         "_start",
         "_unsent",
         "is_behind",
+        "settle",
         "wire",
     )
 
@@ -66,6 +67,7 @@ class ClientLane:
         self._completion: Completion | None = None
         self._meter: TokenMeter | None = None
         self._ended: Callable[[], None] | None = None
+        self.settle: Callable[[float], None] = _no_meter  # times and counts a token that was pushed
         self._ids: list[int] = []
         self._fields = _NO_FIELDS
         self._ending_ids: frozenset[int] = frozenset()
@@ -83,12 +85,14 @@ class ClientLane:
         `ended` is called at the one that finishes it. The owner detaches it, also after a failure.
         """
         self._completion, self._meter, self._ended = completion, meter, ended
+        self.settle = meter.push
         self._ids, self._ending_ids = completion.token_ids, completion.ending_ids
         self._fields = completion.serialized
 
     def detach(self) -> None:
         """Takes no more tokens of the call. What was attached refers to this."""
         self._completion = self._meter = self._ended = None
+        self.settle = _no_meter
         self._plain_left = 0
 
     def push(self, token_id: int) -> bool:
@@ -99,11 +103,6 @@ class ClientLane:
                 self._push_plain(token_id, field)
                 return True
         return self._push_general(token_id)
-
-    def settle(self, now: float) -> None:
-        """Times and counts a token that was pushed; `now` is in seconds of time.monotonic."""
-        if self._meter is not None:
-            self._meter.push(now)
 
     def _push_plain(self, token_id: int, field: bytes) -> None:
         """Sends a plain token as `_push_general` does: the same bytes, without an object of protobuf's."""
@@ -201,6 +200,10 @@ class ClientLane:
         if self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
             return 0
         return completion.max_tokens - 1 - len(self._ids)
+
+
+def _no_meter(_now: float) -> None:
+    """Counts nothing: no call is attached."""
 
 
 def _nothing() -> None:
