@@ -79,12 +79,12 @@ class QuotasConfig(Section):
 
     @property
     def are_none(self) -> bool:
-        """Whether no tenant has a limit."""
+        """True if no tenant has a limit."""
         return not self.tenants and self.default == QuotaConfig()
 
 
 class PeersConfig(Section):
-    """How the routers of a namespace find and call each other, to share quotas and places. docs/tenancy.md."""
+    """The calls between the routers of a namespace, which share quotas and places. docs/tenancy.md."""
 
     listen: str = Field(default="", description="host:port for other routers; if empty, for those of this host alone.")
     advertise: str = Field(default="", description="Where they reach it; what it really listens on if empty.")
@@ -244,13 +244,13 @@ class RouterConfig(Section):
 
     @property
     def fairness(self) -> Fairness:
-        """How waiting requests are ordered."""
+        """The order of waiting requests."""
         tells_tenants = self.auth.tokens_file is not None or self.tls.is_mutual or not self.quotas.are_none
         return self.admission.fairness or ("weighted" if tells_tenants else "none")
 
     @property
     def shares_with_peers(self) -> bool:
-        """Whether other routers share something with this one."""
+        """True if other routers share something with this one."""
         return self.peers.enabled and (not self.quotas.are_none or self.admission.max_running_per_worker > 0)
 
     def named(self) -> "RouterConfig":

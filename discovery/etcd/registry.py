@@ -42,7 +42,7 @@ class EtcdRegistry:
 
     @property
     def routers(self) -> "EtcdRegistry":
-        """See `Registry.routers`. It shares the connection."""
+        """The registry of routers (`Registry.routers`), over the same connection."""
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")
         registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)

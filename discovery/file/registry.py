@@ -47,7 +47,7 @@ class FileRegistry:
 
     @property
     def routers(self) -> "FileRegistry":
-        """See `Registry.routers`. It shares the folder and its thread."""
+        """The registry of routers (`Registry.routers`), with the same folder and thread."""
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")
         registry._workers = self._folder.path(registry._keys.prefix)
