@@ -18,7 +18,7 @@ def read_file(path: str | PathLike[str], most_bytes: int) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # a zero byte
-        raise OSError(errno.EINVAL, "is no path of a file") from None
+        raise OSError(errno.EINVAL, "is not a valid file path") from None
     with open(descriptor, "rb") as file:
         kind = os.fstat(descriptor).st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):

@@ -256,7 +256,7 @@ def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[c
 
 
 def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:
-    """What each tenant uses, at all routers of the fleet; for operators."""
+    """The usage of each tenant, at all routers of the fleet; for operators."""
     message = cluster_service_pb2.ListTenantsRequest()
     return UnaryCall("ClusterService/ListTenants", message, _tenants, timeout_seconds)
 

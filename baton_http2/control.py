@@ -84,9 +84,9 @@ class ControlFrames:
         require_size(payload, 8)
         self._pings.spend()
         if flags & h2.ACK:
-            self._liveness.note_pong(payload)
+            self._liveness.record_pong(payload)
             return
-        self._liveness.note_ping()
+        self._liveness.record_ping()
         self._output.send(h2.frame(h2.PING, h2.ACK, 0, payload))
 
     def on_goaway(self, _flags: int, stream_id: int, payload: bytes) -> None:
@@ -96,7 +96,7 @@ class ControlFrames:
         if len(payload) < 8:
             raise ConnectionFailure(h2.FRAME_SIZE_ERROR, "GOAWAY has at least 8 bytes")
         self._goodbyes.spend()
-        self._connection.note_goaway(h2.U32.unpack_from(payload)[0] & h2.MAX_STREAM_ID)
+        self._connection.record_goaway(h2.U32.unpack_from(payload)[0] & h2.MAX_STREAM_ID)
 
     def on_priority(self, _flags: int, stream_id: int, payload: bytes) -> None:
         """Has no effect (RFC 9113, 5.3), but has to be right."""

@@ -67,10 +67,10 @@ class Endpoint(Protocol):
     def forget_early(self, stream_id: int) -> bool:
         """The peer has reset a stream: whether we had ended it early, which is not remembered any more."""
 
-    def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
+    def accepts_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
         """True if such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
 
-    def note_goaway(self, last_stream_id: int) -> None:
+    def record_goaway(self, last_stream_id: int) -> None:
         """The peer answers no streams after that one."""
 
     def fail(self, failure: ConnectionFailure) -> None:

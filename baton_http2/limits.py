@@ -76,7 +76,7 @@ class Http2Limits(BaseModel):
     )
     refused_streams: Rate = Field(
         default=Rate(burst=2000, per_second=1000),
-        description="Calls over `max_streams`, which proxies begin before they are told, or after a drain.",
+        description="Calls over `max_streams`, which proxies begin before they know the limit, or after a drain.",
     )
     empty_frames: Rate = Field(default=Rate(burst=1000, per_second=100), description="Frames that carry nothing.")
     settings: Rate = Field(default=Rate(burst=50, per_second=5), description="SETTINGS.")
@@ -94,7 +94,7 @@ class Http2Limits(BaseModel):
         default=4 * 2**20, ge=65_536, description="Written and not taken by the peer; then calls wait to write more."
     )
     max_unread_input_bytes: int = Field(
-        default=192 * 2**20, ge=65_536, description="Of requests that are not read yet; then calls are refused."
+        default=192 * 2**20, ge=65_536, description="Requests that are not read yet; above it, calls are refused."
     )
     max_connections_per_peer: int = Field(default=4096, ge=1, description="From one address.")
     handshake_seconds: float = Field(default=10.0, gt=0, description="For TLS, and again for HTTP/2's first frames.")

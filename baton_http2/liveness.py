@@ -69,12 +69,12 @@ class Liveness:
         self._connection.output.send(h2.goaway(h2.MAX_STREAM_ID, h2.NO_ERROR) + h2.frame(h2.PING, 0, 0, _DRAIN))
         self._later("drain", _DRAIN_SECONDS, self._refuse)
 
-    def note_idle(self) -> None:
+    def record_idle(self) -> None:
         """No call runs on the connection."""
         if self.refuses_calls:
             self._connection.close()
 
-    def note_ping(self) -> None:
+    def record_ping(self) -> None:
         """The peer asks whether we live. Raises ConnectionFailure if it does so too often."""
         now = self._connection.loop.time()
         answers = (self._connection.output.header_blocks, self._connection.output.sent_bytes)
@@ -89,7 +89,7 @@ class Liveness:
             # gRPC's clients know these words, and ask less often from then on.
             raise ConnectionFailure(h2.ENHANCE_YOUR_CALM, "too_many_pings", "pings")
 
-    def note_pong(self, payload: bytes) -> None:
+    def record_pong(self, payload: bytes) -> None:
         """The peer has answered a PING of ours; that it lives is known from whatever it sends."""
         if self.is_draining and payload == _DRAIN:
             self._refuse()

@@ -28,7 +28,7 @@ _QUANTUM_BYTES: Final = 4 * DEFAULT_MAX_FRAME
 # Frames up to so many bytes of one stream that wait, as the windows allow; how many they were.
 Pump: TypeAlias = Callable[[int], int]
 # Tells the writers of one stream that something has changed that they may have waited for.
-NoticeRoom: TypeAlias = Callable[[], None]
+WakeWriters: TypeAlias = Callable[[], None]
 
 
 class Output:
@@ -67,7 +67,7 @@ class Output:
         self._is_scheduled = False
         self._was_flushed = False  # in this turn of the loop, early
         self._waiting: dict[Pump, None] = {}
-        self._crowd: dict[NoticeRoom, None] = {}
+        self._crowd: dict[WakeWriters, None] = {}
         self._granted = DEFAULT_WINDOW
         self.window = DEFAULT_WINDOW
         self.max_frame = DEFAULT_MAX_FRAME
@@ -115,7 +115,7 @@ class Output:
         if self._waiting:
             self.pump()
         if self._crowd and not self.is_full:
-            self._notice_room()
+            self._wake_writers()
 
     def flush_early(self) -> None:
         """Hands what was framed to the transport, for what comes later in this turn takes long; once a turn."""
@@ -127,16 +127,16 @@ class Output:
         """A stream has bytes that its own window allows, and the connection did not."""
         self._waiting[pump] = None
 
-    def join_crowd(self, notice_room: NoticeRoom) -> None:
+    def join_crowd(self, wake_writers: WakeWriters) -> None:
         """A stream's writer waits for the connection; it is told when there is room again."""
-        self._crowd[notice_room] = None
+        self._crowd[wake_writers] = None
 
-    def forget(self, pump: Pump, notice_room: NoticeRoom) -> None:
+    def forget(self, pump: Pump, wake_writers: WakeWriters) -> None:
         """The stream is closed."""
         if self._waiting:
             self._waiting.pop(pump, None)
         if self._crowd:
-            self._crowd.pop(notice_room, None)
+            self._crowd.pop(wake_writers, None)
 
     def pump(self) -> None:
         """Frames waiting bytes of all streams in turn, until a limit of the connection is reached."""
@@ -146,7 +146,7 @@ class Output:
             del self._waiting[pump]
             left -= pump(_QUANTUM_BYTES)
         if self._crowd and not self.is_full:
-            self._notice_room()
+            self._wake_writers()
 
     def relieve(self, size: int) -> None:
         """So many of the bytes that waited are not sent any more."""
@@ -174,8 +174,8 @@ class Output:
             self.pump()
         # Also those that have waited for this alone: the transport has sent a good deal since it paused.
         crowd, self._crowd = self._crowd, {}
-        for notice_room in crowd:
-            notice_room()
+        for wake_writers in crowd:
+            wake_writers()
 
     def close(self, last: bytes, seconds: float, abort: Callable[[], None]) -> None:
         """Sends the last frames, and closes the connection once they are written, or after so many seconds."""
@@ -195,10 +195,10 @@ class Output:
         self._is_scheduled = True
         self._loop.call_soon(self.flush, context=self._context)
 
-    def _notice_room(self) -> None:
+    def _wake_writers(self) -> None:
         # Not all at once: the first ones may use up the room, and a peer could have the others woken for each byte.
-        for notice_room in tuple(islice(self._crowd, _WOKEN_A_TURN)):
-            del self._crowd[notice_room]
-            notice_room()
+        for wake_writers in tuple(islice(self._crowd, _WOKEN_A_TURN)):
+            del self._crowd[wake_writers]
+            wake_writers()
         if self._crowd and not self._is_scheduled:
             self._schedule()

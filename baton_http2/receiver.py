@@ -139,7 +139,7 @@ class Receiver:
                 self._postpone()
                 break
             left -= 1 if kind != h2.HEADERS else _FRAMES_A_CALL + length // _BYTES_A_FRAME
-            self._take(kind, flags, stream_id & h2.MAX_STREAM_ID, data[at + h2.FRAME_HEADER_BYTES : until])
+            self._handle_frame(kind, flags, stream_id & h2.MAX_STREAM_ID, data[at + h2.FRAME_HEADER_BYTES : until])
             at = until
         return data[at:]
 
@@ -166,7 +166,7 @@ class Receiver:
             self._connection.transport.resume_reading()
             self._read()
 
-    def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+    def _handle_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if not self._is_settled:
             if kind != h2.SETTINGS or flags & h2.ACK:
                 raise ConnectionFailure(h2.PROTOCOL_ERROR, "the first frame is not SETTINGS")
@@ -238,7 +238,7 @@ class Receiver:
             self.feed(stream, payload, size, is_last=is_last)
         elif stream_id > self._connection.last_stream_id:
             raise ConnectionFailure(h2.PROTOCOL_ERROR, "DATA is on an idle stream")
-        elif not self._connection.takes_late_data(stream_id, size, is_last=is_last):
+        elif not self._connection.accepts_late_data(stream_id, size, is_last=is_last):
             raise StreamFailure(h2.STREAM_CLOSED, "DATA comes after the end of the stream")
         elif size < _SMALL_BYTES and not is_last:
             self._empty_frames.spend()

@@ -19,7 +19,7 @@ from baton_http2.wire.frames import (
     rst_stream,
     window_update,
 )
-from baton_http2.wire.messages import Inbox, Received, TakeReceived
+from baton_http2.wire.messages import Inbox, PushReceived, Received
 
 # What a peer may send of one request before it is read.
 RECEIVE_WINDOW: Final = 1024 * 1024
@@ -112,9 +112,9 @@ class Stream:
                 self._inbox.clear()
         return self._inbox
 
-    def take_messages(self, take: TakeReceived) -> None:
-        """Gives messages to `take` as they come, instead of keeping them for `read`."""
-        self._inbox = Inbox(self.limits.max_message_bytes, take)
+    def push_messages_to(self, push: PushReceived) -> None:
+        """Gives messages to `push` as they come, instead of keeping them for `read`."""
+        self._inbox = Inbox(self.limits.max_message_bytes, push)
 
     def receive(self, payload: bytes, size: int, *, is_last: bool = False) -> None:
         """Takes a DATA frame's payload; `size` counts its padding too. Raises StreamFailure and MessageFailure."""
@@ -143,7 +143,7 @@ class Stream:
 
     def _check_length(self, *, is_last: bool) -> None:
         if self.received_bytes > self.content_length or (is_last and self.received_bytes != self.content_length):
-            raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
+            raise StreamFailure(PROTOCOL_ERROR, "content-length differs from the number of bytes sent")
 
     def _beyond_reserved(self, more: int) -> int:
         """The number of bytes, of `more`, that were not counted before."""
@@ -181,7 +181,7 @@ class Stream:
         """Measures anew: this process may not have read what came meanwhile."""
         self._pace = None
 
-    def note_reserved(self, size: int) -> None:
+    def add_reserved(self, size: int) -> None:
         """The bytes that a large message waited for are counted."""
         self._reservation = None
         if self.closed or self.ignores_input:
@@ -238,7 +238,7 @@ class Stream:
         """The number of times that the connection has sent; messages of one turn go out together."""
         return self._output.turns
 
-    def can_take(self, size: int) -> bool:
+    def is_writable(self, size: int) -> bool:
         """True if a message of so many bytes may be written now."""
         output = self._output
         if self._pending:
@@ -281,10 +281,10 @@ class Stream:
             self.window -= size
             output.window -= size
             output.send(MESSAGE.pack(size << 8, 0, self.id, flag, size - 5) + message)
-            return output.waiting_bytes == 0 or self.can_take(0)
+            return output.waiting_bytes == 0 or self.is_writable(0)
         if not self.closed and self._trailers is None:
             self._keep(PREFIX.pack(flag, size - 5) + message)
-        return self.can_take(0)
+        return self.is_writable(0)
 
     def flush(self) -> None:
         """Hands what was written to the transport, though this turn of the event loop goes on."""
@@ -325,9 +325,9 @@ class Stream:
             self.drop_unsent()
         if self._inbox is not None:
             self._drop_input()
-        self._output.forget(self.pump, self.notice_room)
+        self._output.forget(self.pump, self.wake_writers)
         self._owner.forget(self, is_early=is_early)
-        self.notice_room()
+        self.wake_writers()
 
     def abandon(self) -> None:
         """The connection is over, and everything on it."""
@@ -336,7 +336,7 @@ class Stream:
         self._pending.clear()
         if self._inbox is not None:
             self._drop_input()
-        self.notice_room()
+        self.wake_writers()
 
     def widen(self, increment: int) -> None:
         """The peer has opened, or by its settings narrowed, the window. Raises StreamFailure if it is too large."""
@@ -345,17 +345,17 @@ class Stream:
             raise StreamFailure(FLOW_CONTROL_ERROR, "the stream's window is too large")
         if self._pending:
             self._pump_or_wait()
-        self.notice_room()
+        self.wake_writers()
 
     def change(self) -> "asyncio.Future[None]":
-        """A future that is done once something has changed that a writer waits for; it then asks `can_take` again."""
+        """A future that is done when what a writer waits for has changed; the writer asks `is_writable` again."""
         change = asyncio.get_running_loop().create_future()
         self._writers.append(change)
         if self._output.is_full:
-            self._output.join_crowd(self.notice_room)
+            self._output.join_crowd(self.wake_writers)
         return change
 
-    def notice_room(self) -> None:
+    def wake_writers(self) -> None:
         """Something has changed that writers may have waited for."""
         if not self._writers:
             return
@@ -378,7 +378,7 @@ class Stream:
             output.window -= sent
             output.waiting_bytes -= sent
             del pending[:sent]
-            self.notice_room()
+            self.wake_writers()
             if not pending and self._trailers is not None:
                 self._send_trailers()
         if self.can_pump:

@@ -37,7 +37,7 @@ class CallTurns:
             self.run(self._waiting.popleft())
 
 
-async def wait_for_room(stream: Stream, size: int) -> None:
+async def wait_until_writable(stream: Stream, size: int) -> None:
     """Waits until a message of so many bytes may be written, or the stream is closed."""
-    while not stream.can_take(size) and not stream.closed:
+    while not stream.is_writable(size) and not stream.closed:
         await stream.change()

@@ -38,7 +38,7 @@ async def measure(sequences: int) -> list[float]:
         steps = Steps()
         source = TimedTokens(steps, DecodeClock(CallClock(), is_pulled=True))
         tokens = CallTokens(number, source, is_paused=False)
-        await source.subscribe(lambda tokens=tokens: queue.note_ready(tokens))  # type: ignore[misc]  # bound now
+        await source.subscribe(lambda tokens=tokens: queue.mark_ready(tokens))  # type: ignore[misc]  # bound now
         engine.append(steps)
     seconds = []
     for _ in range(STEPS):

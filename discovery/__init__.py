@@ -12,6 +12,6 @@
 | membership | the workers as a watcher sees them, through outages |
 | pairing | workers that cannot hand KV over to one another |
 | allocation | the life of an allocated id |
-| renewal, retry, backoff | records and ids under a lease; the first call; waits between attempts |
+| renewal, backoff | records and ids under a lease; the first call; waits between attempts |
 | keys, latest | the registry's keys; the newest value for a slow reader |
 """

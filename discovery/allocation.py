@@ -3,8 +3,8 @@
 import structlog
 
 from baton.errors import BatonError
+from discovery.backoff import retry_until
 from discovery.renewal import ANSWER_SECONDS, renew_forever
-from discovery.retry import retry_until
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)
@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 class KeptId:
     """An AllocatedId of at most `limit`. Call `begin`, then run `keep` in a task, then call `end`.
 
-    A subclass takes an id by `_take`, renews it by `_renew`, which takes one again if it was lost, and frees it by
+    A subclass takes an id by `_claim`, renews it by `_renew`, which takes one again if it was lost, and frees it by
     `_free`.
     """
 
@@ -29,7 +29,7 @@ class KeptId:
 
     async def begin(self, timeout_seconds: float) -> None:
         """Allocates an id. Raises as `Registry.allocate_id` does."""
-        await retry_until(self._take, timeout_seconds, "no id allocated")
+        await retry_until(self._claim, timeout_seconds, "no id allocated")
 
     async def keep(self) -> None:
         """Renews it until cancelled, and allocates again if it was lost. Raises nothing."""
@@ -45,7 +45,7 @@ class KeptId:
         except (BatonError, TimeoutError) as error:
             log.warning("allocated id left to expire", error=str(error))
 
-    async def _take(self) -> None:
+    async def _claim(self) -> None:
         raise NotImplementedError
 
     async def _renew(self) -> None:

@@ -22,7 +22,7 @@ class MemoryRegistry:
 
     @property
     def routers(self) -> "MemoryRegistry":
-        """See `Registry.routers`."""
+        """The registry of routers (`Registry.routers`)."""
         self._routers = self._routers or MemoryRegistry(self._keys.namespace)
         return self._routers
 

@@ -3,8 +3,7 @@
 | module | subject |
 |---|---|
 | guide | `Guide`: what a request asks for, as a value |
-| schemas | JSON Schemas: their size, and the keywords that cannot be followed |
-| references | references in JSON Schemas, to any place of their document |
+| schemas | JSON Schemas: their size, their references, and the keywords that cannot be followed |
 | bounds | bounds of numbers in JSON Schemas, as the compiler can follow them |
 | source | a guide in llguidance's own notation |
 | checking | `check_guide`: everything that can be wrong with a guide, found without a vocabulary |

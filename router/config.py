@@ -79,12 +79,12 @@ class QuotasConfig(Section):
 
     @property
     def are_none(self) -> bool:
-        """Whether no tenant has a limit."""
+        """True if no tenant has a limit."""
         return not self.tenants and self.default == QuotaConfig()
 
 
 class PeersConfig(Section):
-    """How the routers of a namespace find and call each other, to share quotas and places. docs/tenancy.md."""
+    """The calls between the routers of a namespace, which share quotas and places. docs/tenancy.md."""
 
     listen: str = Field(default="", description="host:port for other routers; if empty, for those of this host alone.")
     advertise: str = Field(default="", description="Where they reach it; what it really listens on if empty.")
@@ -118,7 +118,7 @@ class RoutingConfig(Section):
     )
     profile: str = Field(
         default="",
-        description="A file of `baton bench profile`: what predicted_seconds assumes before it has measured anything.",
+        description="A file of `baton bench profile`, which predicted_seconds uses until it has measurements.",
     )
     local_prefill_tokens: int = Field(default=0, ge=0)  # shorter prompts run on their decode worker; 0 is off
     early_handoff_tokens: int = Field(
@@ -134,7 +134,7 @@ class RoutingConfig(Section):
     far_seconds: float = Field(
         default=0.0,
         ge=0,
-        description="Prefer near pairs: what a handoff costs more for each step away, to another host, rack and zone.",
+        description="Prefer near pairs: the added cost of a handoff to another host, rack and zone, for each step.",
     )
     beside: str = Field(
         default="",
@@ -235,7 +235,8 @@ class RouterConfig(Section):
     probe: ProbeConfig = ProbeConfig()
     multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
     worker_streams: ServerKind | None = Field(
-        default=None, description="What carries those streams, `grpcio` or our own `http2`; unset, what `server` is."
+        default=None,
+        description="The client of those streams, `grpcio` or our own `http2`; by default the same as `server`.",
     )
     tracing: TracingConfig = TracingConfig()
     media: MediaConfig = MediaConfig()
@@ -243,13 +244,13 @@ class RouterConfig(Section):
 
     @property
     def fairness(self) -> Fairness:
-        """How waiting requests are ordered."""
+        """The order of waiting requests."""
         tells_tenants = self.auth.tokens_file is not None or self.tls.is_mutual or not self.quotas.are_none
         return self.admission.fairness or ("weighted" if tells_tenants else "none")
 
     @property
     def shares_with_peers(self) -> bool:
-        """Whether other routers share something with this one."""
+        """True if other routers share something with this one."""
         return self.peers.enabled and (not self.quotas.are_none or self.admission.max_running_per_worker > 0)
 
     def named(self) -> "RouterConfig":

@@ -41,13 +41,13 @@ class RunningRequests:
             except TimeoutError:
                 raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
             except (asyncio.CancelledError, Cancelled):
-                _note_passed_deadline(ctx, span)
+                _record_passed_deadline(ctx, span)
                 raise
             finally:
                 ended()
 
 
-def _note_passed_deadline(ctx: RequestContext, span: Span) -> None:
+def _record_passed_deadline(ctx: RequestContext, span: Span) -> None:
     """Records a cancellation as DEADLINE_EXCEEDED if gRPC made it because the client's deadline passed."""
     if ctx.deadline.has_ended_the_call and not ctx.cancellation.reason:
         error = ctx.deadline.exceeded(ctx.timings.stage_name)

@@ -97,15 +97,15 @@ def resolve_sampling(
     The prompt has its full length; `answer` counts from 0. Raises InvalidRequest if the prompt does not fit.
     """
     prompt_tokens = prompt.num_tokens
-    request_input.require_room(request, prompt_tokens, model)
-    room = model.limits.max_context_tokens - prompt_tokens
+    request_input.require_fits_context(request, prompt_tokens, model)
+    left = model.limits.max_context_tokens - prompt_tokens
     stopping = request.stopping
     # Set in place: messages as arguments are serialized and parsed again.
     sampling = prompt_pb2.Sampling()
     sampling.params.CopyFrom(request.sampling)
     stop = sampling.stop
-    stop.max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
-    stop.min_tokens = min(stopping.min_tokens, room)
+    stop.max_tokens = min(stopping.max_tokens, left) if stopping.HasField("max_tokens") else left
+    stop.min_tokens = min(stopping.min_tokens, left)
     stop.stop_token_ids.extend(stopping.stop_token_ids)
     stop.ignore_eos = stopping.ignore_eos
     if request.response.HasField("logprobs"):

@@ -190,7 +190,9 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key, (position, _) in zip(keys, node.value, strict=True):
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", position.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", position.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 

@@ -85,11 +85,6 @@ class FrequentLogger:
         return self._bound
 
 
-def merge_log_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """structlog's processor that adds the task's fields to a line."""
-    return {**_FIELDS.get(), **event}
-
-
 def _shared_processors(static_fields: dict[str, str]) -> list[Processor]:
     stamp = _Clock()
 

@@ -98,7 +98,7 @@ def read_timing_profile(path: Path) -> TimingProfile:
         decode = {(int(each["batch"]), int(each["context"])): float(each["seconds"]) for each in fields["decode"]}
         model = str(fields["model"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: is no profile of `baton bench profile`: {error!r:.200}") from error
+        raise ConfigError(f"{path}: not a profile of `baton bench profile`: {error!r:.200}") from error
     numbers = [*prefill, *(number for place in decode for number in place)]
     seconds = [*prefill.values(), *decode.values()]
     if not prefill or not decode or min(numbers) < 1 or not all(0 <= each < float("inf") for each in seconds):

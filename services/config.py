@@ -29,7 +29,7 @@ class HandoffConfig(Section):
 
     lease_seconds: float = Field(default=10.0, gt=0, description="How long a handoff is held unless it is renewed.")
     held_share: float = Field(
-        default=0.5, gt=0, le=1, description="Of the pool of a worker that also decodes, what handoffs may take."
+        default=0.5, gt=0, le=1, description="Share of the pool that handoffs may use on a worker that also decodes."
     )
     held_wait_seconds: float = Field(
         default=1.0, gt=0, description="How long a decode waits for blocks that are held for other workers."
@@ -39,7 +39,9 @@ class HandoffConfig(Section):
 class EncodeConfig(Section):
     """The key `encode`."""
 
-    inline_bytes: int = Field(default=2**20, ge=0, description="Larger embeddings are not in answers, but leased.")
+    inline_bytes: int = Field(
+        default=2**20, ge=0, description="Larger embeddings are leased instead of sent in the answer."
+    )
     pool_bytes: int = Field(default=64 * 2**20, ge=1, description="What leased embeddings may take together.")
     max_items: int = Field(default=16, ge=1, description="Media of one request.")
 
@@ -76,7 +78,7 @@ class WorkerConfig(Section):
     worker_id: str = Field(default="", description="Generated if empty.")
     roles: tuple[Role, ...] = Field(default=("prefill", "decode"), min_length=1)
     listen: str = "127.0.0.1:0"
-    advertise: str = Field(default="", description="Where others reach it; what it really listens on if empty.")
+    advertise: str = Field(default="", description="Address at which others reach it; if empty, the one it listens on.")
     location: LocationConfig = LocationConfig()
     registry: RegistryConfig = RegistryConfig()
     engine: Annotated[EngineConfig, PlainValidator(read_engine_config)] = SimulatedConfig()

@@ -170,7 +170,7 @@ def _media_item(path: str, message: media_pb2.MediaItem) -> MediaItem:
         case "uri":
             return MediaItem(path, message.uri, message.mime_type)
         case _:
-            raise InvalidRequest.of(f"{path}.source", "is missing: neither data nor uri")
+            raise InvalidRequest.of(f"{path}.source", "is missing; give one of data, uri")
 
 
 def _response(identity: Identity, encoded: EncodedMedia) -> encode_pb2.EncodeResponse:

@@ -11,7 +11,7 @@ from services.config import WorkerConfig
 from services.engines.kv import BlockMemory, KvLayout
 from services.handoff.early import PromptsInProgress
 from services.handoff.peers import Peers
-from services.handoff.service import HandoffOwner, OfferedPool
+from services.handoff.service import ExposedPool, HandoffOwner
 from services.identity import Identity
 from services.multimodal.embedding_pull import EmbeddingPuller
 from services.multimodal.media_resolver import MediaResolver
@@ -32,7 +32,7 @@ class WorkerParts:
     worker: Worker
     calls: Calls
     transports: Sequence[Transport]
-    pools: Sequence[OfferedPool]
+    pools: Sequence[ExposedPool]
     peers: Peers
     media: MediaResolver
     prompts: PromptsInProgress
@@ -46,9 +46,9 @@ async def open_parts(config: WorkerConfig, worker: Worker, calls: Calls) -> Asyn
         memory = engine.memory if engine is not None else None
         opening = open_transports(config.transports, config.transport_options, config.tls.call, memory)
         transports = await stack.enter_async_context(opening)
-        pools = [await _offer(config, worker, transports, layout, pool) for layout, pool in _pools(engines)]
+        pools = [await _open_pool(config, worker, transports, layout, pool) for layout, pool in _pools(engines)]
         if memory is not None:
-            _note_transports(worker.identity, transports, pools[0])
+            _record_transports(worker.identity, transports, pools[0])
         peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))
         facts = engine.facts if engine is not None else engines.facts
         media = MediaResolver(facts, EmbeddingPuller(facts, peers, transports))
@@ -66,18 +66,18 @@ def _pools(engines: WorkerEngines) -> list[tuple[KvLayout, BlockMemory]]:
     return pools
 
 
-async def _offer(
+async def _open_pool(
     config: WorkerConfig, worker: Worker, transports: Sequence[Transport], layout: KvLayout, memory: BlockMemory
-) -> OfferedPool:
+) -> ExposedPool:
     listen_host = config.listen.rpartition(":")[0].strip("[]")
     guard = worker.leases.guard(layout.digest)
     endpoints = await offer_pool(
         transports, memory, Exposure(listen_host, config.advertised_host, guard, config.tls.listen)
     )
-    return OfferedPool(HandoffOwner(worker.identity, layout), memory.num_blocks, endpoints)
+    return ExposedPool(HandoffOwner(worker.identity, layout), memory.num_blocks, endpoints)
 
 
-def _note_transports(identity: Identity, transports: Sequence[Transport], pool: OfferedPool) -> None:
+def _record_transports(identity: Identity, transports: Sequence[Transport], pool: ExposedPool) -> None:
     """Records by which transports the worker's KV can be handed over, and logs those that cannot offer it."""
     identity.offers = tuple(map(transport_of, pool.endpoints))
     identity.reads = tuple(transport.name for transport in transports)

@@ -10,7 +10,7 @@ import argparse
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,17 +58,18 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="also print the circles and the docstrings")
     options = parser.parse_args()
     modules = read(options.root)
-    parts = (sizes(modules), circles(modules, options.list), protocols(modules, options.list))
+    others = read(options.root, ("tests", "examples"))
+    parts = (sizes(modules), circles(modules, options.list), protocols(modules, others, options.list))
     for line in (line for part in (*parts, docstrings(modules, options.list)) for line in part):
         print(line)
     for line in reading(options.root):
         print(line)
 
 
-def read(root: Path) -> dict[str, Module]:
-    """The product's modules by name, without generated ones."""
+def read(root: Path, packages: Sequence[str] = PACKAGES) -> dict[str, Module]:
+    """The product's modules by name, or those of other folders, without generated ones."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         for path in sorted((root / package).rglob("*.py")):
             if not GENERATED.search(path.name):
                 text = path.read_text()
@@ -82,13 +83,18 @@ def sizes(modules: Mapping[str, Module]) -> Iterator[str]:
     files = [each for each in modules.values() if each.path.name != "__init__.py"]
     yield f"product lines: {sum(each.lines for each in modules.values())} in {len(modules)} files"
     yield f"files under {SHORT_LINES} lines: {sum(each.lines < SHORT_LINES for each in files)}"
+    yield f"class names that a package has twice: {len(repeated_class_names(modules))}"
+
+
+def repeated_class_names(modules: Mapping[str, Module]) -> list[str]:
+    """The public classes, as `package.Class`, of which a package has several with one name."""
     names = Counter(
-        (each.name.partition(".")[0], node.name)
-        for each in files
+        f"{each.name.partition('.')[0]}.{node.name}"
+        for each in modules.values()
         for node in each.tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    yield f"class names that a package has twice: {sum(count > 1 for count in names.values())}"
+    return sorted(name for name, count in names.items() if count > 1)
 
 
 def circles(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
@@ -163,23 +169,85 @@ def components(graph: Graph) -> list[set[str]]:
     return [each for each in found if len(each) > 1]
 
 
-def protocols(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
-    """Protocols that a single class of the product has the members of: a seam without a second side."""
-    classes = [
-        (each.name, node) for each in modules.values() for node in ast.walk(each.tree) if isinstance(node, ast.ClassDef)
-    ]
-    bases = {node.name: {name_of(base) for base in node.bases} for _, node in classes}
-    members = {node.name: members_of(node) for _, node in classes}
-    seams = [(module, node.name) for module, node in classes if "Protocol" in bases[node.name]]
-    named = {name for _, name in seams}
-    single = []
+def protocols(modules: Mapping[str, Module], others: Mapping[str, Module], shows: bool) -> Iterator[str]:
+    """Protocols that a single class of the product has the members of: a seam without a second side.
+
+    Counted apart are those of a module that docs/extending.md names, those that a class of `others` (tests and
+    examples) has the members of, too, and those whose users cannot import the class without a circle.
+    """
+    own, elsewhere, plugs = Classes.of(modules), Classes.of(others), (ROOT / "docs" / "extending.md").read_text()
+    seams = [(module, node) for module, node in own.nodes if node.name in own.protocols]
+    imports = {name: imported(module, modules) for name, module in modules.items()}
+    found: dict[str, list[str]] = {"without a reason": [], "plugs": [], "others in tests": [], "a circle otherwise": []}
     for module, seam in seams:
-        having = [name for name in members if name not in named and members[seam] <= inherited(name, members, bases)]
-        if len(having) == 1:
-            single.append(f"    {module}.{seam}: {having[0]}")
-    yield f"Protocols with one implementation: {len(single)} of {len(seams)}"
+        having = own.having(members_of(seam))
+        if len(having) != 1:
+            continue
+        place, name = having[0]
+        reason = "without a reason"
+        if module.replace(".", "/") + ".py" in plugs:
+            reason = "plugs"
+        elif elsewhere.having(members_of(seam)):
+            reason = "others in tests"
+        elif users(seam.name, module, modules) & reachable(place, imports):
+            reason = "a circle otherwise"
+        found[reason].append(f"    {module}.{seam.name}: {name} ({reason})")
+    counts = ", ".join(f"{len(lines)} {reason}" for reason, lines in found.items())
+    yield f"Protocols with one implementation, of {len(seams)}: {counts}"
     if shows:
-        yield from single
+        yield from (line for lines in found.values() for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Classes with their modules, the names of the Protocols among them, and each name's members with its bases'."""
+
+    nodes: Sequence[tuple[str, ast.ClassDef]]
+    protocols: frozenset[str]
+    members: Mapping[str, set[str]]
+
+    @classmethod
+    def of(cls, modules: Mapping[str, Module]) -> "Classes":
+        nodes = [
+            (each.name, node)
+            for each in modules.values()
+            for node in ast.walk(each.tree)
+            if isinstance(node, ast.ClassDef)
+        ]
+        bases = {node.name: set(map(name_of, node.bases)) for _, node in nodes}
+        members = {node.name: members_of(node) for _, node in nodes}
+        protocols = frozenset(name for name, above in bases.items() if "Protocol" in above)
+        return cls(nodes, protocols, {name: inherited(name, members, bases) for name in members})
+
+    def having(self, wanted: set[str]) -> list[tuple[str, str]]:
+        """The modules and names of the classes that have these members and are no Protocols."""
+        return [
+            (module, node.name)
+            for module, node in self.nodes
+            if node.name not in self.protocols and wanted <= self.members[node.name]
+        ]
+
+
+def users(seam: str, module: str, modules: Mapping[str, Module]) -> set[str]:
+    """The modules that name a Protocol, the one that defines it among them."""
+    naming = {
+        each.name
+        for each in modules.values()
+        if any(isinstance(node, ast.ImportFrom) and node.module == module for node in ast.walk(each.tree))
+        and any(isinstance(node, ast.alias) and node.name == seam for node in ast.walk(each.tree))
+    }
+    return naming | {module}
+
+
+def reachable(start: str, imports: Graph) -> set[str]:
+    """All modules that one imports, directly or through others."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imports.get(waiting.pop(), set()) - seen
+        seen |= new
+        waiting += new
+    return seen
 
 
 def name_of(base: ast.expr) -> str:
@@ -210,7 +278,15 @@ def inherited(name: str, members: Mapping[str, set[str]], bases: Graph) -> set[s
 
 
 def docstrings(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
-    """Docstrings that begin with a clause, or only point elsewhere."""
+    """Counts docstrings, and those that begin with a clause or only point elsewhere."""
+    total, wrong = clause_first(modules)
+    yield f"docstrings that begin with a clause or point elsewhere: {len(wrong)} of {total}"
+    if shows:
+        yield from (f"    {each}" for each in wrong)
+
+
+def clause_first(modules: Mapping[str, Module]) -> tuple[int, list[str]]:
+    """The number of docstrings, and a line for each that begins with a clause or only points elsewhere."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     total, wrong = 0, []
     for module in modules.values():
@@ -218,10 +294,8 @@ def docstrings(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
             text = ast.get_docstring(node) if isinstance(node, documented) else None
             total += text is not None
             if text and CLAUSE.match(text):
-                wrong.append(f"    {module.path.name}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}")
-    yield f"docstrings that begin with a clause or point elsewhere: {len(wrong)} of {total}"
-    if shows:
-        yield from wrong
+                wrong.append(f"{module.name}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}")
+    return total, wrong
 
 
 def reading(root: Path) -> Iterator[str]:

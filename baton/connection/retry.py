@@ -25,7 +25,7 @@ class Retry:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.initial_seconds < 0 or self.max_seconds < 0:
-            raise ValueError("Retry needs at least 1 attempt, and pauses that are not negative")
+            raise ValueError("Retry: attempts must be at least 1, and pauses must not be negative")
 
     def pause_after(self, error: BatonError, attempt: int, seconds_left: float | None = None) -> float | None:
         """Seconds to wait after the failure of that attempt, counted from 1; None if the error has to be raised."""

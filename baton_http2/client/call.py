@@ -8,7 +8,7 @@ from typing import Final
 from grpc import StatusCode
 
 from baton_http2.stream import Stream
-from baton_http2.turns import wait_for_room
+from baton_http2.turns import wait_until_writable
 from baton_http2.wire.frames import CANCEL, ENHANCE_YOUR_CALM, PROTOCOL_ERROR, StreamFailure
 from baton_http2.wire.hpack import Field
 from baton_http2.wire.messages import MessageFailure
@@ -16,7 +16,7 @@ from baton_http2.wire.metadata import STATUS_CODES, MalformedMetadata, Metadata,
 from baton_http2.wire.request import content_length
 
 # Takes a message of the peer at once.
-TakeMessage = Callable[[bytes], None]
+PushMessage = Callable[[bytes], None]
 
 # Blocks that announce an answer (1xx); gRPC's servers send none, a proxy before them may.
 _MAX_ANNOUNCEMENTS: Final = 16
@@ -54,17 +54,17 @@ class Status:
         return self.trailers
 
 
-class Call:
-    """A call on `stream`. The peer's messages are given to `take`; `status` has a result once the call is over."""
+class ClientCall:
+    """A call on `stream`. The peer's messages are given to `push`; `status` has a result once the call is over."""
 
     # It has begun, and its messages are taken as they come.
     waits_for_message = False
 
-    def __init__(self, stream: Stream, take: TakeMessage) -> None:
+    def __init__(self, stream: Stream, push: PushMessage) -> None:
         self.status: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._stream = stream
-        self._take = take
-        stream.take_messages(self._received)
+        self._push = push
+        stream.push_messages_to(self._received)
         self._has_head = False
         self._announcements = 0
         self._trailers: Status | None = None
@@ -74,8 +74,8 @@ class Call:
     async def write(self, message: bytes) -> None:
         """Sends a message; waits first while the peer has not read enough. After the end it is dropped."""
         stream = self._stream
-        if not stream.can_take(len(message)):
-            await wait_for_room(stream, len(message))
+        if not stream.is_writable(len(message)):
+            await wait_until_writable(stream, len(message))
         if not stream.closed:
             stream.write(message)
 
@@ -87,7 +87,7 @@ class Call:
         stream = self._stream
         if stream.closed:
             return True
-        if not stream.can_take(len(message)):
+        if not stream.is_writable(len(message)):
             return False
         stream.write(message)
         stream.flush()
@@ -99,11 +99,11 @@ class Call:
 
     def forget(self) -> None:
         """Lets go of its stream, which refers to it: the connection is closed."""
-        self._stream.take_messages(_ignore)
+        self._stream.push_messages_to(_ignore)
 
     # What the connection says.
 
-    def note_fields(self, fields: Sequence[Field], *, is_last: bool) -> None:
+    def receive_fields(self, fields: Sequence[Field], *, is_last: bool) -> None:
         """A header block of the answer: its head, or its trailers, or both in one. Raises StreamFailure for another."""
         values = dict(fields)
         if not self._has_head:
@@ -150,7 +150,7 @@ class Call:
         if is_compressed:
             raise MessageFailure(StatusCode.INTERNAL, "a message is compressed, which was not asked for")
         if not self._stream.closed:
-            self._take(message)
+            self._push(message)
 
     def _end(self, status: Status, code: int) -> None:
         if not self.status.done():

@@ -6,7 +6,7 @@ from typing import ClassVar, Final, cast
 
 import structlog
 
-from baton_http2.client.call import Call, TakeMessage
+from baton_http2.client.call import ClientCall, PushMessage
 from baton_http2.endpoint import Heads, StreamHandler
 from baton_http2.limits import EXCEEDED, ServerLimits, exceeded
 from baton_http2.liveness import Liveness
@@ -39,9 +39,9 @@ class ClientConnection(asyncio.Protocol):
     output: Output
     liveness: Liveness
     receiver: Receiver
-    call: Call
+    call: ClientCall
 
-    def __init__(self, head: bytes, take: TakeMessage, limits: ServerLimits) -> None:
+    def __init__(self, head: bytes, push: PushMessage, limits: ServerLimits) -> None:
         self.limits = limits
         self.context = copy_context()
         self.heads: Heads = ResponseHeads(self)
@@ -52,7 +52,7 @@ class ClientConnection(asyncio.Protocol):
         self.heard_at = 0.0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._head = head
-        self._take = take
+        self._push = push
 
     # What the event loop calls.
 
@@ -67,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
         self.receiver = Receiver(self, self.liveness)
         stream = Stream(self, _STREAM_ID, h2.DEFAULT_WINDOW, self.limits)
         self.streams[_STREAM_ID] = stream
-        self.calls[_STREAM_ID] = self.call = Call(stream, self._take)
+        self.calls[_STREAM_ID] = self.call = ClientCall(stream, self._push)
         own = {
             h2.ENABLE_PUSH: 0,
             h2.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW,
@@ -125,7 +125,7 @@ class ClientConnection(asyncio.Protocol):
         del stream_id
         return False
 
-    def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
+    def accepts_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
         """The same; the connection ends with its only stream, and so does what is counted of it."""
         del size, is_last
         return stream_id == _STREAM_ID
@@ -136,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
     def reserve(self, stream: Stream, size: int) -> None:
         """The same: servers are workers, and there is one message at a time."""
 
-    def note_goaway(self, last_stream_id: int) -> None:
+    def record_goaway(self, last_stream_id: int) -> None:
         """The server ends the connection; the call goes on, if the server has seen it."""
         if last_stream_id < _STREAM_ID:
             self.close("the server goes away, and has not answered the call")
@@ -186,6 +186,6 @@ class ResponseHeads:
         if block.fields is None:
             raise StreamFailure(h2.ENHANCE_YOUR_CALM, "the answer's metadata are too large")
         check_trailers([field for field in block.fields if field[0] != b":status"])
-        self._connection.call.note_fields(block.fields, is_last=block.is_last)
+        self._connection.call.receive_fields(block.fields, is_last=block.is_last)
         if block.is_last and not stream.closed:
             self._connection.receiver.feed(stream, b"", 0, is_last=True)

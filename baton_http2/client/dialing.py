@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton_http2.aio import timeout, wait_until_done
-from baton_http2.client.call import Call, TakeMessage
+from baton_http2.client.call import ClientCall, PushMessage
 from baton_http2.client.connection import ClientConnection
 from baton_http2.limits import Http2Limits, ServerLimits
 from baton_http2.security import require_http2
@@ -20,7 +20,7 @@ _CONNECT_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class ServerAddress:
     """A server at `host:port`; with a TLS context it has to prove that it is `server_name`, or the host."""
 
     address: str
@@ -49,13 +49,13 @@ class ConnectFailed(ConnectionError):
 
 @asynccontextmanager
 async def open_call(
-    peer: Peer, path: str, take: TakeMessage, limits: ServerLimits = DEFAULT_LIMITS
-) -> AsyncGenerator[Call, None]:
-    """A call of a method with streams in both directions, whose messages `take` gets as they come.
+    peer: ServerAddress, path: str, push: PushMessage, limits: ServerLimits = DEFAULT_LIMITS
+) -> AsyncGenerator[ClientCall, None]:
+    """A call of a method with streams in both directions, whose messages `push` gets as they come.
 
     Raises ConnectFailed if the peer cannot be reached. Leaving the context cancels the call, and closes the connection.
     """
-    connection = await _connect(peer, path, take, limits)
+    connection = await _connect(peer, path, push, limits)
     call = connection.call
     try:
         yield call
@@ -68,7 +68,7 @@ async def open_call(
         del connection.call
 
 
-async def _connect(peer: Peer, path: str, take: TakeMessage, limits: ServerLimits) -> ClientConnection:
+async def _connect(peer: ServerAddress, path: str, push: PushMessage, limits: ServerLimits) -> ClientConnection:
     loop = asyncio.get_running_loop()
     try:
         host, _, port = peer.address.rpartition(":")
@@ -77,7 +77,7 @@ async def _connect(peer: Peer, path: str, take: TakeMessage, limits: ServerLimit
             require_http2(peer.tls)
         async with timeout(_CONNECT_SECONDS):
             _, connection = await loop.create_connection(
-                lambda: ClientConnection(peer.head(path), take, limits),
+                lambda: ClientConnection(peer.head(path), push, limits),
                 host,
                 int(port),
                 ssl=peer.tls,

@@ -16,11 +16,11 @@ from baton_http2.limits import EXCEEDED
 from baton_http2.server.arrival import note_read
 from baton_http2.server.calls import Calls
 from baton_http2.server.methods import CallDetails, Caller, Method, method_of
-from baton_http2.server.peer import Peer
+from baton_http2.server.peer import ClientPeer
 from baton_http2.server.reply import Reply
 from baton_http2.server.servicer_context import CallContext
 from baton_http2.stream import Stream
-from baton_http2.turns import wait_for_room
+from baton_http2.turns import wait_until_writable
 from baton_http2.wire.hpack import literal
 from baton_http2.wire.messages import INLINE_BYTES, MessageFailure, Received, compress, decompress, whole
 from baton_http2.wire.metadata import OK_STATUS, RESPONSE, Metadata, Pairs, encode, status_fields
@@ -38,7 +38,7 @@ _ENCODINGS: Final = {grpc.Compression.Gzip: "gzip", grpc.Compression.Deflate: "d
 _NOT_COMPRESSED = "compressed requests are not accepted here; send the request without compression"
 
 
-class Call:
+class ServerCall:
     """A call that is answered by a servicer."""
 
     __slots__ = (
@@ -58,10 +58,10 @@ class Call:
         "waits_for_message",
     )
 
-    def __init__(self, calls: Calls, peer: Peer, stream: Stream, head: RequestHead) -> None:
+    def __init__(self, calls: Calls, peer: ClientPeer, stream: Stream, head: RequestHead) -> None:
         self._calls = calls
         # What streams may be answered before anything was asked.
-        self.waits_for_message = calls.takes_one_message(head.path)
+        self.waits_for_message = calls.expects_one_message(head.path)
         # Before anything is received: a stranger's request uses no memory.
         self._refusal: object | None = None
         if calls.refuse is not None and self.waits_for_message:
@@ -115,7 +115,7 @@ class Call:
     def leave(self) -> None:
         """The stream is over without us."""
         if not self.is_over:
-            self._note_end(StatusCode.CANCELLED, "", is_cancelled=True)
+            self._record_end(StatusCode.CANCELLED, "", is_cancelled=True)
         self._cancel()
 
     def stop(self, reason: str) -> None:
@@ -134,7 +134,7 @@ class Call:
         else:
             block = status_fields(code.value[0], details, metadata)
         self.stream.finish(block if self.stream.started else RESPONSE + block)
-        self._note_end(code, details, is_cancelled=False)
+        self._record_end(code, details, is_cancelled=False)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Calls back when the call has a status, or its peer has gone; at once, if that is so already."""
@@ -241,12 +241,12 @@ class Call:
         if self._task is not None and not self._task.done():
             self._task.cancel()
 
-    def _note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
+    def _record_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
         self.is_over = True
         # Without this reference no cycle is left, and the call is freed without the garbage collector.
         context, self._context = self._context, None
         if context is not None:
-            context.note_end(code, details, is_cancelled=is_cancelled)
+            context.record_end(code, details, is_cancelled=is_cancelled)
         if self._timer is not None:
             self._timer.cancel()
         callbacks, self._callbacks = self._callbacks, ()
@@ -257,7 +257,7 @@ class Call:
 class Context(CallContext):
     """The context of one call, as its servicer and the interceptors see it."""
 
-    def __init__(self, call: Call, method: Method) -> None:
+    def __init__(self, call: ServerCall, method: Method) -> None:
         super().__init__(call.head.metadata, call.deadline_at)
         self._call = call
         self._method = method
@@ -279,8 +279,8 @@ class Context(CallContext):
         if is_compressed:
             wire = await compress(wire, self._encoding)
         stream = self._stream
-        if not stream.can_take(len(wire)):
-            await wait_for_room(stream, len(wire))
+        if not stream.is_writable(len(wire)):
+            await wait_until_writable(stream, len(wire))
         self._open_wire().write(wire, int(is_compressed))
         if self._turn != stream.turns:
             self._turn, self._written = stream.turns, 0
@@ -332,7 +332,7 @@ class Context(CallContext):
         """Ends the call with what the servicer has said of its end, or OK."""
         self._call.finish(self.final_code, self._details, self._trailing)
 
-    def note_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
+    def record_end(self, code: StatusCode, details: str, *, is_cancelled: bool) -> None:
         """The call is over."""
         self._code, self._details, self._is_cancelled = code, details, is_cancelled
 

@@ -43,7 +43,7 @@ class Calls:
         """Adds the handlers of a service, by the names of its methods."""
         self._methods.update({f"/{service_name}/{name}": handler for name, handler in handlers.items()})
 
-    def takes_one_message(self, path: str) -> bool:
+    def expects_one_message(self, path: str) -> bool:
         """True if the method's request is known to be a single message."""
         handler = self._methods.get(path)
         return handler is not None and not handler.request_streaming

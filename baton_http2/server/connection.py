@@ -13,9 +13,9 @@ from baton_http2.limits import CONNECTIONS, EXCEEDED, Bucket, ServerLimits, exce
 from baton_http2.liveness import Liveness
 from baton_http2.output import Output
 from baton_http2.receiver import CONNECTION_WINDOW, Receiver
-from baton_http2.server.call import Call
+from baton_http2.server.call import ServerCall
 from baton_http2.server.calls import Calls
-from baton_http2.server.peer import Peer
+from baton_http2.server.peer import ClientPeer
 from baton_http2.server.refusal import Refusal
 from baton_http2.sockets.descriptors import OpenConnections
 from baton_http2.stream import RECEIVE_WINDOW, Stream
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
     output: Output
     liveness: Liveness
     receiver: Receiver
-    peer: Peer
+    peer: ClientPeer
 
     def __init__(self, host: Connections) -> None:
         self.limits = host.limits
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
         # uvloop's are not asyncio's own.
         self.transport = cast("asyncio.Transport", transport)
         self.heard_at = self._idle_since = self.loop.time()
-        self.peer = Peer(self.transport, self._host.input)
+        self.peer = ClientPeer(self.transport, self._host.input)
         self.output = Output(self.loop, self.transport, self.context, self.limits.http2.max_unread_output_bytes)
         self.liveness = Liveness(self)
         self.receiver = Receiver(self, self.liveness, h2.PREFACE)
@@ -152,11 +152,11 @@ class Connection(asyncio.Protocol):
 
     # Streams.
 
-    def require_room(self) -> None:
+    def require_free_stream(self) -> None:
         """Raises StreamFailure if no more streams are taken, and ConnectionFailure if too many were refused."""
         if self.liveness.refuses_calls:
             self._refused_streams.spend()
-            raise StreamFailure(h2.REFUSED_STREAM, "this connection takes no more calls")
+            raise StreamFailure(h2.REFUSED_STREAM, "this connection accepts no more calls")
         if len(self.streams) >= self.limits.max_streams:
             self._refused_streams.spend()
             raise StreamFailure(h2.REFUSED_STREAM, "too many streams")
@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
         if head is None or head.http_status:
             self.calls[stream_id] = Refusal(stream, head)
         else:
-            self.calls[stream_id] = Call(self._server_calls, self.peer, stream, head)
+            self.calls[stream_id] = ServerCall(self._server_calls, self.peer, stream, head)
         return stream
 
     def forget(self, stream: Stream, *, is_early: bool) -> None:
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
             self._remember_early(stream.id, stream.receive_window)
         if not self.streams and not self.is_closing:
             self._idle_since = self.heard_at
-            self.liveness.note_idle()
+            self.liveness.record_idle()
             self._server_calls.changed.set()
 
     def has_ended_early(self, stream_id: int) -> bool:
@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
         if len(self._ended_early) > _REMEMBERED_STREAMS:
             del self._ended_early[next(iter(self._ended_early))]
 
-    def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
+    def accepts_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
         """True if such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
         window = self._ended_early.get(stream_id, -1)
         if size > window:
@@ -209,7 +209,7 @@ class Connection(asyncio.Protocol):
         self._ended_early[stream_id] = -1 if is_last else window - size
         return True
 
-    def note_goaway(self, last_stream_id: int) -> None:
+    def record_goaway(self, last_stream_id: int) -> None:
         """The client opens no more streams and closes the connection itself; it has nothing that we could act on."""
 
     def account_input(self, change: int) -> None:
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
     def _decide(self, stream: Stream, size: int, *, is_granted: bool) -> None:
         if is_granted:
             self.unread_input += size
-            stream.note_reserved(size)
+            stream.add_reserved(size)
             return
         EXCEEDED.labels("unread_input").inc()
         call = self.calls.get(stream.id)
@@ -300,7 +300,7 @@ class RequestHeads:
         """Opens a stream, and makes its call."""
         connection, receiver = self._connection, self._connection.receiver
         connection.last_stream_id = block.stream_id
-        connection.require_room()
+        connection.require_free_stream()
         if block.fields is None:
             head = None
         elif block.fields is self._parsed_fields:

@@ -11,7 +11,7 @@ import grpc
 from grpc import StatusCode, aio
 
 from baton_http2.security import AuthContext
-from baton_http2.server.peer import Peer
+from baton_http2.server.peer import ClientPeer
 from baton_http2.wire.metadata import Metadata
 
 Context = aio.ServicerContext[Any, Any]
@@ -33,7 +33,7 @@ class Caller:
 
     __slots__ = ("_metadata", "_peer")
 
-    def __init__(self, metadata: Metadata, peer: Peer) -> None:
+    def __init__(self, metadata: Metadata, peer: ClientPeer) -> None:
         self._metadata = metadata
         self._peer = peer
 

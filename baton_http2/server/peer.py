@@ -6,7 +6,7 @@ from baton_http2.input_budget import InputBudget
 from baton_http2.security import AuthContext, auth_context
 
 
-class Peer:
+class ClientPeer:
     """A client. `address` is as gRPC writes it; connections are counted by `host`, and so is the memory of `input`."""
 
     __slots__ = ("_auth_context", "_transport", "address", "host", "input")

@@ -80,7 +80,7 @@ class Acceptor:
                 return
             accepted.setblocking(False)
             descriptor = accepted.fileno()
-            if self._connections.has_room(descriptor):
+            if self._connections.has_capacity(descriptor):
                 self._start(accepted)
             else:
                 with accepted:

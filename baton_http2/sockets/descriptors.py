@@ -81,7 +81,7 @@ class OpenConnections:
         """It is not any more."""
         self._open.discard(connection)
 
-    def has_room(self, descriptor: int) -> bool:
+    def has_capacity(self, descriptor: int) -> bool:
         """True if a new connection with this descriptor may stay; others that are idle may be closed for it."""
         # Below the number of one that is new there may be some that are free, of connections that have gone.
         is_full = len(self._open) >= self.most

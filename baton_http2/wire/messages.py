@@ -40,7 +40,7 @@ class MessageFailure(Exception):
     @classmethod
     def no_memory(cls) -> "MessageFailure":
         """Requests that are being received use all the memory for them, of this peer or of all."""
-        return cls(StatusCode.RESOURCE_EXHAUSTED, "requests that are not read yet use all memory for them; try again")
+        return cls(StatusCode.RESOURCE_EXHAUSTED, "the memory for unread requests is used up; try again")
 
     @classmethod
     def too_slow(cls) -> "MessageFailure":
@@ -61,17 +61,17 @@ class Received(NamedTuple):
 
 
 # Takes a message at once: whether it is compressed, and its bytes.
-TakeReceived = Callable[[bool, bytes], None]
+PushReceived = Callable[[bool, bytes], None]
 
 
 class Inbox:
-    """The messages of one call that have come and were not read yet; with `take`, at most a part of one."""
+    """The messages of one call that have come and were not read yet; with `push`, at most a part of one."""
 
-    __slots__ = ("_max_bytes", "_messages", "_partial", "_reader", "_take", "_unread", "count", "is_ended")
+    __slots__ = ("_max_bytes", "_messages", "_partial", "_push", "_reader", "_unread", "count", "is_ended")
 
-    def __init__(self, max_bytes: int, take: TakeReceived | None = None) -> None:
+    def __init__(self, max_bytes: int, push: PushReceived | None = None) -> None:
         self._max_bytes = max_bytes
-        self._take = take
+        self._push = push
         self._partial = bytearray()
         self._messages: deque[Received] = deque()
         self._unread = 0
@@ -113,7 +113,7 @@ class Inbox:
             flag, length = PREFIX.unpack_from(chunk)
             if length + _PREFIX_BYTES == len(chunk) and length <= self._max_bytes:
                 self._add(flag, chunk[_PREFIX_BYTES:])
-                return 0 if self._take is not None else length + _MESSAGE_OVERHEAD
+                return 0 if self._push is not None else length + _MESSAGE_OVERHEAD
         before = self.size
         self._partial += chunk
         self._cut()
@@ -181,8 +181,8 @@ class Inbox:
         if flag > 1:
             raise MessageFailure(StatusCode.INTERNAL, f"a message has the flags {flag}")
         self.count += 1
-        if self._take is not None:
-            self._take(flag == 1, bytes(payload))
+        if self._push is not None:
+            self._push(flag == 1, bytes(payload))
             return
         self._messages.append(Received(flag == 1, payload))
         self._unread += len(payload) + _MESSAGE_OVERHEAD
@@ -216,7 +216,10 @@ async def decompress(message: Received, encoding: str, max_bytes: int, count: Ca
     if encoding not in _WINDOW_BITS:
         if encoding == "identity":
             raise MessageFailure(StatusCode.INTERNAL, "a message is compressed, and grpc-encoding does not say how")
-        raise MessageFailure(StatusCode.UNIMPLEMENTED, f"grpc-encoding: {encoding!r} is none of {ACCEPTED_ENCODINGS}")
+        raise MessageFailure(
+            StatusCode.UNIMPLEMENTED,
+            f"grpc-encoding: unknown encoding {encoding!r}; expected one of {ACCEPTED_ENCODINGS}",
+        )
     inflating = _Inflating(message.payload, _WINDOW_BITS[encoding])
     pieces: list[bytes] = []
     size = 0

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from baton_http2.client.call import Call as ClientCall
+from baton_http2.client.call import ClientCall
 from baton_http2.client.connection import ClientConnection
 from baton_http2.limits import Http2Limits
-from baton_http2.server.call import Call
+from baton_http2.server.call import ServerCall
 from baton_http2.server.connection import Connection
 from baton_http2.server.refusal import Refusal
 from baton_http2.stream import Stream
@@ -110,7 +110,7 @@ def _held(blocks: int) -> Held:
         tasks=len(asyncio.all_tasks()),
         connections=kinds[Connection] + kinds[ClientConnection],
         streams=kinds[Stream],
-        calls=kinds[Call] + kinds[Refusal] + kinds[ClientCall],
+        calls=kinds[ServerCall] + kinds[Refusal] + kinds[ClientCall],
         objects=len(objects),
         blocks=blocks,
     )

@@ -105,7 +105,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         "--min-tokens-per-message",
         type=integer(UINT32),
         metavar="N",
-        help="after the first token, receive at least N at once, or what has come in 200 ms",
+        help="after the first token, receive at least N tokens at once, or those of the last 200 ms",
     )
     for option in OPTIONS.values():
         reads = integer(int(option.row.high)) if option.kind is int else number

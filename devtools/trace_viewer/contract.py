@@ -51,7 +51,7 @@ def _refused_call(trace: ReadTrace) -> ReadSpan | None:
 def _outcome(trace: ReadTrace, generate: ReadSpan) -> str:
     match generate.outcome:
         case "OK":
-            return _way(trace, generate)
+            return _served_outcome(trace, generate)
         case "CANCELLED":
             who = "client gone" if _is_departure(generate) else "cancelled"
             return f"{who} {'after' if _tokens(generate) else 'before'} first token"
@@ -61,7 +61,7 @@ def _outcome(trace: ReadTrace, generate: ReadSpan) -> str:
             return f"{'failed' if trace.named('prefill', 'decode', 'encode') else 'refused'}: {reason}"
 
 
-def _way(trace: ReadTrace, generate: ReadSpan) -> str:
+def _served_outcome(trace: ReadTrace, generate: ReadSpan) -> str:
     """Which outcome of the contract an answered request had."""
     lost = [span for span in trace.named("prefill", "decode", "encode") if span.is_error]
     if any(span.outcome in _HANDOFF_GONE for span in lost):

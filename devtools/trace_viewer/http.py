@@ -97,7 +97,7 @@ class _HttpConnection:
         try:
             request = await self._next_request()
         except h11.RemoteProtocolError as error:
-            await self._send(HttpAnswer(error.error_status_hint, b"this is no HTTP request"), is_head=False)
+            await self._send(HttpAnswer(error.error_status_hint, b"not an HTTP request"), is_head=False)
             return False
         if request is None:
             return False

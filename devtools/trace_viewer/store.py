@@ -110,7 +110,7 @@ class TraceStore:
             process = self._process(group.resource)
             for scoped in group.scope_spans:
                 self._add(process, " ".join((scoped.scope.name, scoped.scope.version)).strip(), scoped.spans)
-        self._make_room()
+        self._drop_oldest()
 
     def _add(self, process: Process, scope: str, spans: Sequence[Span]) -> None:
         for span in spans:
@@ -120,7 +120,7 @@ class TraceStore:
             if len(trace.records) >= self._bounds.max_spans_per_trace:
                 trace.dropped += 1
                 continue
-            self._note_operation(process.service, Operation(span.name, span.kind))
+            self._record_operation(process.service, Operation(span.name, span.kind))
             record = SpanRecord(process, scope, span.SerializeToString())
             trace.records.append(record)
             trace.start_ns = min(trace.start_ns, span.start_time_unix_nano)
@@ -128,7 +128,7 @@ class TraceStore:
             trace.num_bytes += size
             self._num_bytes += size
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         bounds = self._bounds
         while len(self._traces) > bounds.max_traces or self._num_bytes > bounds.max_bytes:
             _, oldest = self._traces.popitem(last=False)
@@ -143,7 +143,7 @@ class TraceStore:
             known = self._processes[key] = Process(_service_name(resource), tuple(resource.attributes))
         return known
 
-    def _note_operation(self, service: str, operation: Operation) -> None:
+    def _record_operation(self, service: str, operation: Operation) -> None:
         known = self._operations.setdefault(service, {})
         if len(known) < _MOST_NAMES:
             known[operation] = None

@@ -3,15 +3,30 @@
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from devtools.trace_viewer.api import TraceApi
 from devtools.trace_viewer.http import serve_http
-from devtools.trace_viewer.sink import SERVICE_NAME, TraceSink
 from devtools.trace_viewer.store import Bounds, TraceStore
 from rpc.health import Health
 from rpc.server import Service, serve
+
+SERVICE_NAME: str = trace_service_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
+
+
+class TraceSink(trace_service_pb2_grpc.TraceServiceServicer):
+    """Stores the spans that exporters send."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    async def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, _context: Any
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        self._store.add(request.resource_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
 
 
 @dataclass(frozen=True, slots=True)

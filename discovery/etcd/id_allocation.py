@@ -37,10 +37,10 @@ class EtcdAllocatedId(KeptId):
             self._lease = await self._client.renew(self._lease)
         except LeaseLost:
             before = self._value
-            await self._take()
+            await self._claim()
             _log.warning("allocated id taken again", before=before, now=self._value)
 
-    async def _take(self) -> None:
+    async def _claim(self) -> None:
         lease = await self._client.grant(math.ceil(self._ttl_seconds))
         listing = await self._client.list_range(self._prefix, end_of(self._prefix))
         taken = {int(entry.key[len(self._prefix) :]) for entry in listing.entries}

@@ -4,10 +4,10 @@ import math
 
 from baton.errors import BatonError
 from baton.etcd.v1 import kv_pb2
+from discovery.backoff import retry_until
 from discovery.etcd.client import EtcdClient, EtcdLease, LeaseLost
 from discovery.record import WorkerRecord
 from discovery.renewal import ANSWER_SECONDS, RenewedRecord
-from discovery.retry import retry_until
 from runtime.aio import timeout
 
 

@@ -6,6 +6,7 @@ from copy import copy
 
 from typing_extensions import Self
 
+from discovery.backoff import retry_until
 from discovery.etcd.client import EtcdClient
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.id_allocation import EtcdAllocatedId
@@ -14,7 +15,6 @@ from discovery.etcd.watch import WorkerWatch
 from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
 from discovery.renewal import renewed
-from discovery.retry import retry_until
 
 # Shorter than a worker's: until it is over the others have a part of the quotas whose home has died.
 ROUTER_LEASE_SECONDS = 4.0
@@ -42,7 +42,7 @@ class EtcdRegistry:
 
     @property
     def routers(self) -> "EtcdRegistry":
-        """See `Registry.routers`. It shares the connection."""
+        """The registry of routers (`Registry.routers`), over the same connection."""
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")
         registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)

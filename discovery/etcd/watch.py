@@ -49,7 +49,7 @@ class WorkerWatch:
         while True:
             try:
                 listing = await self._client.list_range(self._keys.prefix, self._keys.end)
-                self._take(listing)
+                self._replace_all(listing)
                 async with self._client.watch(self._keys.prefix, self._keys.end, listing) as stream:
                     if backoff.is_retrying:
                         _log.info("worker watch resumed", workers=len(listing.entries))
@@ -63,7 +63,7 @@ class WorkerWatch:
                     _log.warning("worker watch interrupted", error=error.message)
             await asyncio.sleep(backoff.next_seconds())
 
-    def _take(self, listing: Listing) -> None:
+    def _replace_all(self, listing: Listing) -> None:
         if self._listed:
             self._hold_removals()
         self._listed = True

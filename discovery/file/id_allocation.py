@@ -36,12 +36,12 @@ class FileAllocatedId(KeptId):
         if await self._is_ours() and await self._folder.touch(self._path(self.value)):
             return
         _log.warning("allocated id lost, allocating again", id=self._value)
-        await self._take()
+        await self._claim()
 
     async def _is_ours(self) -> bool:
         return await self._folder.read(self._path(self.value)) == self._token
 
-    async def _take(self) -> None:
+    async def _claim(self) -> None:
         preferred = [] if self._value is None else [self._value]
         for value in (*preferred, *range(self._limit)):
             if await self._folder.create(self._path(value), self._token):

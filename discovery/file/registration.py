@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 
 from baton.errors import BatonError
+from discovery.backoff import retry_until
 from discovery.file.folder import SharedFolder
 from discovery.file.lifetimes import Lifetimes
 from discovery.record import WorkerRecord
 from discovery.renewal import ANSWER_SECONDS, RenewedRecord
-from discovery.retry import retry_until
 from runtime.aio import timeout
 
 

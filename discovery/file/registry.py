@@ -7,6 +7,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
+from discovery.backoff import retry_until
 from discovery.file.folder import SharedFolder
 from discovery.file.id_allocation import FileAllocatedId
 from discovery.file.registration import FileRegistration, worker_and_epoch
@@ -14,7 +15,6 @@ from discovery.file.watch import FolderWatch
 from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
 from discovery.renewal import renewed
-from discovery.retry import retry_until
 
 
 class FileRegistry:
@@ -47,7 +47,7 @@ class FileRegistry:
 
     @property
     def routers(self) -> "FileRegistry":
-        """See `Registry.routers`. It shares the folder and its thread."""
+        """The registry of routers (`Registry.routers`), with the same folder and thread."""
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")
         registry._workers = self._folder.path(registry._keys.prefix)

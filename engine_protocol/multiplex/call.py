@@ -16,7 +16,7 @@ from baton_http2.wire.metadata import Metadata, Pairs
 from engine_protocol.lane import TokenReply, TokenSource
 from engine_protocol.multiplex.metadata import from_messages, to_messages
 from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
-from rpc.interceptors.arrival import note_arrival
+from rpc.interceptors.arrival import record_arrival
 
 log = structlog.get_logger(__name__)
 
@@ -89,15 +89,15 @@ class ServedCall(CallContext):
         (self._may_write.clear if is_paused else self._may_write.set)()
         if self._tokens is not None:
             self._tokens.is_paused = is_paused
-            self._queue.note_ready(self._tokens)
+            self._queue.mark_ready(self._tokens)
 
-    def note_sent(self) -> None:
+    def record_sent(self) -> None:
         """The status is on its way."""
         self._is_done = True
         self._run_callbacks()
 
     async def _run(self) -> None:
-        note_arrival()
+        record_arrival()
         method = self._method
         if method is None:
             self._finish(StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -142,7 +142,7 @@ class ServedCall(CallContext):
         if self._task is not None and not self._task.done():
             self._task.cancel()
 
-    def note_lost(self) -> None:
+    def record_lost(self) -> None:
         """The status will not be sent."""
         self._is_cancelled = True
         self._run_callbacks()
@@ -157,7 +157,7 @@ class ServedCall(CallContext):
     async def write(self, message: Any) -> None:
         """Sends a message; waits first while the caller or the stream is behind. Raises aio.UsageError at the end."""
         await self._may_write.wait()
-        await self._queue.room()
+        await self._queue.wait_until_writable()
         if self._is_over:
             raise aio.UsageError("the call is over")
         assert self._method is not None

@@ -16,8 +16,8 @@ from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, InvalidReply, Unavailable
-from baton_http2.client.call import Call
-from baton_http2.client.dialing import DEFAULT_LIMITS, ConnectFailed, Peer, open_call
+from baton_http2.client.call import ClientCall
+from baton_http2.client.dialing import DEFAULT_LIMITS, ConnectFailed, ServerAddress, open_call
 from baton_http2.wire.messages import MessageFailure
 from rpc.auth.tls import TlsConfig
 from rpc.server import ServerKind
@@ -60,7 +60,7 @@ def stream_dialer(kind: ServerKind, tls: TlsConfig | None) -> StreamDialer:
         return lambda _address, channel: partial(open_on_channel, channel)
     context = tls.client_context() if tls else None
     server_name = tls.server_name if tls else ""
-    return lambda address, _channel: partial(open_on_connection, Peer(address, context, server_name))
+    return lambda address, _channel: partial(open_on_connection, ServerAddress(address, context, server_name))
 
 
 @asynccontextmanager
@@ -74,14 +74,14 @@ async def open_on_channel(channel: aio.Channel, push: PushResponse) -> AsyncGene
 
 
 @asynccontextmanager
-async def open_on_connection(peer: Peer, push: PushResponse) -> AsyncGenerator["_Http2Stream", None]:
+async def open_on_connection(peer: ServerAddress, push: PushResponse) -> AsyncGenerator["_Http2Stream", None]:
     """A stream on a connection of its own. Raises Unavailable if the peer cannot be reached."""
 
     def parse(message: bytes) -> None:
         try:
             push(pb.MultiplexResponse.FromString(message))
         except DecodeError:
-            call.fail(MessageFailure(StatusCode.INTERNAL, "a response is no MultiplexResponse"))
+            call.fail(MessageFailure(StatusCode.INTERNAL, "a response is not a MultiplexResponse"))
         except InvalidReply as error:
             call.fail(MessageFailure(StatusCode.INTERNAL, error.message))
 
@@ -117,7 +117,7 @@ class _GrpcioStream:
 
 
 class _Http2Stream:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ClientCall) -> None:
         self._call = call
 
     async def write(self, message: pb.MultiplexRequest) -> None:

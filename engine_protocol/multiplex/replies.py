@@ -156,7 +156,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         """Adds a token that went into no sink, or a response."""
         self._arrived.append(each)
         if len(self._arrived) >= _PAUSE_AT and not self._is_over:
-            self._note_behind()
+            self._pause_or_fail()
         self._wake()
 
     def end(self, error: Exception | None) -> None:
@@ -171,7 +171,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         # It refers to this call: without it no cycle is left for the garbage collector.
         self._sink = None
 
-    def _note_behind(self) -> None:
+    def _pause_or_fail(self) -> None:
         if not self._is_paused:
             self._is_paused = True
             self._link.pause(self._number, is_paused=True)

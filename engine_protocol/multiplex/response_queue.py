@@ -20,10 +20,10 @@ _TURNS_TO_END = 4
 class Ended(Protocol):
     """A call whose status is in the queue."""
 
-    def note_sent(self) -> None:
+    def record_sent(self) -> None:
         """The status is on its way."""
 
-    def note_lost(self) -> None:
+    def record_lost(self) -> None:
         """The status will not be sent."""
 
 
@@ -71,8 +71,8 @@ class ResponseQueue:
         self._ready: dict[CallTokens, None] = {}
         self._ending: set[int] = set()  # calls whose last tokens were taken, and whose status has not come
         self._wake = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     def add(self, call: int, message: bytes) -> None:
         """Adds a response."""
@@ -84,7 +84,7 @@ class ResponseQueue:
         self._ended.append(ended)
         self._add(pb.CallAnswer(call=call, status=status), status.ByteSize())
 
-    def note_ready(self, tokens: CallTokens) -> None:
+    def mark_ready(self, tokens: CallTokens) -> None:
         """A source has tokens, or its call was resumed."""
         if not tokens.is_paused:
             self._ready[tokens] = None
@@ -97,22 +97,22 @@ class ResponseQueue:
     def close(self) -> None:
         """Nothing more is sent."""
         for ended in self._ended:
-            ended.note_lost()
+            ended.record_lost()
 
     async def send(self, tokens: CallTokens) -> None:
         """Sends the tokens of a call until the last ones. Raises what their source raises."""
         try:
             if tokens.source is not None:
-                await tokens.source.subscribe(lambda: self.note_ready(tokens))
+                await tokens.source.subscribe(lambda: self.mark_ready(tokens))
                 await tokens.done
         finally:
             self.forget(tokens)
             # It refers to what it calls when it is ready.
             tokens.source = None
 
-    async def room(self) -> None:
+    async def wait_until_writable(self) -> None:
         """Waits while too much waits to be sent."""
-        await self._room.wait()
+        await self._writable.wait()
 
     async def pull(self) -> Batch:
         """The next message, as soon as there is one."""
@@ -127,7 +127,7 @@ class ResponseQueue:
         batch = Batch(message, self._ended)
         self._answers, self._ended, self._bytes = [], [], 0
         self._answered.clear()
-        self._room.set()
+        self._writable.set()
         if self._ready:
             self._wake.set()
         return batch
@@ -145,7 +145,7 @@ class ResponseQueue:
         self._bytes += size + _ANSWER_BYTES
         self._wake.set()
         if self._bytes >= _MESSAGE_BYTES:
-            self._room.clear()
+            self._writable.clear()
 
     def _pull_tokens(self) -> tuple[list[int], list[int]]:
         calls: list[int] = []

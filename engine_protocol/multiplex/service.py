@@ -137,9 +137,9 @@ class _Stream:
             return
         task = variables.run(call.start, method)
         self._tasks.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._record_end)
 
-    def _note_end(self, task: "asyncio.Task[None]") -> None:
+    def _record_end(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("call failed", exc_info=error)
@@ -154,4 +154,4 @@ class _Stream:
                 is_sent = True
             finally:
                 for ended in batch.ended:
-                    (ended.note_sent if is_sent else ended.note_lost)()
+                    (ended.record_sent if is_sent else ended.record_lost)()

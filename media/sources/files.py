@@ -32,7 +32,7 @@ def read(address: str, field: str, *, folders: Sequence[str], max_bytes: int) ->
         with ExitStack() as opened:
             return _read(_open(folder, parts, field, opened), field, max_bytes)
     except FileNotFoundError:
-        raise InvalidRequest.of(field, "there is no such file") from None
+        raise InvalidRequest.of(field, "the file does not exist") from None
     except PermissionError:
         raise PermissionDenied(f"{field}: the file may not be read") from None
     except OSError as error:

@@ -60,15 +60,17 @@ class EmbedCalls:
         """
         self._retries.earn()
         ready = self._workers.ready(Constraints(ROLE, wanted.model, context_tokens=0))
-        room = asyncio.Semaphore(max(1, len(ready)))
-        found = await gather_or_cancel(self._embed_in_turn(ctx.part(), wanted, part, room) for part in in_parts(inputs))
+        slots = asyncio.Semaphore(max(1, len(ready)))
+        found = await gather_or_cancel(
+            self._embed_in_turn(ctx.part(), wanted, part, slots) for part in in_parts(inputs)
+        )
         return [one for of_part in found for one in of_part]
 
     async def _embed_in_turn(
-        self, ctx: RequestContext, wanted: WantedVectors, part: Part, room: asyncio.Semaphore
+        self, ctx: RequestContext, wanted: WantedVectors, part: Part, slots: asyncio.Semaphore
     ) -> Sequence[inference_pb2.TextEmbedding]:
         try:
-            async with room:
+            async with slots:
                 return await call_with_retries(ctx, self._retries, _EmbedCall(self._workers, ctx, wanted, part))
         except InvalidRequest as error:
             raise renamed(error, partial(_in_client_request, part.first)) from error

@@ -22,7 +22,7 @@ from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.workers.offer import model_message
-from rpc.interceptors.arrival import note_arrival, note_size
+from rpc.interceptors.arrival import record_arrival, record_size
 from rpc.interceptors.counting import count_fields
 from runtime.aio import TaskGroup
 
@@ -74,17 +74,17 @@ class KServeServicer:
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async with TaskGroup() as group:
-            room = asyncio.Semaphore(_AT_ONCE)
+            at_once = asyncio.Semaphore(_AT_ONCE)
             writing = asyncio.Lock()
             async for wire in requests:
-                await room.acquire()
+                await at_once.acquire()
                 running = group.create_task(self._stream(wire, context, writing))
-                running.add_done_callback(lambda _: room.release())
+                running.add_done_callback(lambda _: at_once.release())
 
     async def _stream(self, wire: bytes, context: Any, writing: asyncio.Lock) -> None:
         """Answers one request of a stream. An error is a message: it ends the request, and not the stream."""
-        note_arrival()
-        note_size(len(wire))
+        record_arrival()
+        record_size(len(wire))
         answer = _StreamedAnswer(context, writing)
         try:
             await answer.read(wire)

@@ -140,7 +140,7 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
     for index, tensor in enumerate(request.inputs):
         path = f"inputs.{tensor.name}"
         if tensor.name in found:
-            raise InvalidRequest.of(path, "is there twice")
+            raise InvalidRequest.of(path, "is given twice")
         check_tensor_parameters(path, tensor.parameters)
         if (expected := _TYPES.get(tensor.name, tensor.datatype)) != tensor.datatype:
             raise InvalidRequest.of(path, f"has the type {tensor.datatype!r}; expected {expected}")

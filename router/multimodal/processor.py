@@ -19,7 +19,7 @@ class MultimodalProcessor:
     def __init__(self, loader: MediaLoader, embedder: Embedder, max_loading: int) -> None:
         self._loader = loader
         self._embedder = embedder
-        self._room = asyncio.Semaphore(max_loading)
+        self._loading = asyncio.Semaphore(max_loading)
 
     async def load(self, items: Sequence[MediaItem]) -> list[LoadedMedia]:
         """Fetches and checks media. Raises the errors of MediaLoader.load, which name the wrong field."""
@@ -32,5 +32,5 @@ class MultimodalProcessor:
         return MultimodalPrompt(ctx, model, prompt, media, self._embedder)
 
     async def _load(self, item: MediaItem) -> LoadedMedia:
-        async with self._room:
+        async with self._loading:
             return LoadedMedia(item.path, await self._loader.load(item))

@@ -37,7 +37,7 @@ from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
-from rpc.interceptors.arrival import note_arrival, note_size
+from rpc.interceptors.arrival import record_arrival, record_size
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.behaviour import Behaviour
 from rpc.interceptors.counting import TextLimits
@@ -112,7 +112,7 @@ class OpenAIApp:
         """Serves one call of ASGI. Returns when the response is complete, or the client has left."""
         if scope["type"] != "http":
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
-        note_arrival()
+        record_arrival()
         call: Any = HttpCall(scope, receive, send)
         target = self._find(scope["path"])
         # The server sends no body in answer to HEAD.
@@ -275,7 +275,7 @@ class OpenAIApp:
         body = await call.read_body(self._max_body_bytes, self._input)
         try:
             size = sum(map(len, body.pieces))
-            note_size(size)
+            record_size(size)
             if size > _LARGE_BODY_BYTES:
                 limits = self._texts.limits(embeds=kind is EmbeddingsRequest)
                 return await asyncio.to_thread(_requested, body.pieces, kind, make, call.request_id, limits)

@@ -25,7 +25,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 # A larger body waits for its memory before it is read.
 _LARGE_BYTES = 1024 * 1024
 _TOO_SLOW = "the body came too slowly"
-_NO_MEMORY = "requests that are not read yet use all memory for them; try again"
+_NO_MEMORY = "the memory for unread requests is used up; try again"
 JSON = (b"content-type", b"application/json")
 
 

@@ -131,7 +131,7 @@ def check_response(response: peer_pb2.LendResponse, quotas: int, places: int) ->
 
 
 def are_counters(numbers: Iterable[float]) -> bool:
-    """Whether counters, which may also fall, are believable."""
+    """True if counters, which may also fall, are believable."""
     return all(-MOST_NUMBER <= number <= MOST_NUMBER for number in numbers)
 
 

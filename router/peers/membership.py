@@ -47,7 +47,7 @@ class RegisteredPeers:
 
     @property
     def count(self) -> int:
-        """See `Peers.count`."""
+        """The number of routers (`Peers.count`)."""
         return len({*self._views[0][1], self.own.worker_id})
 
     @property
@@ -97,7 +97,7 @@ class RegisteredPeers:
         self.update(())
 
     def home(self, key: str) -> str:
-        """See `Peers.home`."""
+        """The home router of a key (`Peers.home`)."""
         home = self._homes.get(key)
         if home is None:
             if len(self._homes) >= _MOST_HOMES:
@@ -106,7 +106,7 @@ class RegisteredPeers:
         return home
 
     def home_since(self, key: str) -> float:
-        """See `Peers.home_since`."""
+        """The time since which the key has this home (`Peers.home_since`)."""
         since = self._since.get(key)
         if since is None:
             if len(self._since) >= _MOST_HOMES:
@@ -123,11 +123,11 @@ class RegisteredPeers:
         return since
 
     async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
-        """See `Peers.lend`."""
+        """Asks the home for a part of a quota (`Peers.lend`)."""
         return await self._link(home).ask_quota(ask)
 
     async def lend_places(self, home: str, ask: peer_pb2.PlacesAsk) -> peer_pb2.PlacesLoan:
-        """See `Peers.lend_places`."""
+        """Asks the home for places (`Peers.lend_places`)."""
         return await self._link(home).ask_places(ask)
 
     def _link(self, home: str) -> PeerLink:

@@ -41,7 +41,7 @@ _NOT_HOME = peer_pb2.QuotaLoan(not_home=True)
 
 
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
-    """What other routers call. A router that is not registered gets nothing, as this one may not know of it yet."""
+    """The service for other routers. One that is not registered gets nothing, as this one may not know of it yet."""
 
     def __init__(self, peers: RegisteredPeers, admission: AdmissionController) -> None:
         self._peers = peers

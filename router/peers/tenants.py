@@ -1,4 +1,4 @@
-"""What each tenant uses: of this router alone, and of all routers together, for operators."""
+"""The usage of each tenant: of this router alone, and of all routers together, for operators."""
 
 import asyncio
 from collections.abc import Iterable

@@ -58,7 +58,7 @@ def _unary(body: bytes) -> generate_pb2.GenerateRequest:
 def _message(body: bytes) -> bytes:
     """The only message of a gRPC call. Raises InvalidRequest."""
     if len(body) < _FRAME.size:
-        raise InvalidRequest.of("body", "is no gRPC message")
+        raise InvalidRequest.of("body", "is not a gRPC message")
     is_compressed, length = _FRAME.unpack_from(body)
     if is_compressed:
         raise InvalidRequest.of("body", "is a compressed gRPC message")

@@ -71,7 +71,7 @@ class Exchange:
             raise InvalidRequest.of("request", f"is {kind or 'empty'} before any request_headers")
         match kind:
             case "request_body":
-                return await self._take(self._head, message.request_body)
+                return await self._add_body(self._head, message.request_body)
             case "request_trailers":
                 end = pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
                 # Without any body; or the end of one in full duplex, whose head still waits for its answer.
@@ -97,7 +97,7 @@ class Exchange:
             return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
         return await self._decide(head)
 
-    async def _take(self, head: Head, body: pb.HttpBody) -> list[pb.ProcessingResponse]:
+    async def _add_body(self, head: Head, body: pb.HttpBody) -> list[pb.ProcessingResponse]:
         if self._is_decided:
             return [pb.ProcessingResponse(request_body=_passed(body, head.request_mode))]
         self._body.append(body)

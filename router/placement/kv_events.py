@@ -49,7 +49,7 @@ class KvFeed:
         self._pool_blocks = pool_blocks
         self._next = 0
 
-    def take(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
+    def apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
         """Applies a message; ignores a repeated one. Returns false if one is missing or is from another process.
 
         Raises InvalidReply for one that the worker may not send, of which nothing is applied.
@@ -136,19 +136,19 @@ class KvSubscriber:
         call = worker.control.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest())
         async with timeout(_SILENCE_SECONDS) as patience, aclosing(stream(call)) as messages:
             async for message in messages:
-                if not await self._take(feed, message):
+                if not await self._apply(feed, message):
                     return
                 reports.arrived()
                 backoff.reset()
                 patience.reschedule(asyncio.get_running_loop().time() + _SILENCE_SECONDS)
         reports.lost("the worker ended it")
 
-    async def _take(self, feed: KvFeed, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
+    async def _apply(self, feed: KvFeed, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
         """Applies a message. Of large ones, such as pieces of snapshots, one in each turn of the event loop."""
         if message.ByteSize() < _LARGE_BYTES:
-            return feed.take(message)
+            return feed.apply(message)
         async with self._one_large:
-            is_next = feed.take(message)
+            is_next = feed.apply(message)
             await asyncio.sleep(0)
         return is_next
 
@@ -156,7 +156,7 @@ class KvSubscriber:
 def _keys(hashes: Sequence[bytes]) -> list[int]:
     """The keys of a message's hashes. Raises InvalidReply."""
     if len(hashes) > _MOST_HASHES:
-        raise InvalidReply(f"KV events of {len(hashes)} blocks in one message, of at most {_MOST_HASHES}")
+        raise InvalidReply(f"KV events: a message has {len(hashes)} blocks; at most {_MOST_HASHES} are allowed")
     for each in hashes:
         if len(each) not in _HASH_BYTES:
             raise InvalidReply(f"KV events with a block hash of {len(each)} bytes")

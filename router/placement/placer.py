@@ -165,7 +165,7 @@ class Placer:
         """Raises BatonError, for INTERNAL, if the policy breaks its contract."""
         placement = self._policy.choose(request, candidates)
         if not candidates.allow(placement.decode, placement.prefill):
-            raise BatonError(f"the routing policy {type(self._policy).__name__} chose a worker that is no candidate")
+            raise BatonError(f"the routing policy {type(self._policy).__name__} chose a worker that is not a candidate")
         return placement
 
     def _explain(self, request: RoutingRequest, placement: Placement[WorkerHandle]) -> list[str]:

@@ -68,7 +68,7 @@ class ProcessLink:
                 length, number, is_answer = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
                 message = MESSAGES.validate_json(await self._reader.readexactly(length))
                 if is_answer:
-                    self._take(number, message)
+                    self._resolve(number, message)
                 else:
                     self._start(number, message)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -76,7 +76,7 @@ class ProcessLink:
         finally:
             self._lose()
 
-    def _take(self, number: int, message: AnyMessage) -> None:
+    def _resolve(self, number: int, message: AnyMessage) -> None:
         waiting = self._waiting.get(number)
         # The caller has given up, and no longer waits for this answer.
         if waiting is not None and not waiting.done():

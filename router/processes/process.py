@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
+from prometheus_client import Counter, Gauge
 
 from baton.errors import ConfigError, Unavailable
 from discovery.backoff import Backoff
@@ -16,10 +17,16 @@ from router.config import RouterConfig
 from router.processes import messages
 from router.processes.link import LinkLost, ProcessLink
 from router.processes.messages import AnyMessage, Family
-from router.processes.metrics import RESTARTS
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout
+from runtime.metrics import REGISTRY
 from runtime.monitor import Report, status
+
+PROCESSES = Gauge("baton_router_processes", "Processes of this router that listen.", registry=REGISTRY)
+RESTARTS = Counter(
+    "baton_router_process_restarts_total", "Processes of this router that ended and were replaced.", registry=REGISTRY
+)
+
 
 log = structlog.get_logger(__name__)
 

@@ -13,8 +13,7 @@ from router.config import RouterConfig
 from router.processes.link import LinkLost
 from router.processes.merging import MergedMetrics, collect
 from router.processes.messages import RequestsStopped, StopRequests
-from router.processes.metrics import PROCESSES
-from router.processes.process import RouterProcess
+from router.processes.process import PROCESSES, RouterProcess
 from router.processes.siblings import STOP_SECONDS
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import TaskGroup, timeout, ungrouped
@@ -76,7 +75,7 @@ class ProcessGroup:
         """Starts all; yields when each has listened, or `stopping` is set. At the end they drain together."""
         with ungrouped():
             async with TaskGroup() as group:
-                keeping = [group.create_task(each.keep(stopping, self._note_end)) for each in self._processes]
+                keeping = [group.create_task(each.keep(stopping, self._record_end)) for each in self._processes]
                 try:
                     await self._all_listen(stopping)
                     yield
@@ -115,7 +114,7 @@ class ProcessGroup:
         try:
             self._metrics.update(process.name, await process.metrics())
         except (LinkLost, asyncio.TimeoutError):
-            log.debug("process of the router did not tell its metrics", process=process.name)
+            log.debug("process of the router did not report its metrics", process=process.name)
 
     async def _prepare(self, process: RouterProcess) -> None:
         """Returns when a process may listen: the first time, when all can, so that each gets its connections."""
@@ -141,7 +140,7 @@ class ProcessGroup:
             log.error("processes of the router did not end", seconds=self._drain_seconds)
             self._kill()
 
-    def _note_end(self, process: RouterProcess) -> None:
+    def _record_end(self, process: RouterProcess) -> None:
         self._metrics.leave(process.name)
 
     async def _drain(self, *, at_once: bool = False) -> None:

@@ -73,7 +73,7 @@ class ClientLane:
         self._ending_ids: frozenset[int] = frozenset()
 
     @property
-    def has_room(self) -> bool:
+    def is_writable(self) -> bool:
         """True if tokens may be added: not too many wait."""
         return self._unsent.num_tokens < self._max_waiting_tokens and not self._is_lost
 
@@ -122,7 +122,7 @@ class ClientLane:
 
     def _push_general(self, token_id: int) -> bool:
         completion, meter, ended = self._completion, self._meter, self._ended
-        if completion is None or meter is None or ended is None or not self.has_room:
+        if completion is None or meter is None or ended is None or not self.is_writable:
             return False
         started = time.perf_counter_ns()
         text = completion.push_token(token_id)

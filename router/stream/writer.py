@@ -51,7 +51,7 @@ class StreamWriter:
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._room: asyncio.Event | None = None  # for who waits
+        self._writable: asyncio.Event | None = None  # for who waits
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,8 +96,8 @@ class StreamWriter:
     async def put(self, delta: TokenDelta) -> None:
         """Adds tokens. Waits while the client is too far behind, so that nothing more is read from its worker."""
         self.lane.put(delta)
-        if self._task is not None and not self.lane.has_room:
-            await self._wait_for_room(self._task)
+        if self._task is not None and not self.lane.is_writable:
+            await self._wait_until_writable(self._task)
 
     def finish(self, text: str, fill_finished: FillFinished) -> None:
         """Adds the last text and the last message."""
@@ -136,23 +136,23 @@ class StreamWriter:
             message = generate_pb2.GenerateResponse(request_id=self._request_id)
             if not self.lane.next_message(message):
                 return
-            if self._room is not None:
-                self._room.set()
+            if self._writable is not None:
+                self._writable.set()
             self._written_at = self._clock()
             await self._write(message)
             self._written_at = self._clock()
 
     # Waiting for the client.
 
-    async def _wait_for_room(self, task: "asyncio.Task[None]") -> None:
-        self._room = self._room or asyncio.Event()
-        while not self.lane.has_room and not task.done():
-            self._room.clear()
-            room = asyncio.ensure_future(self._room.wait())
+    async def _wait_until_writable(self, task: "asyncio.Task[None]") -> None:
+        self._writable = self._writable or asyncio.Event()
+        while not self.lane.is_writable and not task.done():
+            self._writable.clear()
+            writable = asyncio.ensure_future(self._writable.wait())
             try:
-                await self._wait_for(room, task)
+                await self._wait_for(writable, task)
             finally:
-                room.cancel()
+                writable.cancel()
         if task.done():
             task.result()
 

@@ -118,7 +118,7 @@ class record_request:  # noqa: N801  # reads as a function: `with record_request
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stats = self._stats
-        stats.note_end(error)
+        stats.record_end(error)
         self._metrics.end(stats)
         set_result_attributes(stats, current_span())
         add_log_fields(**stats.log_fields())

@@ -37,7 +37,7 @@ class RequestStats:
     decode_worker_id: str = ""
     is_first_token_timed: bool = False
 
-    def note_end(self, error: BaseException | None) -> None:
+    def record_end(self, error: BaseException | None) -> None:
         """Sets `outcome` to OK, or to the reason of the error that ended the request.
 
         A cancellation leaves it as it is: CANCELLED, or what the canceller has set.

@@ -59,9 +59,9 @@ class Timings:
         return _MeasuredStage(self, stage, time.perf_counter_ns() if self._stages else self._started)
 
     @contextmanager
-    def measure_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str = "") -> Iterator[CallTiming]:
+    def measure_call(self, stage: timing_pb2.Stage.ValueType) -> Iterator[CallTiming]:
         """Times a call to a worker, whose report divides it into stages. Failures and cancellations count, too."""
-        call = self.begin_call(stage, worker_id)
+        call = self.begin_call(stage, "")
         try:
             yield call
         finally:
@@ -131,7 +131,7 @@ class Timings:
     def _elapsed(self) -> int:
         return time.perf_counter_ns() - self._started if self._total is None else self._total
 
-    def note(self, stage: timing_pb2.Stage.ValueType, started: int) -> int:
+    def record(self, stage: timing_pb2.Stage.ValueType, started: int) -> int:
         """Adds the time since `started`, in nanoseconds, to a stage of the router, which may have run before.
 
         Returns the time now.
@@ -180,7 +180,7 @@ class _MeasuredStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ended = self._timings.note(self._stage, self._started)
+        ended = self._timings.record(self._stage, self._started)
         if self._span is not None:
             self._span.ended = ended / 1e9
             self._span.__exit__(kind, error, trace)

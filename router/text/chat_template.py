@@ -186,8 +186,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid: {error}") from error
         self._special_tokens = dict(special_tokens)
         self._placeholder = placeholder
-        self._takes_lists = self._takes([{"type": "text", "text": _PROBE}])
-        self._takes_texts = not self._takes_lists or self._takes(_PROBE)
+        self._takes_lists = self._accepts([{"type": "text", "text": _PROBE}])
+        self._takes_texts = not self._takes_lists or self._accepts(_PROBE)
         if not self._takes_lists:
             self._require_a_working_one()
 
@@ -231,7 +231,7 @@ class ChatTemplate:
         except _FAILURES as error:
             raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
-    def _takes(self, content: _Content) -> bool:
+    def _accepts(self, content: _Content) -> bool:
         """True if the template renders this content as its text."""
         try:
             text = self._render([{"role": "user", "content": content}], {})

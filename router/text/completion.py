@@ -153,7 +153,7 @@ class Completion:
             for one, token_id in zip(logprobs, token_ids, strict=True)
         )
         if not are_theirs:
-            raise InvalidReply(f"{len(logprobs)} log probabilities are not those of {len(token_ids)} tokens")
+            raise InvalidReply(f"{len(logprobs)} log probabilities do not match {len(token_ids)} tokens")
 
     def _count_kept(self, token_ids: Sequence[int]) -> int:
         """The number of these ids, at least two, that the answer has until its end."""

@@ -96,34 +96,34 @@ class Detokenizer:
         shown = [token_id for token_id in ids if token_id not in self._skipped]
         if self._characters:
             self._window += self._characters.push(shown)
-            return self._take_whole(self._decode(self._window))
+            return self._emit_whole(self._decode(self._window))
         self._window += shown
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
-            piece = self._take_whole(text)
+            piece = self._emit_whole(text)
             if self.texts is not None:
                 self._window.clear()
                 self._whole = self._sent = 0
             return piece
         if len(self._window) - self._whole <= _LONGEST_INCOMPLETE:
-            return self._take(text, len(text.rstrip(REPLACEMENT)))
+            return self._emit(text, len(text.rstrip(REPLACEMENT)))
         if len(self._window) > _LONGEST_WINDOW:
-            return self._take_whole(text)
-        return self._take(text, len(text) - 1)
+            return self._emit_whole(text)
+        return self._emit(text, len(text) - 1)
 
     def flush(self) -> str:
         """The rest of the text, with U+FFFD for bytes that form no character."""
         if self._characters:
             self._window += self._characters.flush()
-        return self._take_whole(self._decode(self._window))
+        return self._emit_whole(self._decode(self._window))
 
-    def _take(self, text: str, end: int) -> str:
+    def _emit(self, text: str, end: int) -> str:
         piece = text[self._sent : end]
         self._sent = max(self._sent, end)
         return piece
 
-    def _take_whole(self, text: str) -> str:
-        piece = self._take(text, len(text))
+    def _emit_whole(self, text: str) -> str:
+        piece = self._emit(text, len(text))
         if piece and len(self._window) > _WINDOW:
             self._shorten()
         self._whole = len(self._window)

@@ -42,7 +42,7 @@ def tokenize(
     if not ids:
         raise InvalidRequest.of(_input_field(request), "has no tokens")
     media.require_places(request, ids, model)
-    require_room(request, expected_tokens(request, ids, model), model)
+    require_fits_context(request, expected_tokens(request, ids, model), model)
     return ids
 
 
@@ -79,7 +79,7 @@ def expected_tokens(request: generate_pb2.GenerateRequest, token_ids: Sequence[i
     return len(token_ids) + media.count_media(request) * max(0, model.images.tokens_per_image - 1)
 
 
-def require_room(request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel) -> None:
+def require_fits_context(request: generate_pb2.GenerateRequest, prompt_tokens: int, model: ServedModel) -> None:
     """Raises InvalidRequest if a prompt of this length leaves no room for an answer."""
     most = model.limits.max_context_tokens
     if prompt_tokens >= most:

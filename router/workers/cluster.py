@@ -105,7 +105,7 @@ class Cluster:
         if not name and len(served) == 1:
             return served[0]
         if not name and served:
-            raise InvalidRequest.of("model", f"is missing; served are {_names(served)}")
+            raise InvalidRequest.of("model", f"is missing; expected one of {_names(served)}")
         for base, adapter in split_name(name):
             if base in self._models and has_lora(self.workers, base, adapter):
                 return self._models[base]
@@ -219,14 +219,14 @@ class Cluster:
         for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
             if worker.model:
                 self._models[worker.record.model] = worker.model
-        self._note_unpaired()
+        self._record_unpaired()
         metrics.observe_workers(_roles_and_states(self.workers))
         self._ready.set(any(completing() & set(worker.record.roles) and not worker.problem for worker in self.workers))
         # Wakes the present waiters; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _note_unpaired(self) -> None:
+    def _record_unpaired(self) -> None:
         """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
         problems = unpaired(self._records(), self._within)
         for worker in self.workers:

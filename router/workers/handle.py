@@ -277,10 +277,10 @@ class WorkerHandle:
                     async for response in responses:
                         backoff.reset()
                         serving = response.status == _SERVING
-                        self._note_watch("" if serving else "it reports that it is not serving")
-                self._note_watch("its health stream ended")
+                        self._set_watch_problem("" if serving else "it reports that it is not serving")
+                self._set_watch_problem("its health stream ended")
             except BatonError as error:
-                self._note_watch(f"its health stream failed: {error.message}")
+                self._set_watch_problem(f"its health stream failed: {error.message}")
             await asyncio.sleep(backoff.next_seconds())
 
     async def check_health(self, probe: ProbeConfig) -> None:
@@ -303,7 +303,7 @@ class WorkerHandle:
                 # This process stood still, not the worker.
                 continue
             failures = failures + 1 if problem else 0
-            self._note_check(problem)
+            self._set_check_problem(problem)
             # After a pause of this process every call has timed out: one failure proves nothing.
             if failures > 1 and self.silent_seconds >= probe.hung_seconds:
                 self._interrupt()
@@ -322,7 +322,7 @@ class WorkerHandle:
                         async for response in responses:
                             backoff.reset()
                             self._heard_at = time.monotonic()
-                            self._note_load(response.load)
+                            self._set_load(response.load)
                             reports.arrived()
                     reports.lost("the worker ended it")
                 except BatonError as error:
@@ -330,7 +330,7 @@ class WorkerHandle:
                     reports.lost(error.message)
                 await asyncio.sleep(backoff.next_seconds())
 
-    def note_loras(self, loras: KnownLoras) -> None:
+    def set_loras(self, loras: KnownLoras) -> None:
         """Notes the adapters that the worker has told of."""
         self.loras = loras
         self._changed()
@@ -346,9 +346,9 @@ class WorkerHandle:
                     raise EngineFailed(f"it is for {model.name!r:.100}, but the worker's record names another model")
                 self.model = model
             except BatonError as error:
-                self._note_card(f"its model card cannot be read: {error.message}")
+                self._set_card_problem(f"its model card cannot be read: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())
-        self._note_card("")
+        self._set_card_problem("")
 
     def _interrupt(self) -> None:
         """Stops the calls that wait for it: they may continue elsewhere."""
@@ -388,22 +388,22 @@ class WorkerHandle:
         self._heard_at = time.monotonic()
         return "" if response.status == _SERVING else "it reports that it is not serving"
 
-    def _note_watch(self, problem: str) -> None:
+    def _set_watch_problem(self, problem: str) -> None:
         if problem != self._watch_problem:
             self._watch_problem = problem
             self._changed()
 
-    def _note_check(self, problem: str) -> None:
+    def _set_check_problem(self, problem: str) -> None:
         if problem != self._check_problem:
             self._check_problem = problem
             self._changed()
 
-    def _note_card(self, problem: str) -> None:
+    def _set_card_problem(self, problem: str) -> None:
         if problem != self._card_problem:
             self._card_problem = problem
             self._changed()
 
-    def _note_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
+    def _set_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
         self.load = load
         self._load_at = time.monotonic()
         self._requests.reported(load.running + load.waiting)
@@ -478,7 +478,7 @@ async def connect(
                 "worker_card": partial(worker.read_card, load_card),
             }
             if LORA in record.capabilities:
-                watches["worker_loras"] = partial(watch_loras, record.worker_id, worker.control, worker.note_loras)
+                watches["worker_loras"] = partial(watch_loras, record.worker_id, worker.control, worker.set_loras)
             tasks = [group.create_task(lasting(name, watch)) for name, watch in watches.items()]
             try:
                 yield worker

@@ -99,7 +99,7 @@ class LoraOperations:
         try:
             with worker.keep_open():
                 answer = await call(worker, seconds)
-            worker.note_loras(KnownLoras.of(answer.inventory))
+            worker.set_loras(KnownLoras.of(answer.inventory))
         except BatonError as error:
             error.worker_id = error.worker_id or worker.record.worker_id
             return error

@@ -57,7 +57,7 @@ async def watch_loras(
                     backoff.reset()
         except InvalidReply as error:
             metrics.WORKER_FAULTS.labels("loras").inc()
-            log.warning("a worker's adapters are not believed", worker_id=worker_id, problem=error.message)
+            log.warning("the adapters that a worker reports are ignored", worker_id=worker_id, problem=error.message)
             note(KnownLoras())
         except BatonError:
             # The health checks decide whether the worker is used.
@@ -79,7 +79,7 @@ def find_lora(workers: Iterable[LoraWorker], model: ServedModel, name: str) -> l
     if contents:
         return contents[0]
     if not all(worker.loras.is_reported for worker in serving):
-        raise NoWorker(f"not all workers of {model.name} have told which adapters they have")
+        raise NoWorker(f"some workers of {model.name} have not reported their adapters yet")
     text = f"no worker of {model.name} has the adapter {name[:_SHOWN]!r}; known are {_known(serving)}"
     raise InvalidRequest.of("lora_name", text)
 

@@ -92,7 +92,7 @@ def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
         if fields and fields <= {"handoff"}:
             return HandoffLost(f"the worker cannot use the handoff: {error.message}")
         if fields and fields <= set(_ROUTERS_FIELDS):
-            return InvalidReply(f"the worker cannot go on from what was sent: {error.message}")
+            return InvalidReply(f"the worker cannot continue from the tokens already sent: {error.message}")
     return error
 
 

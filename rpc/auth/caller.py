@@ -40,7 +40,7 @@ def certificate() -> str:
     return caller.certificate if caller else ""
 
 
-def note_caller(caller: Caller) -> None:
+def set_caller(caller: Caller) -> None:
     """Records the caller of the call that this task serves."""
     _CURRENT.set(caller)
 

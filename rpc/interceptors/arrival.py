@@ -9,12 +9,12 @@ _ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 _SIZE: ContextVar[int] = ContextVar("message_bytes", default=0)
 
 
-def note_call() -> None:
+def record_call() -> None:
     """Records when the call that this task serves was read, or now, if the server does not tell."""
     _ARRIVED.set(read_at())
 
 
-def note_arrival() -> None:
+def record_arrival() -> None:
     """Records now as the arrival of the call that this task serves."""
     _ARRIVED.set(time.perf_counter())
 
@@ -25,7 +25,7 @@ def arrived_at() -> float:
     return time.perf_counter() if arrived is None else arrived
 
 
-def note_size(message_bytes: int) -> None:
+def record_size(message_bytes: int) -> None:
     """Records the size of the message of the call that this task serves."""
     _SIZE.set(message_bytes)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rpc.auth.access import Access, require
-from rpc.auth.caller import note_caller
+from rpc.auth.caller import set_caller
 from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
 from runtime.logs import add_log_fields
 
@@ -20,7 +20,7 @@ def authorize(access: Access) -> Wrapper:
             caller = access.identify(context)
             add_log_fields(caller=caller.name)
             require(caller, method, roles)
-            note_caller(caller)
+            set_caller(caller)
             return await behaviour(request, context)
 
         return authorized

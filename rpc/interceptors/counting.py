@@ -92,7 +92,7 @@ class _Count:
             position += 1
             if tag >= 128:
                 tag, position = varint(wire, position - 1)
-            self._take(1, shape, tag >> 3)
+            self._count(1, shape, tag >> 3)
             kind = tag & 7
             if kind == LENGTH_DELIMITED:
                 length = wire[position]
@@ -121,7 +121,7 @@ class _Count:
     def _numbers(self, shape: _Shape, number: int, start: int, end: int) -> None:
         for position in range(start, end, _NUMBERS_A_TURN):
             part = self._wire[position : min(end, position + _NUMBERS_A_TURN)]
-            self._take(len(part.translate(None, _CONTINUED)) // _NUMBERS_A_FIELD, shape, number)
+            self._count(len(part.translate(None, _CONTINUED)) // _NUMBERS_A_FIELD, shape, number)
 
     def _text(self, limits: TextLimits, shape: _Shape, number: int, start: int, length: int) -> None:
         if limits.media and f"{shape.full_name}.{shape.names.get(number)}" in limits.media:
@@ -148,7 +148,7 @@ class _Count:
             time.sleep(0)
         return found
 
-    def _take(self, fields: int, shape: _Shape, number: int) -> None:
+    def _count(self, fields: int, shape: _Shape, number: int) -> None:
         before, self._left = self._left, self._left - fields
         if self._left < 0:
             raise InvalidRequest.of(_path(shape, number), f"the request has more than {self._most} fields in all")

@@ -17,7 +17,7 @@ from grpc import aio
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton_http2.input_budget import claim_hold
-from rpc.interceptors.arrival import note_size
+from rpc.interceptors.arrival import record_size
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.interceptors.counting import TextLimits, count_fields
 from rpc.interceptors.wire import find_fault
@@ -93,7 +93,7 @@ class Reader:
         descriptor: Any = message.DESCRIPTOR
 
         def deserialize(wire: bytes | bytearray) -> Any:
-            note_size(len(wire))
+            record_size(len(wire))
             if wire.startswith(_GZIP) or len(wire) > _PARSED_AT_ONCE:
                 return _Unread(lambda: self._read(given, descriptor, wire))
             try:

@@ -32,9 +32,9 @@ class QuietExporter(SpanExporter):
         result = self._exporter.export(spans)
         with self._lock:
             if result is SpanExportResult.SUCCESS:
-                self._note_success()
+                self._record_success()
             else:
-                self._note_failure(len(spans))
+                self._record_failure(len(spans))
         return result
 
     def shutdown(self, timeout_millis: float = 3_000) -> None:
@@ -44,12 +44,12 @@ class QuietExporter(SpanExporter):
         else:
             self._exporter.shutdown()
 
-    def _note_success(self) -> None:
+    def _record_success(self) -> None:
         if self._lost:
             log.info("spans are exported again", endpoint=self._endpoint, lost=self._lost)
         self._lost = 0
 
-    def _note_failure(self, count: int) -> None:
+    def _record_failure(self, count: int) -> None:
         if not self._lost:
             log.warning("spans cannot be exported", endpoint=self._endpoint)
         self._lost += count

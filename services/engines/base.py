@@ -16,7 +16,7 @@ from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
-from services.engines.kv_events import TellsKv
+from services.engines.kv_events import ReportsKvEvents
 from services.engines.kv_transfer import TransfersKv
 from services.engines.loras import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
@@ -252,7 +252,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     @property
-    def kv_events(self) -> TellsKv | None:
+    def kv_events(self) -> ReportsKvEvents | None:
         """The events of its prefix cache; None if it has none."""
         return None
 

@@ -45,7 +45,7 @@ KvChange = KvStored | KvRemoved | KvSnapshot | KvChanged
 
 
 @runtime_checkable
-class TellsKv(Protocol):
+class ReportsKvEvents(Protocol):
     """An engine that reports the content of its prefix cache."""
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
@@ -90,7 +90,7 @@ class _Reader:
         self.changed = asyncio.Event()
         self.changed.set()
 
-    def note(self, rank: int, block_hash: bytes, is_stored: bool) -> None:
+    def record(self, rank: int, block_hash: bytes, is_stored: bool) -> None:
         self.changed.set()
         if self.has_missed:
             return
@@ -118,13 +118,13 @@ class KvPublisher:
         """Adds a block."""
         self._held[rank][block_hash] = None
         for reader in self._readers:
-            reader.note(rank, block_hash, True)
+            reader.record(rank, block_hash, True)
 
     def removed(self, block_hash: bytes, rank: int = 0) -> None:
         """Removes a block."""
         self._held[rank].pop(block_hash, None)
         for reader in self._readers:
-            reader.note(rank, block_hash, False)
+            reader.record(rank, block_hash, False)
 
     async def changes(self) -> AsyncGenerator[KvChange, None]:
         """Yields snapshots, one for each rank, and then changes, without end."""
@@ -133,7 +133,7 @@ class KvPublisher:
         try:
             while True:
                 await self._await(reader)
-                for change in self._take(reader):
+                for change in self._pull(reader):
                     yield change
         finally:
             self._readers.discard(reader)
@@ -145,7 +145,7 @@ class KvPublisher:
         except TimeoutError:
             return
 
-    def _take(self, reader: _Reader) -> list[KvChange]:
+    def _pull(self, reader: _Reader) -> list[KvChange]:
         reader.changed.clear()
         if reader.has_missed:
             reader.has_missed = False

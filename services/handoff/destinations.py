@@ -71,6 +71,6 @@ class Allocator:
         """Ends the lease and passes the blocks to the caller. Raises HandoffLost if it is not held for this request."""
         lease = self._leases.find(destination_id)
         if lease is None or lease.request_id != request_id or not isinstance(lease.held, AllocatedBlocks):
-            raise HandoffLost("the blocks that were allocated for the request are not held any more")
+            raise HandoffLost("the blocks allocated for the request are no longer held")
         self._leases.surrender(lease)
         return lease.held.destination

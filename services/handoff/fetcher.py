@@ -69,7 +69,7 @@ class Fetcher:
                     fetched = await self._fetch(source, lease, call, begin)
                     await lease.confirm()
                     metrics.observe_handoff(fetched.timings)
-                    traces.taken_over(span, handoff, fetched.timings)
+                    traces.record_taken_over(span, handoff, fetched.timings)
             except Overloaded:
                 undo.pop_all()
                 raise

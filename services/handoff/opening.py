@@ -79,7 +79,7 @@ class PoolOpener:
         for process in wanted.keys() - self._opening.keys():
             self._untried.add(process)
             self._opening[process] = group.create_task(self._keep_open(wanted[process]))
-        self._note_tried()
+        self._record_tried()
 
     async def _keep_open(self, owner: WorkerRecord) -> None:
         pool_of = without_lease(owner.worker_id, owner.epoch, owner.address)
@@ -88,7 +88,7 @@ class PoolOpener:
             async with self._peers.use(pool_of) as peer:
                 is_open = await self._open(peer, pool_of)
                 self._untried.discard(owner.process)
-                self._note_tried()
+                self._record_tried()
                 if is_open:
                     backoff.reset()
                     await peer.forgotten.wait()
@@ -103,7 +103,7 @@ class PoolOpener:
             return False
         return True
 
-    def _note_tried(self) -> None:
+    def _record_tried(self) -> None:
         if not self._untried:
             self._tried.set()
 

@@ -68,7 +68,7 @@ class Prefetcher:
         self._running: dict[str, _Prefetch] = {}
 
     async def run(self, followed: Followed, prompt: Prompt, call: RunningCall) -> decode_pb2.PrefetchResponse:
-        """Pulls blocks as they become final, then waits for `take`, for at most one lease. Frees what is not taken.
+        """Pulls blocks as they become final, then waits for `claim`, for at most one lease. Frees what is not taken.
 
         Raises Unsupported if the engine has no pool, or cannot read so early by the transport that both workers have;
         HandoffLost, StaleEpoch and LayoutMismatch as Puller.pull does, Overloaded, Unavailable if a transfer fails, and
@@ -84,7 +84,7 @@ class Prefetcher:
                     return await self._fill(first, responses, leased, peer, prompt, call)
         return decode_pb2.PrefetchResponse()
 
-    async def take(self, handoff: Handoff, prompt: Prompt) -> Prefetched | None:
+    async def claim(self, handoff: Handoff, prompt: Prompt) -> Prefetched | None:
         """Returns what was pulled of this handoff, once nothing more will be; None if that is nothing.
 
         The caller owns it, and has to confirm the handoff.
@@ -94,7 +94,7 @@ class Prefetcher:
             return None
         await prefetch.settled.wait()
         # Without an await until the caller owns the blocks, so that a cancellation loses none.
-        return prefetch.take(handoff, prompt)
+        return prefetch.claim(handoff, prompt)
 
     async def _fill(
         self,
@@ -197,7 +197,7 @@ class _Prefetch:
         if not done:
             await self._call.faults.inject("early")
 
-    def take(self, handoff: Handoff, prompt: Prompt) -> Prefetched | None:
+    def claim(self, handoff: Handoff, prompt: Prompt) -> Prefetched | None:
         """Passes the blocks to the caller, if they are of this handoff and prompt and have not been passed on."""
         reservation, count = self._reservation, len(self._source)
         if reservation is None or self.taken.is_set() or not self._is_for(handoff, prompt):

@@ -79,7 +79,7 @@ class Puller:
                             # fail the lease.
                             pulled = await attempt.confirm(lease)
                             metrics.observe_handoff(pulled.timings)
-                            traces.taken_over(span, handoff, pulled.timings)
+                            traces.record_taken_over(span, handoff, pulled.timings)
                     except NoFreeBlocks as error:
                         # The owner may be waiting for this worker's blocks: release the handoff at once.
                         metrics.HANDOFFS_GIVEN_BACK.inc()
@@ -132,7 +132,7 @@ class _Attempt:
         """Waits for blocks of this worker, and fills them. Their content is not valid before `confirm`."""
         self._call.stage = timing_pb2.STAGE_HANDOFF_WAIT
         await self._call.faults.inject("reserve")
-        self._prefetched = await self._prefetcher.take(self.handoff, self._prompt)
+        self._prefetched = await self._prefetcher.claim(self.handoff, self._prompt)
         if self._prefetched is not None:
             self._reservation = self._prefetched.reservation
         else:

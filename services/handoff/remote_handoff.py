@@ -131,7 +131,7 @@ def check_blocks(leased: LeasedBlocks, num_blocks: int, path: str = "handoff") -
     violations = []
     for index, block_id in enumerate(leased.block_ids):
         if block_id >= num_blocks or block_id in seen:
-            text = f"{block_id} comes twice" if block_id in seen else f"{block_id} is not within {num_blocks} blocks"
+            text = f"{block_id} is given twice" if block_id in seen else f"{block_id} is not within {num_blocks} blocks"
             violations.append(FieldViolation(f"{path}.block_ids[{index}]", text))
         seen.add(block_id)
     if violations:

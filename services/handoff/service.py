@@ -27,7 +27,7 @@ class HandoffOwner:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedPool:
+class ExposedPool:
     """A worker's pool. `endpoints` are the ways to read it, in order of preference."""
 
     owner: HandoffOwner
@@ -39,7 +39,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     """Lets the holders of handoffs read the pools, and renew and release their leases."""
 
     def __init__(
-        self, identity: Identity, pools: Sequence[OfferedPool], leases: LeaseTable, prompts: PromptsInProgress
+        self, identity: Identity, pools: Sequence[ExposedPool], leases: LeaseTable, prompts: PromptsInProgress
     ) -> None:
         self._pools = pools
         self._identity = identity
@@ -86,7 +86,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
             return 0.0
         return self._leases.renew(handoff_id)
 
-    def _pool_of(self, digest: str) -> OfferedPool:
+    def _pool_of(self, digest: str) -> ExposedPool:
         """Returns the pool of this layout. Raises LayoutMismatch naming the layouts of the pools that exist."""
         for pool in self._pools:
             if pool.owner.layout.digest == digest:
@@ -125,7 +125,7 @@ def layout_message(layout: KvLayout) -> handoff_pb2.KvLayout:
     )
 
 
-def _pool_response(pool: OfferedPool) -> handoff_pb2.GetPoolResponse:
+def _pool_response(pool: ExposedPool) -> handoff_pb2.GetPoolResponse:
     return handoff_pb2.GetPoolResponse(
         worker_id=pool.owner.identity.worker_id,
         epoch=pool.owner.identity.epoch,

@@ -24,7 +24,7 @@ def prefilled(timings: Sequence[Timing], kv: HeldKv, prompt_tokens: int) -> None
     span.stage("compute", computing, ended, {**tokens, "baton.blocks": len(kv.block_ids)})
 
 
-def taken_over(span: Span, handoff: Handoff, timings: tuple[Timing, ...]) -> None:
+def record_taken_over(span: Span, handoff: Handoff, timings: tuple[Timing, ...]) -> None:
     """Records a handoff that was pulled and confirmed."""
     span.set({"baton.handoff.confirmed": True, "baton.handoff.blocks": len(handoff.block_ids)})
     for timing in timings:

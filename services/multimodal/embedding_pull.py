@@ -81,7 +81,7 @@ class EmbeddingPuller:
                 Transfer(leased.block_ids, scratch, range(scratch.num_blocks), deadline, leased.handoff_id)
             )
         except TransferFailed as error:
-            raise HandoffLost(f"what worker {leased.worker_id} holds did not arrive: {error}") from error
+            raise HandoffLost(f"embeddings held by worker {leased.worker_id} did not arrive: {error}") from error
         return pool, scratch
 
     async def _open(self, owner: OwnerConnection, given: GivenEmbedding, leased: LeasedBlocks) -> Pool:

@@ -29,7 +29,7 @@ class MediaResolver:
         """
         check_spans(self._facts, prompt, spans)
         missing = [
-            FieldViolation(f"prompt.media[{index}].embedding", "is missing, and no KV comes by a handoff")
+            FieldViolation(f"prompt.media[{index}].embedding", "is missing, and the request has no handoff")
             for index, span in enumerate(spans)
             if span.embedding is None
         ]

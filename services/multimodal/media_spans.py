@@ -92,7 +92,7 @@ def _wrong_places(rules: ImageRules, prompt: Prompt, spans: Sequence[GivenSpan])
         if not span.digest:
             yield FieldViolation(f"{path}.digest", "is empty")
         if not span.num_tokens or end > len(prompt.token_ids):
-            text = f"{span.num_tokens} from {span.start} on are not within {len(prompt.token_ids)} tokens"
+            text = f"{span.num_tokens} tokens from {span.start} on exceed the prompt of {len(prompt.token_ids)} tokens"
             yield FieldViolation(f"{path}.num_tokens", text)
             continue
         if span.start < free_from:
@@ -129,7 +129,7 @@ def _wrong_embedding(
         return
     match embedding.source:
         case None:
-            yield FieldViolation(f"{path}.source", "is missing: neither inline nor lease")
+            yield FieldViolation(f"{path}.source", "is missing; give one of inline, lease")
         case bytes() as data:
             if len(data) != num_bytes:
                 yield FieldViolation(f"{path}.inline", f"has {len(data)} bytes; {num_bytes} were expected")
@@ -145,4 +145,4 @@ def _wrong_lease(path: str, leased: LeasedBlocks, num_tokens: int, num_bytes: in
         yield FieldViolation(f"{path}.num_bytes", f"{leased.num_bytes} is not {num_bytes}")
     blocks = -(-num_tokens // EMBEDDING_BLOCK_ROWS)
     if len(leased.block_ids) != blocks:
-        yield FieldViolation(f"{path}.block_ids", f"{len(leased.block_ids)} are not {blocks}")
+        yield FieldViolation(f"{path}.block_ids", f"has {len(leased.block_ids)} blocks; expected {blocks}")

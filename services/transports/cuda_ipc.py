@@ -90,7 +90,9 @@ class CudaIpcTransport(Transport):
         if not offered.host_id or offered.host_id != host_id():
             raise TransportUnavailable("the pool is on a GPU of another host, container or user")
         if self._memory.block_bytes != shape.block_bytes or offered.size < shape.num_bytes:
-            raise TransportUnavailable(f"{offered.size} bytes are not {shape.num_blocks} blocks of {shape.block_bytes}")
+            raise TransportUnavailable(
+                f"{offered.size} bytes do not hold {shape.num_blocks} blocks of {shape.block_bytes} bytes"
+            )
         export = DeviceExport(
             device=offered.device,
             process=offered.process,

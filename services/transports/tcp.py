@@ -64,7 +64,7 @@ class TcpTransport(Transport):
         """Connects. The owner knows its pool's shape and checks every request. See Transport."""
         del shape
         if not 0 < len(endpoint.tcp.host) <= _LONGEST_HOST or not 0 < endpoint.tcp.port < 2**16:
-            raise TransportUnavailable(f"{endpoint.tcp.host[:80]!r}:{endpoint.tcp.port} is no address")
+            raise TransportUnavailable(f"{endpoint.tcp.host[:80]!r}:{endpoint.tcp.port} is not an address")
         pool = TcpPool(endpoint.tcp, self._tls)
         with contextlib.ExitStack() as undo:
             undo.callback(pool.close)
@@ -91,7 +91,7 @@ class TcpPool:
     async def pull(self, transfer: Transfer) -> None:
         """Receives in a thread. See PoolReader."""
         try:
-            connection = self._take() or await self.connect()
+            connection = self._acquire() or await self.connect()
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             raise TransferFailed(f"cannot connect: {error}") from error
         request = _Request(connection, transfer)
@@ -164,7 +164,7 @@ class TcpPool:
         """Keeps a connection for the next pull."""
         self._idle.append(connection)
 
-    def _take(self) -> socket.socket | None:
+    def _acquire(self) -> socket.socket | None:
         while self._idle:
             connection = self._idle.pop()
             if is_silent(connection):

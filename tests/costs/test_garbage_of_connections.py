@@ -10,7 +10,7 @@ from support.servers.tcp_proxy import TcpProxy
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton_http2.client.call import Call
-from baton_http2.client.dialing import Peer, open_call
+from baton_http2.client.dialing import ServerAddress, open_call
 from benchmarks.leftovers import garbage
 from rpc.health import Health
 from rpc.server import Service, serve
@@ -51,7 +51,7 @@ async def test_a_connection_that_has_ended_is_no_garbage(end: Callable[[TcpProxy
     ):
         garbage.watch()
         for _ in range(5):
-            async with open_call(Peer(proxy.address), f"/{NAME}/Multiplex", lambda _: None) as call:
+            async with open_call(ServerAddress(proxy.address), f"/{NAME}/Multiplex", lambda _: None) as call:
                 await call.write(pb.MultiplexRequest().SerializeToString())
                 await end(proxy, call)
             del call

@@ -172,8 +172,8 @@ def sums(state: State, request: RoutingRequest, candidates: Candidates[Seen], ra
         there, load = worker.requests + cost.coming, worker.load
         waiting = max(0, there - load.running)
         free = (load.blocks_total - load.blocks_used) * SIZE
-        has_room = not load.blocks_total or free >= tokens - cached(key) + waiting * tokens
-        return linear(cost.entry, 0.0) + there * slower + (0.0 if has_room else 1.0 + waiting), has_room
+        has_capacity = not load.blocks_total or free >= tokens - cached(key) + waiting * tokens
+        return linear(cost.entry, 0.0) + there * slower + (0.0 if has_capacity else 1.0 + waiting), has_capacity
 
     def pairs(prefills: Sequence[tuple[str, int]], decodes: Sequence[tuple[str, int]]) -> list[Sum]:
         found = []

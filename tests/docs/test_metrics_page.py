@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-import router.processes.metrics
+import router.processes.process
 import router.telemetry.metrics
 import runtime.metrics
 import services.engines.metrics
@@ -50,7 +50,7 @@ def families() -> dict[str, Metric]:
 
 
 MODULES = (
-    router.processes.metrics,
+    router.processes.process,
     router.telemetry.metrics,
     services.engines.metrics,
     services.telemetry.metrics,

@@ -15,7 +15,7 @@ from support.http2.peer import message
 from support.http2.pipe import Pipe
 
 from baton_http2.client.connection import ClientConnection
-from baton_http2.client.dialing import DEFAULT_LIMITS, Peer, open_call
+from baton_http2.client.dialing import DEFAULT_LIMITS, ServerAddress, open_call
 from baton_http2.limits import Http2Limits
 from baton_http2.wire.frames import GOAWAY
 from runtime.aio import timeout
@@ -63,7 +63,7 @@ async def silenced(answer: bytes, limits: Http2Limits, **more: float) -> tuple[S
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     taken = replace(DEFAULT_LIMITS, http2=limits, **more)
-    async with timeout(60), open_call(Peer(address), "/test.Service/Method", lambda _: None, taken) as call:
+    async with timeout(60), open_call(ServerAddress(address), "/test.Service/Method", lambda _: None, taken) as call:
         writing = [asyncio.create_task(call.write(bytes(200_000))) for _ in range(3)]
         status = await asyncio.shield(call.status)
         await asyncio.gather(*writing)

@@ -15,8 +15,8 @@ from support.servers.tcp_proxy import TcpProxy
 
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
-from baton_http2.client.call import Call
-from baton_http2.client.dialing import DEFAULT_LIMITS, ConnectFailed, Peer, open_call
+from baton_http2.client.call import ClientCall
+from baton_http2.client.dialing import DEFAULT_LIMITS, ConnectFailed, ServerAddress, open_call
 from rpc.auth.tls import TlsConfig
 from rpc.health import Health
 from rpc.server import Server, ServerKind, Service, serve
@@ -77,7 +77,7 @@ async def wait(requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> No
     await asyncio.Event().wait()
 
 
-async def status_of(call: Call) -> tuple[StatusCode, str]:
+async def status_of(call: ClientCall) -> tuple[StatusCode, str]:
     status = await asyncio.shield(call.status)
     return status.code(), status.details()
 
@@ -85,7 +85,7 @@ async def status_of(call: Call) -> tuple[StatusCode, str]:
 async def test_messages_come_back_in_order_whatever_their_sizes(kind: ServerKind) -> None:
     contents = [b"%d" % number + b"x" * size for number, size in enumerate([0, 1, 16_384, 65_536, 3_000_000, 20] * 3)]
     taken = Taken()
-    async with serving(kind, echo) as server, open_call(Peer(server.address), PATH, taken.take) as call:
+    async with serving(kind, echo) as server, open_call(ServerAddress(server.address), PATH, taken.take) as call:
         for content in contents:
             await call.write(said(content))
         await call.write(said(b""))
@@ -96,7 +96,7 @@ async def test_messages_come_back_in_order_whatever_their_sizes(kind: ServerKind
 async def test_what_is_written_in_one_turn_of_the_loop_arrives_whole(kind: ServerKind) -> None:
     contents = [b"%d" % number for number in range(2000)]
     taken = Taken()
-    async with serving(kind, echo) as server, open_call(Peer(server.address), PATH, taken.take) as call:
+    async with serving(kind, echo) as server, open_call(ServerAddress(server.address), PATH, taken.take) as call:
         await asyncio.gather(*(call.write(said(content)) for content in contents))
         await eventually(lambda: len(taken.messages) == len(contents))
     assert taken.messages == contents
@@ -106,7 +106,7 @@ async def test_a_status_comes_with_its_text_and_its_metadata(kind: ServerKind) -
     async def refuse(requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> None:
         await context.abort(StatusCode.DATA_LOSS, "lost: 100% of é", (("why", "asked"), ("why-bin", b"\x00\xff")))
 
-    async with serving(kind, refuse) as server, open_call(Peer(server.address), PATH, Taken().take) as call:
+    async with serving(kind, refuse) as server, open_call(ServerAddress(server.address), PATH, Taken().take) as call:
         status = await asyncio.shield(call.status)
     assert (status.code(), status.details()) == (StatusCode.DATA_LOSS, "lost: 100% of é")
     assert {("why", "asked"), ("why-bin", b"\x00\xff")} <= set(status.trailing_metadata())
@@ -118,13 +118,19 @@ async def test_a_status_follows_the_messages_that_were_sent_before_it(kind: Serv
         await context.abort(StatusCode.ABORTED, "second")
 
     taken = Taken()
-    async with serving(kind, answer_and_refuse) as server, open_call(Peer(server.address), PATH, taken.take) as call:
+    async with (
+        serving(kind, answer_and_refuse) as server,
+        open_call(ServerAddress(server.address), PATH, taken.take) as call,
+    ):
         assert await status_of(call) == (StatusCode.ABORTED, "second")
     assert taken.messages == [b"first"]
 
 
 async def test_an_unknown_method_is_unimplemented(kind: ServerKind) -> None:
-    async with serving(kind, echo) as server, open_call(Peer(server.address), "/no.Such/Method", Taken().take) as call:
+    async with (
+        serving(kind, echo) as server,
+        open_call(ServerAddress(server.address), "/no.Such/Method", Taken().take) as call,
+    ):
         assert (await status_of(call))[0] is StatusCode.UNIMPLEMENTED
 
 
@@ -139,7 +145,7 @@ async def test_leaving_the_call_ends_it_on_the_server(kind: ServerKind) -> None:
             ended.set()
 
     async with serving(kind, note) as server:
-        async with open_call(Peer(server.address), PATH, Taken().take) as call:
+        async with open_call(ServerAddress(server.address), PATH, Taken().take) as call:
             await call.write(said(b"x"))
             await started.wait()
         assert (await status_of(call))[0] is StatusCode.CANCELLED
@@ -156,7 +162,7 @@ async def test_a_writer_waits_for_a_server_that_does_not_read_and_goes_on_with_i
             seen.append(len(request.starts[0].request))
 
     written = 0
-    async with serving(kind, read_late) as server, open_call(Peer(server.address), PATH, Taken().take) as call:
+    async with serving(kind, read_late) as server, open_call(ServerAddress(server.address), PATH, Taken().take) as call:
 
         async def write_all() -> None:
             nonlocal written
@@ -188,7 +194,7 @@ async def test_a_server_that_drains_lets_the_call_go_on(kind: ServerKind) -> Non
     serves = asyncio.create_task(run())
     address = (await started).address
     taken = Taken()
-    async with open_call(Peer(address), PATH, taken.take) as call:
+    async with open_call(ServerAddress(address), PATH, taken.take) as call:
         await call.write(said(b"before"))
         await eventually(lambda: taken.messages == [b"before"])
         leaving.set()
@@ -204,7 +210,7 @@ async def refuses(address: str) -> None:
     """Returns once nothing listens there."""
     while True:
         try:
-            async with open_call(Peer(address), PATH, Taken().take):
+            async with open_call(ServerAddress(address), PATH, Taken().take):
                 await asyncio.sleep(0.02)
         except ConnectFailed:
             return
@@ -214,7 +220,7 @@ async def test_a_lost_connection_ends_the_call(kind: ServerKind) -> None:
     async with (
         serving(kind, wait) as server,
         TcpProxy(server.address) as proxy,
-        open_call(Peer(proxy.address), PATH, Taken().take) as call,
+        open_call(ServerAddress(proxy.address), PATH, Taken().take) as call,
     ):
         await eventually(lambda: proxy.accepted == 1)
         await proxy.cut()
@@ -229,7 +235,7 @@ async def test_a_server_that_does_not_answer_pings_is_lost(kind: ServerKind) -> 
     async with (
         serving(kind, echo) as server,
         TcpProxy(server.address) as proxy,
-        open_call(Peer(proxy.address), PATH, taken.take, limits) as call,
+        open_call(ServerAddress(proxy.address), PATH, taken.take, limits) as call,
     ):
         await call.write(said(b"x"))
         await eventually(lambda: taken.messages == [b"x"])
@@ -241,7 +247,7 @@ async def test_a_writer_that_waits_is_released_by_the_end_of_the_connection(kind
     async with (
         serving(kind, wait) as server,
         TcpProxy(server.address) as proxy,
-        open_call(Peer(proxy.address), PATH, Taken().take) as call,
+        open_call(ServerAddress(proxy.address), PATH, Taken().take) as call,
     ):
         writers = [asyncio.create_task(call.write(said(bytes(4_000_000)))) for _ in range(8)]
         await eventually(lambda: any(writer.done() for writer in writers))
@@ -253,14 +259,14 @@ async def test_nothing_that_listens_is_unavailable() -> None:
     async with serving("http2", echo) as server:
         pass
     with pytest.raises(ConnectFailed, match=server.address):
-        async with open_call(Peer(server.address), PATH, Taken().take):
+        async with open_call(ServerAddress(server.address), PATH, Taken().take):
             pass
 
 
 @pytest.mark.parametrize("address", ["nowhere", "unix:/run/worker", "host:99999", f"{'a' * 300}:1", "a..b:1"])
 async def test_an_address_that_is_none_is_unavailable(address: str) -> None:
     with pytest.raises(ConnectFailed):
-        async with open_call(Peer(address), PATH, Taken().take):
+        async with open_call(ServerAddress(address), PATH, Taken().take):
             pass
 
 
@@ -283,7 +289,7 @@ async def echoed(kind: ServerKind, server_tls: TlsConfig | None, tls: TlsConfig,
     taken = Taken()
     async with (
         serving(kind, echo, server_tls) as server,
-        open_call(Peer(server.address, tls.client_context(), server_name), PATH, taken.take) as call,
+        open_call(ServerAddress(server.address, tls.client_context(), server_name), PATH, taken.take) as call,
     ):
         await call.write(said(b"x" * 100_000))
         await call.write(said(b""))

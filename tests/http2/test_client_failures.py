@@ -21,8 +21,7 @@ from hyperframe.frame import (
 from support.http2.peer import PREFACE, Peer, message, opened
 
 from baton_http2.client.call import Status
-from baton_http2.client.dialing import DEFAULT_LIMITS, open_call
-from baton_http2.client.dialing import Peer as Server
+from baton_http2.client.dialing import DEFAULT_LIMITS, ServerAddress, open_call
 from baton_http2.limits import Http2Limits, Rate
 from runtime.aio import timeout
 
@@ -77,7 +76,7 @@ async def call(script: Callable[[Peer], Frames], *, closes: bool = False) -> End
     """What becomes of a call that is answered so."""
     messages: list[bytes] = []
     async with timeout(60), answering(script, closes=closes) as (address, peers):
-        async with open_call(Server(address), PATH, messages.append, _LIMITS) as made:
+        async with open_call(ServerAddress(address), PATH, messages.append, _LIMITS) as made:
             status = await asyncio.shield(made.status)
         while not peers:  # noqa: ASYNC110  # the server's end of the connection
             await asyncio.sleep(0.01)
@@ -263,7 +262,7 @@ async def test_a_ping_is_answered() -> None:
 
 async def test_leaving_resets_the_stream_and_says_goodbye() -> None:
     async with timeout(60), answering(lambda peer: [SETTINGS, head(peer)]) as (address, peers):
-        async with open_call(Server(address), PATH, lambda _: None, _LIMITS):
+        async with open_call(ServerAddress(address), PATH, lambda _: None, _LIMITS):
             await asyncio.sleep(0)
         while not peers:  # noqa: ASYNC110  # the server's end of the connection
             await asyncio.sleep(0.01)

@@ -20,12 +20,12 @@ from support.http2.pipe import Pipe, converse, failures_of, kinds_of_frames
 
 from baton_http2.client.call import Status
 from baton_http2.client.connection import ClientConnection
-from baton_http2.client.dialing import DEFAULT_LIMITS, Peer
+from baton_http2.client.dialing import DEFAULT_LIMITS, ServerAddress
 
 FRAMES = int(os.environ.get("BATON_HTTP2_FRAMES", "20000"))
 MEMORY_BYTES = 64 * 2**20
 PREFACE_BYTES = 24
-HEAD = Peer("127.0.0.1:1").head("/test.Service/Method")
+HEAD = ServerAddress("127.0.0.1:1").head("/test.Service/Method")
 
 
 @dataclass(slots=True)

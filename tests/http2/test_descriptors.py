@@ -63,18 +63,18 @@ def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
     held = [Idle(None), Idle(3.0), Idle(1.0), Idle(2.0)]
     for each in held:
         connections.add(each)
-    assert connections.has_room(connections.most - 1)
+    assert connections.has_capacity(connections.most - 1)
     assert not any(each.is_closed for each in held)
-    assert connections.has_room(connections.most)
+    assert connections.has_capacity(connections.most)
     assert [each.is_closed for each in held] == [False, False, True, False]
 
 
 def test_no_connection_is_taken_when_none_is_idle_and_none_from_the_reserve() -> None:
     connections = OpenConnections(256)
     connections.add(Idle(None))
-    assert not connections.has_room(connections.most)
+    assert not connections.has_capacity(connections.most)
     connections.add(Idle(1.0))
-    assert not connections.has_room(limit() - 1)
+    assert not connections.has_capacity(limit() - 1)
 
 
 def test_a_reserve_is_at_most_a_quarter_of_the_limit() -> None:

@@ -107,7 +107,7 @@ def test_the_readmes_client_calls_a_server(python: Path, tmp_path: Path) -> None
     program = f"""
 import asyncio
 import grpc
-from baton_http2.client.dialing import Peer, open_call
+from baton_http2.client.dialing import ServerAddress, open_call
 
 async def chat(requests, context):
     async for request in requests:

@@ -150,7 +150,7 @@ async def test_a_folder_is_refused(folder: Path, path: str) -> None:
 async def test_a_missing_file_is_said_to_be_missing(folder: Path) -> None:
     with pytest.raises(InvalidRequest) as refused:
         await load(f"file://{folder}/a.png", folder)
-    assert refused.value.violations == (FieldViolation("media[1].uri", "there is no such file"),)
+    assert refused.value.violations == (FieldViolation("media[1].uri", "the file does not exist"),)
 
 
 async def test_a_file_below_a_file_is_refused(folder: Path) -> None:

@@ -10,9 +10,9 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 from support.cluster.in_process import Bench, bench, simulated
 from support.engines.checkpoints import DEMO
+from support.log_fields import merge_log_fields
 
 from baton.inference.v1 import generate_pb2, model_pb2, tokenize_pb2
-from runtime.logs import merge_log_fields
 
 INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 

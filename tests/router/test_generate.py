@@ -8,11 +8,11 @@ from google.protobuf import json_format
 from structlog.testing import capture_logs
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, bench, simulated
 from support.eventually import eventually
+from support.log_fields import merge_log_fields
 
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2, timing_pb2, tokenize_pb2
 from router.config import RoutingConfig
 from rpc.server import ServerKind
-from runtime.logs import merge_log_fields
 
 SEEDED = {"temperature": 1.0, "seed": 7}
 

@@ -167,7 +167,7 @@ def test_a_file_that_is_no_configuration_is_named(file: Path, text: str) -> None
 
 
 def test_a_key_that_comes_twice_is_refused(file: Path) -> None:
-    assert "'budget' comes twice" in mistake(file, "listen: a:1\nretry:\n  budget: 1\n  budget: 2")
+    assert "'budget' is given twice" in mistake(file, "listen: a:1\nretry:\n  budget: 1\n  budget: 2")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

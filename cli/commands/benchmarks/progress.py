@@ -1,4 +1,4 @@
-"""How far a benchmark has come, on standard error."""
+"""The progress of a benchmark, on standard error."""
 
 from collections.abc import Sequence
 

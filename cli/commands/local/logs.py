@@ -14,7 +14,7 @@ async def run(arguments: argparse.Namespace) -> int:
         print(f"no log of {', '.join(unknown)} in {folder.logs}")
         return 1
     if not names:
-        print(f"there are no logs in {folder.logs}")
+        print(f"no logs in {folder.logs}")
         return 0
     width = max(map(len, names))
     sizes = {name: folder.log(name).stat().st_size for name in names}

@@ -8,7 +8,7 @@ from router.routing.latency import Clock
 from router.routing.policy import Prediction, RoutingRequest, W
 from router.routing.prefix.cost import Costs, WorkerCost
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
-from router.routing.prefix.work import Ticket
+from router.routing.prefix.work import WorkTicket
 from router.telemetry import metrics
 
 
@@ -51,7 +51,7 @@ class Forecast(Generic[W]):
         self._work = self._cost.ranks[prediction.rank]
         reader = costs.of(prediction.decode_worker.record)
         decoding = reader.ranks[prediction.decode_rank]
-        self._ticket: Ticket | None = costs.shares.give(
+        self._ticket: WorkTicket | None = costs.shares.give(
             self._work, decoding, prediction.uncached_tokens, prediction.prefill
         )
         self._has_first_token = False

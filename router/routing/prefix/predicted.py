@@ -122,10 +122,10 @@ class PredictedSeconds:
             options = options or _pairs(prefills, decodes, request)
         if not candidates.requires_prefill:
             # Where streams wait for memory already, a prompt of its own would only make them wait longer.
-            needs_no_room = not options
+            needs_no_memory = not options
             for rank in decodes:
-                decode, _, _, here, stall, has_room = rank
-                if has_room or needs_no_room:
+                decode, _, _, here, stall, has_memory = rank
+                if has_memory or needs_no_memory:
                     options.append((here[0] + decode + stall, None, rank))
         return options
 

@@ -48,11 +48,6 @@ class PrefixCaches:
         self._cacheless: set[str] = set()  # of others: estimates of what they have were wrong
         self._expire_at = clock()
 
-    @property
-    def has_reports(self) -> bool:
-        """True if any worker reports what it has cached."""
-        return bool(self._reporting)
-
     def reports(self, process: str) -> bool:
         """True if a worker reports what it has cached; otherwise that is estimated."""
         return process in self._reporting

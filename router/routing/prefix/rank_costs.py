@@ -57,7 +57,7 @@ class DecodeRank(NamedTuple, Generic[W]):
     """A rank of a worker that decodes, compared by `decode`, and `here`, what the prompt costs if it runs here.
 
     `decode` is the time to join the batch and how much the streams there and the request slow each other down, and
-    `stall` what those streams lose if the prompt runs here. `has_room` is whether there is memory for the prompt.
+    `stall` what those streams lose if the prompt runs here. `has_memory` is whether there is memory for the prompt.
     """
 
     decode: float
@@ -65,7 +65,7 @@ class DecodeRank(NamedTuple, Generic[W]):
     number: int
     here: PrefillFields[W]
     stall: float
-    has_room: bool
+    has_memory: bool
 
 
 # A rank with all that its costs are read from, and how many ranks its worker has.
@@ -123,7 +123,7 @@ class RankCosts:
         ranks: list[DecodeFields[W]] = []
         for rank in here:
             _, _, number, _, prefill, cached, worker, cost, work = rank
-            requests, load, entry, has_room = worker.requests, worker.load, cost.entry, True
+            requests, load, entry, has_memory = worker.requests, worker.load, cost.entry, True
             there, total = requests + cost.coming, load.blocks_total
             decode = entry.slowness * entry.usual.base + there * slower
             if total:
@@ -131,9 +131,9 @@ class RankCosts:
                 waiting = max(0, there - load.running) if there else 0
                 if (total - load.blocks_used) * block_tokens < tokens - cached + waiting * tokens:
                     decode += _NO_ROOM_SECONDS * (1 + waiting)
-                    has_room = False
+                    has_memory = False
             stall = _STALL_WEIGHT * (requests + arrivals * prefill) * prefill
-            ranks.append((decode, work.given_streams, number, rank, stall, has_room))
+            ranks.append((decode, work.given_streams, number, rank, stall, has_memory))
         return ranks
 
     def _ranks(self, workers: Sequence[W]) -> list[_Rank[W]]:

@@ -10,7 +10,7 @@ from router.routing.prefix.prefix_caches import Cache
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class WorkTicket:
     """A prompt in a worker's queue, and the predicted time to compute it."""
 
     seconds: float
@@ -21,7 +21,7 @@ class PromptQueue:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._tickets: OrderedDict[int, Ticket] = OrderedDict()
+        self._tickets: OrderedDict[int, WorkTicket] = OrderedDict()
         # What `wait_at` reads, kept as prompts come and go, since each request asks all queues.
         self.seconds = 0.0  # of all prompts
         self.head_seconds = 0.0  # of the first one
@@ -38,16 +38,16 @@ class PromptQueue:
         # If the first one takes longer than predicted, that says nothing about those behind it.
         return self.seconds - min(self.head_seconds, now - self.head_since)
 
-    def add(self, seconds: float) -> Ticket:
+    def add(self, seconds: float) -> WorkTicket:
         """Adds a prompt that is predicted to take so long."""
         if not self._tickets:
             self.head_since, self.head_seconds, self._has_head_begun = self._clock(), seconds, True
-        ticket = Ticket(seconds)
+        ticket = WorkTicket(seconds)
         self._tickets[id(ticket)] = ticket
         self.seconds += seconds
         return ticket
 
-    def done(self, ticket: Ticket) -> float | None:
+    def done(self, ticket: WorkTicket) -> float | None:
         """Removes a prompt that is computed. Returns how long it took if it was the first one.
 
         Not of one that followed a prompt that was given up: how much of it was computed before that is not known.
@@ -59,12 +59,12 @@ class PromptQueue:
         self._has_head_begun = True
         return self.head_since - since if has_begun else None
 
-    def give_up(self, ticket: Ticket) -> None:
+    def give_up(self, ticket: WorkTicket) -> None:
         """Removes a prompt that will not be computed."""
         if self._remove(ticket) is not None:
             self._has_head_begun = False
 
-    def _remove(self, ticket: Ticket) -> float | None:
+    def _remove(self, ticket: WorkTicket) -> float | None:
         """Returns when it began if it was the first one."""
         if self._tickets.get(id(ticket)) is not ticket:
             return None
@@ -148,7 +148,7 @@ class WorkShares:
         """Forgets a rank whose worker has left."""
         self._ranks.discard(rank)
 
-    def give(self, rank: RankWork, decoding: RankWork, tokens: int, seconds: float) -> Ticket:
+    def give(self, rank: RankWork, decoding: RankWork, tokens: int, seconds: float) -> WorkTicket:
         """Adds a prompt of so many tokens to compute, predicted to take so long, and the rank that decodes after it."""
         rank.given_tokens += tokens * self._weight
         decoding.given_streams += self._weight

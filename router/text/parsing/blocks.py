@@ -50,7 +50,7 @@ class BlockParser:
             if not self._end and self._read(self._held[len(self._begin) :]):
                 break
             self._is_inside = False
-            parts += [*self._block(self._take(at + len(self._end))), *self.push("")]
+            parts += [*self._block(self._pop(at + len(self._end))), *self.push("")]
         return parts + self._rest()
 
     def _rest(self) -> list[Part]:
@@ -64,9 +64,9 @@ class BlockParser:
         if at >= 0:
             self._is_inside, self._is_quoted = True, False
             self._searched = self._quoted_to = len(self._begin)
-            return self._text(self._take(at))
+            return self._text(self._pop(at))
         ready = len(self._held) - overlap(self._held, self._begin)
-        return self._text(self._take(ready)) if ready else None
+        return self._text(self._pop(ready)) if ready else None
 
     def _inside(self) -> list[Part] | None:
         end = self._end or self._begin
@@ -77,7 +77,7 @@ class BlockParser:
             self._searched = len(self._held) - len(end) + 1
             return None
         self._is_inside = False
-        return self._block(self._take(at + len(self._end)))
+        return self._block(self._pop(at + len(self._end)))
 
     def _in_string(self, at: int) -> bool:
         """True if a string of JSON goes on at this place, which is not before the last one asked for."""
@@ -103,7 +103,7 @@ class BlockParser:
         self._follows_call = self._follows_call and not shown
         return [Text(shown, text)]
 
-    def _take(self, length: int) -> str:
+    def _pop(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
         return taken
 

@@ -36,7 +36,7 @@ def tool_formats() -> tuple[ToolFormat, ...]:
         if isinstance(loaded, ToolFormat):
             found.append(loaded)
         else:
-            log.error("an entry point is no ToolFormat", entry_point=entry.name)
+            log.error("entry point is not a ToolFormat", entry_point=entry.name)
     return (*found, *_BUILT_IN)
 
 

@@ -1,6 +1,7 @@
 """The requests inside an engine of another package: followed to their end, and counted."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,31 @@ import structlog
 
 from baton.errors import BatonError, EngineFailed, Overloaded
 from services.engines.answer import Tokens
-from services.engines.external.slow_reader import SlowReader
+
+
+class SlowReader:
+    """Calls `give_up` with an error once output has waited for its reader for `seconds`, unless they are infinite."""
+
+    def __init__(self, seconds: float, give_up: Callable[[Overloaded], None]) -> None:
+        self._seconds = seconds
+        self._give_up = give_up
+        self._timer: asyncio.TimerHandle | None = None
+
+    def has_output(self) -> None:
+        """Notes that there is output that the reader does not have yet."""
+        if self._timer is None and self._seconds < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._is_late)
+
+    def has_read(self) -> None:
+        """Notes that the reader has everything, or that it need not read."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_late(self) -> None:
+        self._timer = None
+        self._give_up(Overloaded(f"the answer was not read for {self._seconds} s", retry_after_seconds=1.0))
+
 
 log = structlog.get_logger(__name__)
 
@@ -61,10 +86,10 @@ class ExternalGeneration:
         self.error = error
         if error is None and self.finish_reason is None:
             self.error = EngineFailed(f"{self._title} ended the request without a reason")
-        self._tell()
+        self._wake()
         self.ended.set()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self.changed.set()
         if self.listener is not None:
             self.listener()
@@ -112,7 +137,7 @@ class ExternalRequests(Generic[Generation]):
         """Notes that the engine made progress of any kind."""
         self._progressed_at = time.monotonic()
 
-    def require_room(self) -> None:
+    def require_capacity(self) -> None:
         """Raises Overloaded if too many are here, and EngineFailed after a fatal error."""
         if self.failure is not None:
             raise self.failure
@@ -143,9 +168,9 @@ class ExternalRequests(Generic[Generation]):
         elif (raised := task.exception()) is not None:
             error = raised if isinstance(raised, BatonError) else self._converted(raised)
         generation.end(error)
-        self._note_end(generation)
+        self._record_end(generation)
 
-    def _note_end(self, generation: Generation) -> None:
+    def _record_end(self, generation: Generation) -> None:
         if generation.error is None:
             self.progressed()
 

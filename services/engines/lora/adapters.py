@@ -192,7 +192,7 @@ class LoraAdapters(Generic[Weights]):
             return
         weights = await asyncio.to_thread(self._slots.read, entry)
         async with self._placing:
-            slot = self._take_slot(lora.name)
+            slot = self._acquire_slot(lora.name)
             try:
                 await self._slots.install(slot, weights)
             except BaseException:
@@ -203,7 +203,7 @@ class LoraAdapters(Generic[Weights]):
         self._loaded[lora.name] = _Loaded(entry, slot, last_used=self._uses)
         _log.info("adapter loaded", adapter=lora.name, digest=lora.digest[:12], rank=entry.ranked.rank)
 
-    def _take_slot(self, name: str) -> int:
+    def _acquire_slot(self, name: str) -> int:
         """A free slot, or that of the adapter whose last use is the longest ago. Raises Overloaded."""
         if not self._free:
             idle = [one for one in self._loaded.values() if not one.users]

@@ -112,7 +112,7 @@ def grant_blocks(waiting: deque[Item], offer: Callable[[Item], Grant]) -> None:
 def no_free_blocks(rules: AllocationRules) -> NoFreeBlocks:
     """Returns the error of a reservation for which held KV has left no room for too long."""
     return NoFreeBlocks(
-        f"KV that is held here for other workers has left no room for {rules.held_wait_seconds:g} s",
+        f"no free blocks for {rules.held_wait_seconds:g} s: KV is held for other workers",
         retry_after_seconds=rules.held_wait_seconds,
     )
 

@@ -121,7 +121,7 @@ class BatchLoop(ABC, Generic[AnyJob]):
         try:
             use_device(self._device)
             with torch.inference_mode():
-                while jobs := self._take():
+                while jobs := self._next_jobs():
                     with self._stall_detector.beating():
                         self._compute_what_fits([job for job in jobs if not job.result.cancelled()])
             failure = EngineFailed(f"the {self._name} has been closed")
@@ -144,7 +144,7 @@ class BatchLoop(ABC, Generic[AnyJob]):
             jobs.remove(largest)
             self._post(largest, too_large())
 
-    def _take(self) -> list[AnyJob]:
+    def _next_jobs(self) -> list[AnyJob]:
         """Returns the waiting jobs, at least one; none if the thread has to end."""
         jobs: list[AnyJob] = []
         while not jobs or (sum(job.size for job in jobs) < self._most_at_once and not self._queue.empty()):

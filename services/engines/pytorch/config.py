@@ -147,7 +147,9 @@ class PyTorchConfig(EngineConfig):
         if self.multi_node is None and self.device.startswith("cuda:"):
             raise ValueError(f"tensor_parallel_size: {self.device} is one GPU, and each rank has its own; device: cuda")
         if self.execution == "library":
-            raise ValueError("tensor_parallel_size: transformers' modules are not split; execution must not be library")
+            raise ValueError(
+                "tensor_parallel_size: execution must not be library, because transformers' modules cannot be split"
+            )
         return self
 
     @property

@@ -22,8 +22,7 @@ from services.engines.pytorch.lora.layers import NO_SLOT, LoraLayers
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.loading import LoadedModel, load_model
 from services.engines.pytorch.parallel.followers import Followers
-from services.engines.pytorch.parallel.pool_part import part_of_pool
-from services.engines.pytorch.parallel.shards import WHOLE
+from services.engines.pytorch.parallel.shards import WHOLE, part_of_pool
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.fused_runner import FusedRunner, Sizes
 from services.engines.pytorch.runners.runner import InflightStep, StepRunner
@@ -332,7 +331,7 @@ class EngineCore:
             self._append(sequence, chosen.token_id, chosen)
         metrics.DRAFTED_TOKENS.inc(len(chunk.drafts))
         metrics.ACCEPTED_TOKENS.inc(accepted)
-        sequence.drafts.note(accepted, len(sequence.tokens))
+        sequence.drafts.record(accepted, len(sequence.tokens))
 
     def _append(self, sequence: TokenSequence, token_id: int, chosen: Chosen) -> None:
         sequence.tokens.append(token_id)
@@ -342,7 +341,7 @@ class EngineCore:
         if sequence.hold:
             self._hold(sequence, chosen, reason)
             return
-        sequence.sink(Token(token_id, chosen.logprob, sequence.take_prompt_logprobs()))
+        sequence.sink(Token(token_id, chosen.logprob, sequence.pop_prompt_logprobs()))
         if reason is not None:
             self._leave(sequence, sequence.finished(reason))
 
@@ -364,7 +363,7 @@ class EngineCore:
                 cached_tokens=sequence.cached_tokens,
                 queue_seconds=sequence.queue_seconds,
                 compute_seconds=sequence.first_token_at - sequence.started,
-                prompt_logprobs=sequence.take_prompt_logprobs(),
+                prompt_logprobs=sequence.pop_prompt_logprobs(),
             )
         )
 

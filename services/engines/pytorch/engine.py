@@ -23,9 +23,8 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
-from services.engines.pytorch.kv_cache.blocks import CacheListener
+from services.engines.pytorch.kv_cache.blocks import BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, ReservedBlocks
-from services.engines.pytorch.kv_cache.kv_events import CacheEvents
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
@@ -43,17 +42,12 @@ from services.engines.request_context import FreedKv, current_freed_kv
 
 
 class PyTorchEngine(Engine):
-    """An Engine: a Hugging Face model with a paged KV cache and continuous batching.
+    """An Engine: a Hugging Face model with a paged KV cache and continuous batching."""
 
-    The engine's thread calls `listener` for blocks that enter and leave the prefix cache.
-    """
-
-    def __init__(
-        self, config: PyTorchConfig, listener: CacheListener | None = None, rules: AllocationRules = UNSHARED
-    ) -> None:
+    def __init__(self, config: PyTorchConfig, rules: AllocationRules = UNSHARED) -> None:
         self._config = config
         self._publisher = KvPublisher()
-        self._cache_events = CacheEvents(self._publisher, listener)
+        self._cache_events = _CacheEvents(self._publisher)
         self._rules = rules
 
     async def __aenter__(self) -> Self:
@@ -130,7 +124,7 @@ class PyTorchEngine(Engine):
         return self
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """Yields the changes of the prefix cache. See TellsKv."""
+        """Yields the changes of the prefix cache. See ReportsKvEvents."""
         if not self._config.prefix_cache:
             raise Unsupported("the engine is configured without a prefix cache")
         return self._publisher.changes()
@@ -172,7 +166,9 @@ class PyTorchEngine(Engine):
         """Reserves blocks for a pull of `num_tokens` tokens of `prompt.context`. See DecodeEngine."""
         check_prompt(prompt, self.facts)
         if not self.facts.takes_handoffs:
-            raise Unsupported("engine.tensor_parallel_size: a split model without a shared pool takes no KV of others")
+            raise Unsupported(
+                "engine.tensor_parallel_size: a split model without a shared pool cannot receive KV from other workers"
+            )
         if not 0 < num_tokens <= len(prompt.context):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
@@ -212,10 +208,10 @@ class PyTorchEngine(Engine):
             else:
                 core.submit(sequence)
 
-        footprint = current_freed_kv()
+        freed_kv = current_freed_kv()
 
         def abort(core: EngineCore) -> int:
-            blocks = _abort(footprint, sequence, core)
+            blocks = _abort(freed_kv, sequence, core)
             return blocks + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
 
         prepare = partial(self._guide, sequence) if sampling.guide is not None else None
@@ -311,13 +307,30 @@ def _settle(granted: "asyncio.Future[None]", error: BatonError | None) -> None:
         granted.set_exception(error)
 
 
-def _abort(footprint: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
+def _abort(freed_kv: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
     tokens = sequence.computed
     blocks = core.abort(sequence)
-    footprint.give_back(tokens, blocks)
+    freed_kv.give_back(tokens, blocks)
     return blocks
 
 
 def _blocks(source: PulledKv) -> BlockReservation:
     assert isinstance(source.reservation, ReservedBlocks)
     return source.reservation.blocks
+
+
+class _CacheEvents:
+    """Publishes the changes of the prefix cache in a step together with the step's other outcomes.
+
+    Changes before `loop` is set are dropped: the warm-up leaves nothing in the cache.
+    """
+
+    def __init__(self, publisher: KvPublisher) -> None:
+        self._publisher = publisher
+        self.loop: EngineLoop | None = None
+
+    def __call__(self, event: BlockStored | BlockRemoved) -> None:
+        """Call it on the engine's thread."""
+        if self.loop is not None:
+            publish = self._publisher.stored if isinstance(event, BlockStored) else self._publisher.removed
+            self.loop.notify(partial(publish, event.block_hash))

@@ -172,7 +172,7 @@ class TokenSequence:
         """Returns how many tokens the next chunk may have."""
         return min(self.remaining, budget if self.prompt_report is None else min(budget, LARGEST_CHUNK))
 
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+    def pop_prompt_logprobs(self) -> PromptLogprobs | None:
         """Returns the report on the prompt, once, if it was requested."""
         report, self.prompt_report = self.prompt_report, None
         return report.finished() if report is not None else None

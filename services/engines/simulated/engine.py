@@ -87,7 +87,7 @@ class SimulatedEngine(Engine):
         return self
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """Yields the changes of the prefix cache. See TellsKv."""
+        """Yields the changes of the prefix cache. See ReportsKvEvents."""
         if not self._config.kv_events:
             raise Unsupported("engine.kv_events is false: the engine does not report its prefix cache")
         return self._parts.kv_events.changes()

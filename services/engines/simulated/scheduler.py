@@ -293,8 +293,8 @@ class SimulatedScheduler:
         sampling = sequence.sampling
         if sampling.logprobs is not None:
             sequence.logprobs.append(logprob(token_id, sampling.logprobs, self._vocabulary))
-        room = self._config.context_tokens - len(sequence.ids)
-        sequence.finish = finish_reason(token_id, sequence.generated, room, self._vocabulary.eos_token_id, sampling)
+        left = self._config.context_tokens - len(sequence.ids)
+        sequence.finish = finish_reason(token_id, sequence.generated, left, self._vocabulary.eos_token_id, sampling)
         if sequence.finish or sequence.held:
             del self.running[sequence]
         sequence.changed.set()

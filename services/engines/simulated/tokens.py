@@ -149,15 +149,15 @@ class TokenStream:
 
 
 def finish_reason(
-    token_id: int, generated: int, room: int, eos_token_id: int, sampling: Sampling
+    token_id: int, generated: int, left: int, eos_token_id: int, sampling: Sampling
 ) -> FinishReason | None:
-    """The reason why the id just generated ends the request: the `generated`th, with `room` left in the context."""
+    """The reason why the id just generated, the `generated`th, ends the request; the context has `left` tokens left."""
     if generated >= sampling.min_tokens:
         if token_id == eos_token_id and not sampling.ignore_eos:
             return FinishReason.END_OF_SEQUENCE
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP_TOKEN
-    if generated >= sampling.max_tokens or room <= 0:
+    if generated >= sampling.max_tokens or left <= 0:
         return FinishReason.LENGTH
     return None
 

@@ -176,7 +176,7 @@ class TrtllmConfig(EngineConfig):
     override_engine_args: str = Field(default="", description="A JSON object.")
     whole_requests: bool = Field(
         default=False,
-        description="A decode worker that takes no KV over, on purpose: it runs prompts itself.",
+        description="A decode worker that accepts no handoffs, by choice: it runs prompts itself.",
     )
     handoff_deadline_seconds: float = Field(
         default=30.0, gt=0, description="The longest time from the end of a prefill until its KV has been fetched."

@@ -143,7 +143,7 @@ class TrtllmEncoder:
 
     def _look(self, images: Sequence[Image.Image]) -> list[Any]:
         asked = [{"prompt": self._rules.placeholder, "multi_modal_data": {"image": [image]}} for image in images]
-        return [self._taken(result) for result in self._encoder.generate(asked)]
+        return [self._rows_of(result) for result in self._encoder.generate(asked)]
 
     def _why(self, error: BaseException) -> BatonError:
         """Converts an error. One that is not a RequestError fails the encoder for good."""
@@ -154,7 +154,7 @@ class TrtllmEncoder:
             self._failure = failed
         return failed
 
-    def _taken(self, result: Any) -> Any:
+    def _rows_of(self, result: Any) -> Any:
         """Returns the rows in host memory. Reading a handle uses it up, so that the engine can free its memory."""
         params = result.disaggregated_params
         handles = params.multimodal_embedding_handles if params is not None else None

@@ -15,13 +15,12 @@ from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.context import EngineContext
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
-from services.engines.external.held_kv import HeldHandoffs
+from services.engines.external.held_kv import ExternalKv, ExternalPrefill, HeldHandoffs
 from services.engines.generation import ClosingStream, Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.held_kv import TrtllmKv
 from services.engines.trtllm.loading import load, shut_down
 from services.engines.trtllm.model_facts import model_facts
 from services.engines.trtllm.monitoring import metrics
@@ -43,14 +42,29 @@ from services.engines.trtllm.resolved_args import ResolvedArgs
 _PLAIN_TIMEOUT_SECONDS = 60.0
 
 
+class TrtllmKv(ExternalKv):
+    """KV that TensorRT-LLM holds for another worker, until that one has fetched it or the transfer times out.
+
+    An abort after the prompt has been computed frees nothing.
+    """
+
+    def __init__(self, prefilled: ExternalPrefill, held: HeldHandoffs) -> None:
+        super().__init__(prefilled)
+        self._held_handoffs = held
+
+    async def release(self) -> int:
+        """Frees KV that was fetched. Returns its number of blocks, 0 if the timeout will free it."""
+        return self._held_handoffs.free(self) if self.is_fetched else 0
+
+
 class TrtllmEngine(ExternalEngine):
     """An Engine that transfers KV itself. See docs/tensorrt-llm.md for its limits."""
 
     _requests: InflightRequests
 
-    def __init__(self, config: TrtllmConfig, effective: ResolvedArgs, package: Package, purpose: EngineContext) -> None:
+    def __init__(self, config: TrtllmConfig, effective: ResolvedArgs, package: Package, context: EngineContext) -> None:
         self._config = config
-        self._node = purpose.node or int
+        self._node = context.node or int
         self._effective = effective
         self._args = effective.value
         self._package = package
@@ -69,7 +83,7 @@ class TrtllmEngine(ExternalEngine):
         patience = Patience(self._config.slow_reader_seconds, self._config.abort_seconds, self._transfer_seconds)
         limits = InflightLimits(self._args.max_batch_size + self._config.max_waiting, size, patience)
         native = NativeMetrics(self._package, self._facts.name)
-        self._requests = InflightRequests(self._llm, self._package, limits, native.note_request)
+        self._requests = InflightRequests(self._llm, self._package, limits, native.record_request)
         listeners = Listeners(self._requests.progressed, self._observe)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(shut_down, self._llm)
@@ -113,7 +127,7 @@ class TrtllmEngine(ExternalEngine):
         return EngineLoad(len(self._requests) - waiting, waiting, tokens, total, self._requests.blocks + held, held)
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """Yields the changes of its prefix cache. See TellsKv."""
+        """Yields the changes of its prefix cache. See ReportsKvEvents."""
         return self._monitor.kv_changes()
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> TrtllmKv:

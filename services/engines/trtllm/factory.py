@@ -19,12 +19,12 @@ from services.engines.trtllm.resolved_args import Environment, ResolvedArgs, che
 log = structlog.get_logger(__name__)
 
 
-def open_trtllm(config: TrtllmConfig, purpose: EngineContext) -> AbstractAsyncContextManager[Engine]:
+def open_trtllm(config: TrtllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
     """Returns the engine for these roles; entering it loads it. Raises ConfigError without TensorRT-LLM, or for a wrong
     setting.
     """
-    package = open_package(config.backend, purpose.log_level)
-    environment = Environment(purpose.roles, package.version, visible_gpus(), purpose.lease_seconds)
+    package = open_package(config.backend, context.log_level)
+    environment = Environment(context.roles, package.version, visible_gpus(), context.lease_seconds)
     effective = _checked(config, environment)
     if (transceiver := effective.value.cache_transceiver_config) is not None:
         log.info(
@@ -32,25 +32,25 @@ def open_trtllm(config: TrtllmConfig, purpose: EngineContext) -> AbstractAsyncCo
             kv_transfer_timeout_ms=transceiver.kv_transfer_timeout_ms,
             handoff_deadline_seconds=config.handoff_deadline_seconds,
         )
-    return TrtllmEngine(config, effective, package, replace(purpose, node=_node(config, purpose, package)))
+    return TrtllmEngine(config, effective, package, replace(context, node=_node(config, context, package)))
 
 
-def open_trtllm_encoder(config: TrtllmConfig, purpose: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+def open_trtllm_encoder(config: TrtllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
     """Returns the encoder; entering it loads it. Raises as `open_trtllm`, and for a model without images to encode."""
-    package = open_package(log_level=purpose.log_level)
+    package = open_package(log_level=context.log_level)
     environment = Environment(("encode",), package.version, visible_gpus())
     return TrtllmEncoder(config, _checked(config, environment), package)
 
 
-def _node(config: TrtllmConfig, purpose: EngineContext, package: Package) -> Callable[[], int]:
+def _node(config: TrtllmConfig, context: EngineContext, package: Package) -> Callable[[], int]:
     """Returns a function for this worker's number. Two workers with the same number would give the KV of two requests
     one id.
     """
     if config.node_id is not None:
         return partial(int, config.node_id)
-    if purpose.node is None and "prefill" in purpose.roles and "disagg_request_id" in package.handoff_fields:
+    if context.node is None and "prefill" in context.roles and "disagg_request_id" in package.handoff_fields:
         raise ConfigError("engine.node_id: is unset; prefill workers with equal numbers would mix up their KV")
-    return purpose.node or int
+    return context.node or int
 
 
 def _checked(config: TrtllmConfig, environment: Environment) -> ResolvedArgs:

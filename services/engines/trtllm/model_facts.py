@@ -39,7 +39,7 @@ def require_images(folder: Path, model: dict[str, Any]) -> ImageRules:
     """As `image_rules`. Raises ConfigError with the reason if there are none."""
     rules = image_rules(folder, model)
     if rules is None:
-        raise ConfigError(f"roles: {folder} has no encode role: {problem(model) or 'it takes no images'}")
+        raise ConfigError(f"roles: {folder} has no encode role: {problem(model) or 'it does not accept images'}")
     return rules
 
 

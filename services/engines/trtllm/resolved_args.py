@@ -64,7 +64,7 @@ def check(config: TrtllmConfig, environment: Environment) -> CheckedArgs:
         effective = effective.forced("disable_overlap_scheduler", True)
     warnings = [*_warnings(config, effective, environment)]
     if config.backend == "autodeploy" and effective.value.kv_cache_config.event_buffer_max_size:
-        warnings.append("AutoDeploy tells no KV events; kv_cache_config.event_buffer_max_size is 0")
+        warnings.append("kv_cache_config.event_buffer_max_size: set to 0, because AutoDeploy reports no KV events")
         effective = effective.forced("kv_cache_config.event_buffer_max_size", 0)
     if faults:
         raise ConfigError(f"trtllm {environment.version}: {'; '.join(faults)}")
@@ -79,7 +79,7 @@ def _of_engine(args: EngineArguments, environment: Environment) -> Iterator[str]
     if args.max_beam_width != 1:
         yield f"max_beam_width: is {args.max_beam_width}; only 1 can be served"
     if args.kv_cache_config.event_buffer_max_size and not args.kv_cache_config.enable_block_reuse:
-        yield "kv_cache_config.event_buffer_max_size: there are no events without enable_block_reuse"
+        yield "kv_cache_config.event_buffer_max_size: KV events need enable_block_reuse"
 
 
 def _of_autodeploy(args: EngineArguments, environment: Environment) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _of_handoffs(config: TrtllmConfig, args: EngineArguments, environment: Envir
         return
     if transceiver.backend not in ("NIXL", "UCX"):
         named = transceiver.backend or "unset"
-        yield f"cache_transceiver_config.backend: is {named}; must be NIXL or UCX, as versions differ in what others do"
+        yield f"cache_transceiver_config.backend: is {named}; must be NIXL or UCX, the same in all versions"
     yield from _of_timeouts(config, transceiver, environment)
     yield from _of_buffer(args, transceiver)
 

@@ -89,7 +89,7 @@ class VllmConfig(EngineConfig):
     override_engine_args: str = Field(default="", description="A JSON object.")
     handoff: HandoffSettings = HandoffSettings()
     whole_requests: bool = Field(
-        default=False, description="A decode worker that takes no KV over, on purpose: it runs prompts itself."
+        default=False, description="A decode worker that accepts no handoffs, by choice: it runs prompts itself."
     )
     guided_decoding: bool = Field(
         default=False, description="vLLM loads the checkpoint's tokenizer too, and follows grammars by llguidance."

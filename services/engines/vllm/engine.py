@@ -28,7 +28,7 @@ from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_ov
 from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets
-from services.engines.vllm.monitoring.statistics import VllmStatistics
+from services.engines.vllm.monitoring.metrics import VllmStatistics
 from services.engines.vllm.orphans import OrphanWatch
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.builder import Budgeted, VllmRequestBuilder, seeded
@@ -65,7 +65,7 @@ class VllmEngine(ExternalEngine):
         async with AsyncExitStack() as stack:
             watch = stack.enter_context(OrphanWatch())
             sockets = stack.enter_context(event_sockets(self._args.data_parallel_size)) if self._has_events else None
-            starting = EngineStart(self._roles, facts.max_context_tokens, sockets, self._note_step)
+            starting = EngineStart(self._roles, facts.max_context_tokens, sockets, self._record_step)
             self._llm = await self._start(starting)
             stack.push_async_callback(end, self._llm)
             watch.started()
@@ -146,7 +146,7 @@ class VllmEngine(ExternalEngine):
         return self._statistics.usage
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """Yields the changes of its prefix cache. See TellsKv."""
+        """Yields the changes of its prefix cache. See ReportsKvEvents."""
         if not self._has_events:
             raise Unsupported("KV events are off: engine.kv_events or enable_prefix_caching is false")
         return self._reader.changes()
@@ -159,7 +159,7 @@ class VllmEngine(ExternalEngine):
         try:
             return await self._prefilled(prompt, chosen, plan(prompt, chosen), chosen is not sampling)
         except KnownTokensDiffer:
-            _note_diverged(sampling)
+            _count_diverged(sampling)
             return await self._prefilled(prompt, chosen, behind_emitted(prompt), chosen is not sampling)
 
     async def _prefilled(self, prompt: Prompt, sampling: Sampling, planned: Plan, has_new_seed: bool) -> VllmHeldKv:
@@ -246,7 +246,7 @@ class VllmEngine(ExternalEngine):
             try:
                 await generation.known()
             except KnownTokensDiffer:
-                _note_diverged(sampling)
+                _count_diverged(sampling)
                 return None
             undo.pop_all()
         return generation
@@ -274,8 +274,8 @@ class VllmEngine(ExternalEngine):
     def _has_events(self) -> bool:
         return self._config.kv_events and self._args.enable_prefix_caching
 
-    def _note_step(self, rank: int, stats: Any) -> None:
-        self._statistics.note(rank, stats)
+    def _record_step(self, rank: int, stats: Any) -> None:
+        self._statistics.record(rank, stats)
         self._requests.progressed()
 
     def _quiet_seconds(self) -> float:
@@ -290,7 +290,7 @@ class VllmEngine(ExternalEngine):
             pass
 
 
-def _note_diverged(sampling: Sampling) -> None:
+def _count_diverged(sampling: Sampling) -> None:
     """Counts an answer whose tokens did not come again. Raises Unsupported for one that cannot go on behind them."""
     metrics.DIVERGED.inc()
     if sampling.guide is not None:

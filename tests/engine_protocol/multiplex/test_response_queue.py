@@ -25,10 +25,10 @@ class Ids:
 
 
 class Ended:
-    def note_sent(self) -> None:
+    def record_sent(self) -> None:
         """Not looked at."""
 
-    def note_lost(self) -> None:
+    def record_lost(self) -> None:
         """Not looked at."""
 
 
@@ -44,7 +44,7 @@ async def test_the_last_tokens_of_a_call_its_last_answer_and_its_status_are_one_
     queue = ResponseQueue()
     tokens = CallTokens(1, Ids(7, 8, is_last=True), is_paused=False)
     ending = asyncio.create_task(finish(queue, tokens))
-    queue.note_ready(tokens)
+    queue.mark_ready(tokens)
     async with timeout(30):
         message = (await queue.pull()).message
         await ending
@@ -58,8 +58,8 @@ async def test_the_last_tokens_of_a_call_its_last_answer_and_its_status_are_one_
 async def test_tokens_do_not_wait_for_a_call_that_does_not_end_after_its_own() -> None:
     queue = ResponseQueue()
     endless, other = (CallTokens(call, Ids(call, is_last=call == 1), is_paused=False) for call in (1, 2))
-    queue.note_ready(endless)
-    queue.note_ready(other)
+    queue.mark_ready(endless)
+    queue.mark_ready(other)
     async with timeout(30):
         message = (await queue.pull()).message
     assert list(message.token_calls) == [1, 2]

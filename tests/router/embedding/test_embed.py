@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from support.clients.scraping import since
 from support.cluster.in_process import DECODE, FAST_ROUTER, Bench, bench, simulated
 from support.eventually import eventually
+from support.log_fields import merge_log_fields
 
 from baton.calls import unary
 from baton.engine.v1 import embed_pb2 as engine_pb2
@@ -18,7 +19,6 @@ from baton.engine.v1 import embed_pb2_grpc
 from baton.errors import BatonError
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig
-from runtime.logs import merge_log_fields
 
 E1, E2 = simulated("e1", "embed"), simulated("e2", "embed")
 

@@ -13,12 +13,12 @@ from support.clients.openai_api import ALONE, OPENAI_ROUTER, client_of, openai_b
 from support.cluster.in_process import Bench, bench, simulated
 from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
+from support.log_fields import merge_log_fields
 
 from discovery.memory import MemoryRegistry
 from router.config import OpenAIConfig, QuotaConfig, QuotasConfig
 from router.server import host_router
 from rpc.auth.access import AuthConfig
-from runtime.logs import merge_log_fields
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = {"messages": [{"role": "user", "parts": [{"text": "hello"}]}]}

@@ -124,7 +124,7 @@ async def sent(
             if completion.finished is not None:
                 break
             # A client that has no room left reads: the request would wait for it.
-            (client.reading.set if reads or not writer.lane.has_room else client.reading.clear)()
+            (client.reading.set if reads or not writer.lane.is_writable else client.reading.clear)()
             await _let_tasks_run()
             if is_pushed:
                 assert writer.lane.push(token_id)

@@ -10,10 +10,10 @@ from support.clients.scraping import sample, since
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, Stream, bench, simulated
 from support.eventually import eventually
 from support.images.simulated_workers import IMAGE_TOKENS, about, multimodal
+from support.log_fields import merge_log_fields
 
 from baton.inference.v1 import generate_pb2, timing_pb2
 from router.config import AdmissionConfig, RouterConfig
-from runtime.logs import merge_log_fields
 
 SHORT = {"model": "demo", "request_class": "short"}
 REQUESTS = "baton_router_requests_total"

@@ -73,9 +73,9 @@ async def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
             with pytest.raises(TransportUnavailable, match="not in a GPU's memory"):
                 await transport.open(endpoint, SHAPE)
         async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
-            with pytest.raises(TransportUnavailable, match="bytes are not 65 blocks"):
+            with pytest.raises(TransportUnavailable, match="bytes do not hold 65 blocks"):
                 await transport.open(endpoint, PoolShape(BLOCKS + 1, BLOCK_BYTES))
-            with pytest.raises(TransportUnavailable, match="bytes are not 64 blocks of 8"):
+            with pytest.raises(TransportUnavailable, match="bytes do not hold 64 blocks of 8"):
                 await transport.open(endpoint, PoolShape(BLOCKS, 8))
             ours.lost = "no peer access"
             with pytest.raises(TransportUnavailable, match="no peer access"):

@@ -20,11 +20,11 @@ from hyperframe.frame import (
 from support.http2.pipe import Pipe
 
 from baton_http2.client.connection import ClientConnection
-from baton_http2.client.dialing import DEFAULT_LIMITS, Peer
+from baton_http2.client.dialing import DEFAULT_LIMITS, ServerAddress
 
 # So many frames come in one read, and so many reads are tried before the flood counts as endless.
 BATCH, READS = 100, 2000
-REQUEST = Peer("127.0.0.1:1").head("/test.Service/Method")
+REQUEST = ServerAddress("127.0.0.1:1").head("/test.Service/Method")
 SETTINGS = SettingsFrame().serialize()
 HEAD = b"\x88\x00\x0ccontent-type\x10application/grpc"
 

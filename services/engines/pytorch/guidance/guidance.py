@@ -57,7 +57,7 @@ class Guidance:
         """True if its mask is computed outside of the steps, and is not ready."""
         return self.compute_alone is not None and self._job is not None and not self._job.done()
 
-    def note(self, seconds: float, compute_alone: "Callable[[Guidance], Future[None]]") -> None:
+    def record(self, seconds: float, compute_alone: "Callable[[Guidance], Future[None]]") -> None:
         """Notes how long a mask took that was computed by itself, which decides how the next one is computed."""
         self.is_suspect = False
         self.compute_alone = compute_alone if seconds > SLOW_SECONDS else None

@@ -58,7 +58,7 @@ class MaskThreads:
             if one.matcher.is_error():
                 one.fail(one.matcher.get_error())
             one.words = words
-        one.note(seconds + time.thread_time() - began, self._begin_alone)
+        one.record(seconds + time.thread_time() - began, self._begin_alone)
 
     @cached_property
     def _executor(self) -> LLExecutor:

@@ -134,7 +134,7 @@ class DeviceMemory(BlockMemory):
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         if (device.index or 0) >= torch.cuda.device_count():
-            raise DeviceUnavailable(f"there is no {device}: this process sees {torch.cuda.device_count()} GPUs")
+            raise DeviceUnavailable(f"{device} does not exist: this process sees {torch.cuda.device_count()} GPUs")
         self._block_bytes = layout.block_bytes
         self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
@@ -184,7 +184,7 @@ class DeviceMemory(BlockMemory):
         return area_of(self.tensor)
 
     def stage(self, num_blocks: int) -> DeviceStaging:
-        return Staging(self, num_blocks)
+        return _Staging(self, num_blocks)
 
     def place(self, block_ids: Sequence[int], rows: torch.Tensor) -> None:
         """Copies rows `[blocks, bytes]` on the device into the pool, and waits for the copy."""
@@ -226,7 +226,7 @@ def _warn_of_pageable_memory(reason: str) -> None:
     log.warning("host memory cannot be pinned; transfers are slower", reason=reason)
 
 
-class Staging:
+class _Staging:
     """A DeviceStaging."""
 
     def __init__(self, pool: DeviceMemory, num_blocks: int) -> None:

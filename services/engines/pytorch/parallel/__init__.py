@@ -1,7 +1,6 @@
 """Tensor parallelism: one process a rank, each with a part of every layer and the KV of its own heads.
 
 shards.py          a rank's part of the weights
-pool_part.py       a rank's heads in a pool that all share
 ranks.py           the operations between ranks: sums, broadcasts, and the columns of logits
 joining.py         how the ranks meet: by a file of their host, or by rank 0's store
 peer_ranks.py      small ones of these between GPUs of one host, by kernels that write into each other's memory

@@ -24,8 +24,7 @@ from services.engines.pytorch.model.loading import LoadedModel, choose_device
 from services.engines.pytorch.parallel.follower import load_part, obey
 from services.engines.pytorch.parallel.joining import SameHost, join
 from services.engines.pytorch.parallel.messages import Begin
-from services.engines.pytorch.parallel.pool_part import part_of_pool
-from services.engines.pytorch.parallel.shards import Shard
+from services.engines.pytorch.parallel.shards import Shard, part_of_pool
 from services.engines.pytorch.runners.fused_runner import FusedRunner
 from services.engines.pytorch.runners.selection import fused_runner
 

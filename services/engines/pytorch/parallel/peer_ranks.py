@@ -107,11 +107,11 @@ class Exchange:
 
     def adds(self, rows: torch.Tensor) -> bool:
         """True if there is room to add or share these rows."""
-        return self._has_room(rows, self._shape.width)
+        return self._fits(rows, self._shape.width)
 
     def gathers(self, rows: torch.Tensor) -> bool:
         """True if there is room to gather these rows."""
-        return self._has_room(rows, self._shape.columns)
+        return self._fits(rows, self._shape.columns)
 
     def share(self, tensor: torch.Tensor) -> None:
         self._rows(tensor, tensor, shares=True)
@@ -156,7 +156,7 @@ class Exchange:
         """Ends the waits of kernels."""
         self._memory.stopped.numpy()[0] = 1
 
-    def _has_room(self, rows: torch.Tensor, width: int) -> bool:
+    def _fits(self, rows: torch.Tensor, width: int) -> bool:
         fits = rows.ndim == 2 and 0 < rows.shape[0] <= self._shape.rows and rows.shape[1] == width
         return fits and rows.dtype == self._shape.dtype and rows.is_contiguous()
 

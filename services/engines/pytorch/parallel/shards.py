@@ -87,3 +87,11 @@ def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _parameter(part: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
+
+
+def part_of_pool(pool: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Returns the view of a pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]` with one rank's heads.
+
+    A pool that is not shared has this rank's heads only, and is returned as it is.
+    """
+    return pool[:, :, :, shard.part(pool.shape[3])] if shard.shares_pool else pool

@@ -38,7 +38,7 @@ class DraftState:
         period = count - start
         return tuple(tokens[start + index % period] for index in range(limit))
 
-    def note(self, accepted: int, num_tokens: int) -> None:
+    def record(self, accepted: int, num_tokens: int) -> None:
         """Notes the outcome of a draft. A sequence whose drafts fail repeatedly rests, each time twice as long."""
         if accepted:
             self._misses, self._pause = 0, _FIRST_PAUSE_TOKENS

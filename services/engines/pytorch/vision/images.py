@@ -38,7 +38,7 @@ def require_images(config: PreTrainedConfig) -> LlavaConfig:
     """Raises ConfigError, naming the model's type, if the model has no supported vision encoder."""
     if isinstance(config, LlavaConfig):
         return config
-    what = "its images cannot be encoded" if hasattr(config, "vision_config") else "it takes no images"
+    what = "its images cannot be encoded" if hasattr(config, "vision_config") else "it does not accept images"
     raise ConfigError(f"roles: models of type {config.model_type!r} have no encode role: {what}; {_KNOWN}")
 
 

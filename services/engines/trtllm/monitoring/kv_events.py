@@ -219,12 +219,12 @@ class FanOut:
                     async with timeout(HEARTBEAT_SECONDS):
                         await reader.changed.wait()
                 reader.changed.clear()
-                for change in self._take(reader) or [KvChanged(0, (), ())]:
+                for change in self._pull(reader) or [KvChanged(0, (), ())]:
                     yield change
         finally:
             self._readers.discard(reader)
 
-    def _take(self, reader: _Reader) -> list[KvChange]:
+    def _pull(self, reader: _Reader) -> list[KvChange]:
         taken, reader.waiting = reader.waiting, []
         if reader.has_missed:
             reader.has_missed = False

@@ -76,13 +76,13 @@ class NativeMetrics(Collector):
         """Returns nothing: the families depend on the version."""
         return ()
 
-    def note_request(self, result: Any) -> None:
+    def record_request(self, result: Any) -> None:
         """Counts a request that has ended."""
         found = getattr(result, "metrics_dict", None)
         if self._collector is not None and self._log_request is not None and found:
             self._log_request(found)
 
-    def note_iteration(self, stat: Any) -> None:
+    def record_iteration(self, stat: Any) -> None:
         """Counts an iteration."""
         if self._collector is not None:
             self._collector.log_iteration_stats(stat)
@@ -137,7 +137,7 @@ class Statistics:
         self._fresh_seconds = fresh_seconds
         self._latest: dict[int, Iteration] = {}
 
-    def note(self, iteration: Iteration) -> bool:
+    def record(self, iteration: Iteration) -> bool:
         """Keeps an iteration. Returns whether it is another one than before."""
         before = self._latest.get(iteration.rank)
         self._latest[iteration.rank] = iteration

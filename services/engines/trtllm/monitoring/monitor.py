@@ -143,18 +143,18 @@ class Monitor:
 
     def _deliver(self, polled: Polled) -> None:
         for stat in _flat(polled.stats):
-            self._note_iteration(stat)
+            self._record_iteration(stat)
         gaps = self._index.gaps
         for event in _flat(polled.events):
             self._fan_out.tell(self._index.feed(event))
         metrics.KV_EVENT_GAPS.inc(self._index.gaps - gaps)
         self._listeners.looked()
 
-    def _note_iteration(self, stat: Any) -> None:
+    def _record_iteration(self, stat: Any) -> None:
         """Notes a row; one that cannot be read still says that the engine works."""
         try:
-            self._native.note_iteration(stat)
-            has_progressed = self.statistics.note(read_iteration(stat))
+            self._native.record_iteration(stat)
+            has_progressed = self.statistics.record(read_iteration(stat))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             log.warning("a row of statistics cannot be read", error=f"{type(error).__name__}: {error}")
             has_progressed = True

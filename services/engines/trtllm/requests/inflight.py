@@ -84,7 +84,7 @@ class InflightGeneration(ExternalGeneration):
             if self._abort_at_first and not self._aborted:
                 self._abort()
             self._reader.has_output()
-            self._tell()
+            self._wake()
         self.finish_reason = self.output.finish_reason
 
     def end(self, error: BatonError | None = None) -> None:
@@ -192,7 +192,7 @@ class InflightRequests(ExternalRequests[InflightGeneration]):
 
     def submit(self, request: EngineRequest) -> InflightGeneration:
         """Submits a request to the engine. Raises Overloaded, InvalidRequest, or EngineFailed."""
-        self.require_room()
+        self.require_capacity()
         generation = InflightGeneration(
             self._ask(request), request.tokens, request.replayed, request.logprobs, self._patience
         )
@@ -220,7 +220,7 @@ class InflightRequests(ExternalRequests[InflightGeneration]):
         except TypeError as error:
             raise EngineFailed(f"TensorRT-LLM {self._package.version} does not take the call: {error}") from error
 
-    def _note_end(self, generation: InflightGeneration) -> None:
+    def _record_end(self, generation: InflightGeneration) -> None:
         if not generation.is_unanswered:
             self.progressed()
         if generation.error is None and not generation.is_test:

@@ -1,18 +1,19 @@
 """Builds TensorRT-LLM's arguments for a request, after checking the request against the limits."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest, Overloaded, Unsupported
 from baton.sampling_options import OPTIONS
+from grammars.guide import Guide, GuideKind
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
 from services.engines.request_context import current_traceparent
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.package import Package
-from services.engines.trtllm.requests.guided import check_beginning, guided_decoding_params
 from services.engines.trtllm.requests.inflight import EngineRequest
 from services.engines.trtllm.requests.multimodal import TrtllmProcessor, TrtllmPrompt
 
@@ -219,3 +220,31 @@ class RequestBuilder:
         traceparent = current_traceparent()
         known = "trace_headers" in self._package.generate_arguments
         return {"traceparent": traceparent} if traceparent and known else None
+
+
+# Only what has a meaning in expressions: re.escape also escapes spaces, which not every dialect reads.
+_SPECIAL, _ESCAPED = re.compile(r"[.^$*+?{}\[\]\\|()]"), r"\\\g<0>"
+
+
+def guided_decoding_params(package: Package, guide: Guide) -> Any:
+    """Makes the engine's GuidedDecodingParams. Raises Unsupported for grammars that it does not read."""
+    make = package.llmapi.GuidedDecodingParams
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            return make(json=guide.text or '{"type": "object"}')
+        case GuideKind.REGEX:
+            return make(regex=guide.text)
+        case GuideKind.CHOICE:
+            return make(regex="|".join(f"({_SPECIAL.sub(_ESCAPED, text)})" for text in guide.choices))
+        case GuideKind.GRAMMAR if "::=" in guide.text:
+            return make(grammar=guide.text)
+        case _:
+            raise Unsupported(f"{guide.field}: TensorRT-LLM takes schemas, expressions, choices and grammars in GBNF")
+
+
+def check_beginning(prompt: Prompt, sampling: Sampling) -> None:
+    """Raises Unsupported for a guided answer that has begun: the engine begins its grammar at the first id that it
+    generates, except for the first id of a handoff, which it follows itself.
+    """
+    if sampling.guide is not None and prompt.emitted:
+        raise Unsupported("guided: TensorRT-LLM cannot continue an answer inside its grammar")

@@ -166,7 +166,7 @@ def read_state(package: Package, content: bytes, first_tokens: Sequence[int]) ->
     if problem := _problem(state):
         raise InvalidRequest.of(_FIELD, problem)
     if list(state.first_gen_tokens) != list(first_tokens):
-        raise InvalidRequest.of(_FIELD, "its first tokens are not those that were sent to the client")
+        raise InvalidRequest.of(_FIELD, "its first tokens differ from those sent to the client")
     fields = _fields(package, state)
     if unknown := sorted(set(fields) - package.handoff_fields):
         raise LayoutMismatch(f"TensorRT-LLM {package.version} does not know {', '.join(unknown)} of a handoff")

@@ -96,17 +96,19 @@ def _problem(state: VllmState, block_tokens: int) -> str:
         if not 0 < len(getattr(state, name)) <= _MAX_TEXT:
             return f"{name} is empty or too long"
     if not 0 < state.remote_port < 1 << 16:
-        return f"remote_port {state.remote_port} is no port"
+        return f"remote_port: {state.remote_port} is not a port"
     for name in _SIZES:
         if not 0 < getattr(state, name) <= _MAX_RANKS:
-            return f"{name} {getattr(state, name)} is no number of ranks"
+            return f"{name}: {getattr(state, name)} is not a valid number of ranks"
     return _problem_of_blocks(state, block_tokens) or _problem_of_more(state)
 
 
 def _problem_of_blocks(state: VllmState, block_tokens: int) -> str:
     blocks, ids = -(-state.prompt_tokens // block_tokens), state.remote_block_ids
     if not state.prompt_tokens or state.remote_num_tokens != state.prompt_tokens:
-        return f"{state.remote_num_tokens} tokens of KV are not those of a prompt of {state.prompt_tokens}"
+        return (
+            f"remote_num_tokens: {state.remote_num_tokens} tokens of KV do not match a prompt of {state.prompt_tokens}"
+        )
     if len(ids) != blocks:
         return f"{state.prompt_tokens} tokens do not fill {len(ids)} blocks of {block_tokens}"
     # Block 0 is vLLM's empty one.
@@ -126,7 +128,7 @@ def _problem_of_more(state: VllmState) -> str:
         except ValueError:
             return f"{name} is not JSON"
         if not isinstance(value, str | int | float | bool | None):
-            return f"{name} is no plain value"
+            return f"{name}: not a plain value"
         if name in _PULL and value != _PULL[name]:
             return f"{name} is {value!r}, and only {_PULL[name]!r} is supported"
     return ""
@@ -134,13 +136,13 @@ def _problem_of_more(state: VllmState) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a string")
     return value
 
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return int(value)
 
 

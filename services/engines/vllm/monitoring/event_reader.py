@@ -108,13 +108,13 @@ class _Rank:
         if number > self._expected:
             self._forget()
             self._expected = number
-        self._take(number, payload)
+        self._receive(number, payload)
 
     def _forget(self) -> None:
         metrics.KV_EVENT_GAPS.inc()
         self._chains.forget()
 
-    def _take(self, number: int, payload: bytes) -> None:
+    def _receive(self, number: int, payload: bytes) -> None:
         # Less: it was asked for again, and came twice.
         if number != self._expected:
             return
@@ -137,7 +137,7 @@ class _Rank:
                     frames: Sequence[bytes] = await socket.recv_multipart()
                     if frames[-2] == _END:
                         return
-                    self._take(_number(frames), frames[-1])
+                    self._receive(_number(frames), frames[-1])
         except TimeoutError:
             log.warning("vllm sends no KV events again", endpoint=self._endpoints.replay)
         finally:

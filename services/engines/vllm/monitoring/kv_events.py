@@ -34,7 +34,7 @@ class CachedChains:
         match event.get("type"):
             case "AllBlocksCleared":
                 self.forget()
-            case "BlockStored" if self._is_taken(event):
+            case "BlockStored" if self._is_prompt_block(event):
                 self._stored(event)
             case "BlockRemoved" if event.get("medium") in _MEDIA:
                 for theirs in event["block_hashes"]:
@@ -45,7 +45,7 @@ class CachedChains:
         for theirs in list(self._ours):
             self._removed(theirs)
 
-    def _is_taken(self, event: Mapping[str, Any]) -> bool:
+    def _is_prompt_block(self, event: Mapping[str, Any]) -> bool:
         plain = event.get("medium") in _MEDIA and event.get("kv_cache_spec_kind") in _KINDS
         whole = event.get("block_size") == self._block_tokens
         return plain and whole and not event.get("group_idx")

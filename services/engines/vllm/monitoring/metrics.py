@@ -1,6 +1,9 @@
 """The adapter's metrics, and vLLM's own, `vllm:*`, at the same endpoint."""
 
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import REGISTRY as LIBRARY_REGISTRY
 from prometheus_client import Counter, Gauge, Metric
@@ -51,3 +54,43 @@ class VllmFamilies(Collector):
 
     def __exit__(self, *_: object) -> None:
         REGISTRY.unregister(self)
+
+
+_FRESH_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """The counts of one rank's latest step. `usage` is the used part of its blocks, cached ones not counted."""
+
+    running: int
+    waiting: int
+    usage: float
+    at: float
+
+
+class VllmStatistics:
+    """The latest counts of every rank."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, StepCounts] = {}
+
+    def record(self, rank: int, stats: Any) -> None:
+        """Keeps a step's SchedulerStats; a number that a version lacks is 0."""
+        self._latest[rank] = StepCounts(
+            running=int(getattr(stats, "num_running_reqs", 0)),
+            waiting=int(getattr(stats, "num_waiting_reqs", 0)) + int(getattr(stats, "num_skipped_waiting_reqs", 0)),
+            usage=float(getattr(stats, "kv_cache_usage", 0.0)),
+            at=time.monotonic(),
+        )
+
+    @property
+    def usage(self) -> float:
+        """The used part of the pools of all ranks, as of their latest steps."""
+        return sum(each.usage for each in self._latest.values()) / max(1, len(self._latest))
+
+    @property
+    def waiting(self) -> int:
+        """Requests in no batch, of all ranks that have made a step lately."""
+        oldest = time.monotonic() - _FRESH_SECONDS
+        return sum(each.waiting for each in self._latest.values() if each.at >= oldest)

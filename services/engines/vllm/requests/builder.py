@@ -69,7 +69,7 @@ class VllmRequestBuilder:
         if prompt.lora is not None and self._slots is None:
             raise Unsupported("the engine is configured without adapters (engine.lora)")
         if prompt.media:
-            raise Unsupported("the vllm engine takes no images")
+            raise Unsupported("the vllm engine does not accept images")
 
     def whole(self, prompt: Prompt, sampling: Sampling, computed: Budgeted) -> VllmRequest:
         """A request for the whole answer."""

@@ -77,7 +77,7 @@ class VllmGeneration(ExternalGeneration):
         await self.reached(lambda: self.has_known_tokens)
         if self.error is not None:
             raise self.error
-        self._tell()
+        self._wake()
 
     def start(self, outputs: Any, progressed: Callable[[], None]) -> "asyncio.Task[None]":
         """Begins to read. The task ends when vLLM has, and raises what vLLM raised."""
@@ -90,7 +90,7 @@ class VllmGeneration(ExternalGeneration):
                 progressed()
                 self._note(output)
                 self._reader.has_output()
-                self._tell()
+                self._wake()
 
     def _note(self, output: Any) -> None:
         completion = output.outputs[0]
@@ -99,7 +99,7 @@ class VllmGeneration(ExternalGeneration):
         if self.request.logprobs is not None and completion.logprobs:
             pairs = zip(completion.token_ids, completion.logprobs, strict=True)
             self._reports += [token_logprob(token_id, each, self.request.logprobs) for token_id, each in pairs]
-        self._note_prompt(output)
+        self._record_prompt(output)
         self.finish_reason = completion.finish_reason or self.finish_reason
         self.kv_transfer = output.kv_transfer_params or self.kv_transfer
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
@@ -109,7 +109,7 @@ class VllmGeneration(ExternalGeneration):
         if tuple(self.ids[before : len(known)]) != known[before : len(self.ids)]:
             raise KnownTokensDiffer("vLLM generated other tokens than those that were sent already")
 
-    def _note_prompt(self, output: Any) -> None:
+    def _record_prompt(self, output: Any) -> None:
         top, reports = self.request.prompt_logprobs, output.prompt_logprobs
         if top is not None and reports and self.prompt_logprobs is None:
             token_ids = self.request.plan.prompt[: self.request.reported]

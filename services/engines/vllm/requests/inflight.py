@@ -35,7 +35,7 @@ class VllmRequests(ExternalRequests[VllmGeneration]):
 
     def submit(self, request: VllmRequest) -> VllmGeneration:
         """Submits a request. Raises Overloaded if too many are here, and EngineFailed after a fatal error."""
-        self.require_room()
+        self.require_capacity()
         if unknown := sorted(set(request.arguments) - self._package.generate_arguments):
             raise EngineFailed(f"vLLM {self._package.version} does not take {', '.join(unknown)}")
         outputs = self._llm.generate(**request.arguments, request_id=f"baton-{next(self._numbers)}")

@@ -47,7 +47,7 @@ async def follow(publisher: KvPublisher, caches: PrefixCaches, source: random.Ra
         feed = KvFeed(CACHE.process, 1, caches)
         async with aclosing(messages(publisher, source, faults[0])) as stream:
             async for message in stream:
-                if not feed.take(message):
+                if not feed.apply(message):
                     break
 
 
@@ -81,7 +81,7 @@ async def test_the_index_converges_although_one_message_in_twenty_is_lost_repeat
 def test_a_message_of_another_epoch_is_refused() -> None:
     caches = PrefixCaches()
     feed = KvFeed("worker@2", 2, caches)
-    assert not feed.take(worker_pb2.SubscribeKvEventsResponse(epoch=1))
+    assert not feed.apply(worker_pb2.SubscribeKvEventsResponse(epoch=1))
     assert not caches.reports("worker@2")
 
 

@@ -100,7 +100,7 @@ def test_a_prompt_on_a_decode_worker_costs_its_streams_twice_the_time_that_it_ta
 
 
 @pytest.mark.parametrize(
-    ("used", "cached_blocks", "waiting", "has_room", "seconds"),
+    ("used", "cached_blocks", "waiting", "has_memory", "seconds"),
     [
         (100, 0, 0, True, 0.0),
         (101, 0, 0, False, 1.0),
@@ -110,11 +110,11 @@ def test_a_prompt_on_a_decode_worker_costs_its_streams_twice_the_time_that_it_ta
     ],
 )
 def test_a_decode_worker_without_memory_for_the_prompt_and_those_before_it_has_no_room(
-    used: int, cached_blocks: int, waiting: int, has_room: bool, seconds: float
+    used: int, cached_blocks: int, waiting: int, has_memory: bool, seconds: float
 ) -> None:
     one = worker("w", requests=waiting, blocks_total=200, blocks_used=used)
     place = decoding(one, cached_blocks=cached_blocks)
-    assert place.has_room == has_room
+    assert place.has_memory == has_memory
     assert place.decode == pytest.approx(0.25 + waiting * 0.1 + seconds)
 
 

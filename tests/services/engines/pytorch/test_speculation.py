@@ -109,7 +109,7 @@ def test_a_draft_repeats_what_followed_and_a_sequence_whose_drafts_fail_rests() 
     assert state.propose([1, 2, 3, 4, 1, 2], ngram=2, limit=5) == (3, 4, 1, 2, 3)
     assert state.propose([1, 2, 3, 4, 1, 2, 9], ngram=2, limit=5) == ()
     for _ in range(3):
-        state.note(0, num_tokens=7)
+        state.record(0, num_tokens=7)
     assert state.propose([1, 2, 3, 4, 1, 2, 9, 1, 2], ngram=2, limit=5) == ()
     assert state.propose([1, 2, 3, 4, 1, 2, 9, 1, 2, 3, 4, 5, 1, 2, 3], ngram=2, limit=1) == (4,)
 

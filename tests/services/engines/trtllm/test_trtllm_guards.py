@@ -103,7 +103,7 @@ def test_more_gpus_than_are_visible_are_refused() -> None:
 
 
 def test_events_of_a_cache_without_reuse_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no events without"):
+    with pytest.raises(ConfigError, match="KV events need enable_block_reuse"):
         checked(kv_cache_config={"event_buffer_max_size": 1024, "enable_block_reuse": False})
 
 
@@ -265,7 +265,7 @@ def test_autodeploy_tells_no_kv_events_and_is_not_asked_to() -> None:
     found = checked(("decode",), backend="autodeploy", cache_transceiver_config=None, kv_cache_config=cache)
     assert found.effective.value.kv_cache_config.event_buffer_max_size == 0
     assert found.effective.source("kv_cache_config.event_buffer_max_size") == "guard"
-    assert "AutoDeploy tells no KV events; kv_cache_config.event_buffer_max_size is 0" in found.warnings
+    assert "kv_cache_config.event_buffer_max_size: set to 0, because AutoDeploy reports no KV events" in found.warnings
 
 
 def test_all_faults_are_told_at_once() -> None:

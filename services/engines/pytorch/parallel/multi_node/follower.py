@@ -131,12 +131,12 @@ def _join(options: MultiNodeOptions, request: Join) -> Link:
             return Link(connected, 0, options.lost_seconds)
     except ValueError as error:
         connected.close()
-        raise EngineFailed(f"engine.multi_node.leader: {options.leader} is no rank: {error}") from error
+        raise EngineFailed(f"engine.multi_node.leader: {options.leader} does not answer as a rank: {error}") from error
     except (OSError, EOFError):
         connected.close()
         raise
     connected.close()
-    reason = answer.reason if isinstance(answer, Refused) else "it is no rank"
+    reason = answer.reason if isinstance(answer, Refused) else "the answer is not from a rank"
     raise EngineFailed(f"engine.multi_node: rank 0 refused this rank: {reason}")
 
 

@@ -177,7 +177,7 @@ def _greet(
             return Link(accepted, request.rank, config.multi_node.lost_seconds)
     except (OSError, EOFError, ValueError) as error:
         reason = str(error) or "it closed the connection"
-    _log.warning("a connection was refused: it is no rank of this group", reason=reason)
+    _log.warning("connection refused: not a rank of this group", reason=reason)
     accepted.close()
     return None
 
@@ -187,7 +187,7 @@ def _obstacle(request: object, settings: Mapping[str, str], links: Mapping[int, 
     if not isinstance(request, Join):
         return "its first message is not that of a rank"
     if not 0 < request.rank < size:
-        return f"there is no rank {request.rank} among {size}"
+        return f"rank {request.rank} does not exist in a group of {size}"
     if _is_there(links, request.rank):
         return f"rank {request.rank} has joined already"
     return differences(request.rank, dict(request.settings), settings)

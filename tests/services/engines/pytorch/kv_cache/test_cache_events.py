@@ -1,4 +1,4 @@
-"""The engine reports the prefixes in its cache to a listener."""
+"""The engine publishes the prefixes in its cache."""
 
 from contextlib import aclosing
 
@@ -8,17 +8,7 @@ from support.engines.engine_calls import greedy
 from services.engines.kv_events import KvChanged, KvSnapshot
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.kv_cache.blocks import BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.prefix import HashChain
-
-
-async def test_the_full_blocks_of_a_prompt_are_announced_in_order(llama: Checkpoint) -> None:
-    heard: list[BlockStored | BlockRemoved] = []
-    prompt = tuple(range(20, 70))
-    async with PyTorchEngine(llama.config(), heard.append) as engine:
-        heard.clear()  # stored and removed by the warm-up
-        await (await engine.prefill(Prompt(prompt), greedy(2))).release()
-    assert heard == [BlockStored(link) for link in HashChain("", 16).upto(prompt, 48)]
 
 
 async def test_a_step_s_blocks_are_published_together(llama: Checkpoint) -> None:

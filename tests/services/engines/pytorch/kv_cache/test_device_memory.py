@@ -139,7 +139,7 @@ def test_ten_thousand_allocations_of_the_driver_are_all_returned_to_it() -> None
 
 @needs_gpu
 def test_a_pool_on_a_gpu_that_is_not_there_is_refused_by_its_index() -> None:
-    with pytest.raises(DeviceUnavailable, match="there is no cuda:99: this process sees"):
+    with pytest.raises(DeviceUnavailable, match="cuda:99 does not exist: this process sees"):
         gpu_pool(99)
     assert torch.ones(10, device="cuda").sum().item() == 10
 

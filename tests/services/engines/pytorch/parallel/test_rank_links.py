@@ -37,7 +37,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     "message",
     [
         Join(1, (("dtype", "auto"), ("model", "ab"))),
-        Refused("there is no rank 7 among 2"),
+        Refused("rank 7 does not exist in a group of 2"),
         Begin(12, Sizes(8, 256, 16, graphs=False), 29501),
         ZeroBlocks((3, 5)),
     ],
@@ -96,7 +96,7 @@ async def test_strangers_and_ranks_that_differ_are_refused_and_the_right_one_joi
     settings = tuple(settings_of(config).items())
     gathering = asyncio.ensure_future(gather(config))
     refusals = {
-        Join(7, settings): "there is no rank 7 among 2",
+        Join(7, settings): "rank 7 does not exist in a group of 2",
         Join(1, (*settings[:-1], ("model", "other"))): "engine.model is other on rank 1 and",
         Join(1, (*settings, ("dtype", "bfloat16"))): "engine.dtype is bfloat16 on rank 1 and auto on rank 0",
     }

@@ -259,7 +259,7 @@ async def test_a_model_without_eyes_has_no_encode_role(tmp_path) -> None:
     from support.engines.checkpoints import save_llama
 
     with pytest.raises(
-        ConfigError, match="'llama' have no encode role: it takes no images; encoded are those of llava"
+        ConfigError, match="'llama' have no encode role: it does not accept images; encoded are those of llava"
     ):
         async with PyTorchEncoder(config(model=save_llama(tmp_path))):
             pass

@@ -21,7 +21,7 @@ from rpc.channels import open_channel
 from runtime.metrics import REGISTRY
 from services.config import WorkerConfig
 from services.engines.base import Engine
-from services.engines.kv_events import TellsKv
+from services.engines.kv_events import ReportsKvEvents
 from services.engines.prompt import Prompt
 from services.engines.pytorch.kv_cache.prefix import HashChain
 
@@ -121,7 +121,7 @@ async def test_a_salt_hides_what_is_cached(engine: Engine) -> None:
 
 async def test_without_a_buffer_for_events_there_are_none(newest: None, checkpoint: Path) -> None:
     async with trtllm.open_engine(checkpoint) as engine:
-        assert isinstance(engine, TellsKv)
+        assert isinstance(engine, ReportsKvEvents)
         with pytest.raises(Unsupported, match="event_buffer_max_size"):
             engine.kv_changes()
 

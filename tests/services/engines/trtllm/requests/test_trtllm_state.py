@@ -92,7 +92,7 @@ def test_a_field_of_a_later_baton_is_refused_at_decode(newest: Package) -> None:
         ({"ctx_request_id": -1}, "negative"),
         ({"first_gen_tokens": []}, "no first token"),
         ({"opaque_state": b"x" * (2**20 + 1)}, "too long"),
-        ({"first_gen_tokens": [6]}, "not those that were sent"),
+        ({"first_gen_tokens": [6]}, "differ from those sent"),
     ],
 )
 def test_a_state_that_cannot_be_right_is_refused(newest: Package, fields: dict[str, object], why: str) -> None:
