@@ -96,8 +96,7 @@ class UnsentAnswer:
             self._delay = None
 
     def close(self) -> None:
-        """Nothing becomes due any more. What is called then refers to this."""
-        self.set_due()
+        """Tells nothing more to what is called when it is due, which refers to this."""
         self._became_due = _nothing
 
     def _check_due(self) -> None:
@@ -112,7 +111,7 @@ class UnsentAnswer:
 
     # The next message.
 
-    def move_to(self, message: generate_pb2.GenerateResponse) -> bool:
+    def move_to(self, message: generate_pb2.GenerateResponse, sequence: int) -> bool:
         """Makes `message`, which may have been sent before, the next one that is due; whether there is one."""
         if self._started is not None:
             message.started.CopyFrom(self._started)
@@ -126,6 +125,7 @@ class UnsentAnswer:
             fill_finished(message.finished)
         else:
             return False
+        message.sequence = sequence
         return True
 
     def _move_tokens(self, delta: generate_pb2.TokenDelta) -> None:

@@ -162,9 +162,8 @@ class ClientLane:
 
     def next_message(self, message: generate_pb2.GenerateResponse) -> bool:
         """Makes `message` the next one that is due; whether there is one."""
-        if not self._unsent.move_to(message):
+        if not self._unsent.move_to(message, self._sequence):
             return False
-        message.sequence = self._sequence
         self._sequence += 1
         return True
 
@@ -182,24 +181,24 @@ class ClientLane:
 
     def _send(self) -> None:
         """Sends what is due: here and now if the client reads; otherwise its owner does, in a task."""
-        wire = self._open()
-        while wire is not None and not self.is_behind and self.next_message(self._message):
+        if self._reply is not None:
+            self._open(self._reply)
+        wire = self.wire
+        while wire is not None and not self.is_behind and self._unsent.move_to(self._message, self._sequence):
+            self._sequence += 1
             self.is_behind = not wire.write(self._message.SerializeToString())
         if self.is_behind and not self._unsent.is_empty:
             self._fell_behind()
-        self._plain_left = self._count_plain()
+        self._plain_left = 0 if self._completion is None else self._count_plain(self._completion)
 
-    def _open(self) -> Wire | None:
-        if self._reply is not None:
-            reply, self._reply = self._reply, None
-            self.wire = reply.open_wire()
-            self.is_behind = self.wire is None
-        return self.wire
+    def _open(self, reply: Reply) -> None:
+        self._reply = None
+        self.wire = reply.open_wire()
+        self.is_behind = self.wire is None
 
-    def _count_plain(self) -> int:
+    def _count_plain(self, completion: Completion) -> int:
         """How many tokens may be plain now: none that would end the completion by its length."""
-        completion = self._completion
-        if completion is None or self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
+        if self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
             return 0
         return completion.max_tokens - 1 - len(self._ids)
 

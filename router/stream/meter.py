@@ -102,8 +102,9 @@ class TokenMeter:
         self._timer.got_tokens(count)
 
     def detokenized(self, started: float, count: int) -> None:
-        """Counts tokens that were turned into text since `started`, of time.perf_counter."""
-        self.settle()
+        """Counts tokens of a response that were turned into text since `started`, of time.perf_counter."""
+        if self._pushed_at is not None:
+            self.settle()
         self._stats.completion_tokens = len(self._token_ids)
         self._latencies.observe(self._timings.detokenized(started), count)
 
