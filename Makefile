@@ -89,7 +89,7 @@ help: ## List all tasks
 
 install: $(INSTALLED) ## Create or update .venv, at the versions of constraints.txt
 
-$(INSTALLED): pyproject.toml packaging/client/pyproject.toml constraints.txt tools/install.py
+$(INSTALLED): pyproject.toml packaging/client/pyproject.toml packaging/http2/pyproject.toml constraints.txt tools/install.py
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
@@ -158,8 +158,9 @@ compose: $(STUBS) $(TRANSCODING) ## Run a Compose topology of these images throu
 containers: $(STUBS) $(TRANSCODING) ## Build images and test them in containers; as root, with podman: tools/install_system_packages.sh containers
 	@$(BIN)/python -m pytest -s -n 0 --timeout=0 tests/containers
 
-wheel: $(STUBS) ## Build both wheels into dist/ (COMPILED=1 compiles the router's hot modules, with mypyc and a C compiler)
+wheel: $(STUBS) ## Build the three wheels into dist/ (COMPILED=1 compiles the router's hot modules, with mypyc and a C compiler)
 	@cd packaging/client && $(abspath $(BIN))/python -m hatchling build --target wheel --directory $(CURDIR)/dist
+	@cd packaging/http2 && HATCH_BUILD_HOOK_ENABLE_CUSTOM=$(if $(COMPILED),true,false) $(abspath $(BIN))/python -m hatchling build --target wheel --directory $(CURDIR)/dist
 	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=$(if $(COMPILED),true,false) $(BIN)/python -m hatchling build --target wheel --directory dist
 
 compiled: $(STUBS) ## Compile the router's hot modules outside the checkout, and test them (minutes)
@@ -180,7 +181,7 @@ fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 	@BATON_FUZZ_INPUTS=$(INPUTS) $(BIN)/python -m pytest -n 0 --timeout=0 tests/fuzz
 
 fuzz-http2: $(STUBS) ## Send FRAMES (1,000,000) mutated frames to our own HTTP/2 server, and as many to its client
-	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/rpc/http2/test_mutated_frames.py tests/rpc/http2/test_client_mutated_frames.py
+	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/http2/test_mutated_frames.py tests/http2/test_client_mutated_frames.py
 
 soak: $(STUBS) ## Send HOURS (8) of RATE (4) requests a second through our own HTTP/2, as fast as it goes, and look for growth (20 minutes)
 	@PYTHONPATH=tests:. $(BIN)/python -m benchmarks.soak --hours $(HOURS) --rate $(RATE)

@@ -20,9 +20,9 @@ from grpc import aio
 
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2, inference_service_pb2_grpc
+from baton_http2.server.reply import Wire
 from benchmarks.processes import child, cpu_nanoseconds, received, run_process, until_told
 from rpc.health import Health
-from rpc.reply import Wire
 from rpc.server import ServerKind, Service, serve
 
 CONNECTIONS = 8

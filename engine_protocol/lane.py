@@ -7,7 +7,7 @@ tokens of one call. A `Wire` (rpc/reply.py) is written and flushed: a client's s
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from rpc.reply import Source, Wire
+from baton_http2.server.reply import Source, Wire
 
 TokenSource: TypeAlias = Source[int]
 

@@ -10,6 +10,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from baton.inference.v1 import generate_pb2, timing_pb2
+from baton_http2.server.reply import Reply
 from router import validation
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
@@ -23,7 +24,6 @@ from router.stream.writer import StreamWriter
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.text.served_model import ServedModel
-from rpc.reply import Reply
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from baton.engine.v1 import prompt_pb2
 from baton.errors import Cancelled
 from baton.inference.v1 import lora_pb2, timing_pb2
+from baton_http2.server.reply import Reply
 from router import validation
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
@@ -32,7 +33,6 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
-from rpc.reply import Reply
 from rpc.tracing.span import Span, stage_span
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond

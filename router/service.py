@@ -17,6 +17,7 @@ from baton.inference.v1 import (
     server_info_pb2,
     tokenize_pb2,
 )
+from baton_http2.server.reply import Reply
 from discovery.record import WorkerRecord
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
@@ -31,7 +32,6 @@ from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
-from rpc.reply import Reply
 
 Context = aio.ServicerContext[Any, Any]
 

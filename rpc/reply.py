@@ -1,77 +1,16 @@
-"""The way back to the caller of one call, as the server that runs the call makes it: `context.reply()`.
+"""`reply()` for the contexts of grpc.aio, as those of our own server have it (baton_http2/server/reply.py).
 
-`Reply` is that of a call with a connection or a stream of its own. Calls that share a stream have one with the same
-face (engine_protocol/multiplex). grpc.aio's contexts have none: `AddReplies` gives them one.
+Calls that share a stream have one with the same face (engine_protocol/multiplex).
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 from grpc import aio
 
+from baton_http2.server.reply import Reply
 from rpc.interceptors.behaviour import as_coroutine
-
-Item = TypeVar("Item", covariant=True)
-
-Trailers = tuple[tuple[str, str | bytes], ...]
-
-
-class Wire(Protocol):
-    """Writes the serialized messages of one call without waiting."""
-
-    @property
-    def connection(self) -> Hashable:
-        """The same for all wires that are flushed together."""
-
-    def write(self, message: bytes) -> bool:
-        """Sends a message; does nothing once the call is over. False if there is no room for another one yet."""
-
-    def flush(self) -> None:
-        """Hands what was written to the connection, though this turn of the event loop goes on."""
-
-
-class Source(Protocol[Item]):
-    """Gives the items of one call, which are pulled."""
-
-    async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Begins, and calls `ready` on the event loop whenever `pull` has something new; at once, if it has already."""
-
-    def pull(self) -> tuple[Sequence[Item], bool]:
-        """The items since the last time, and whether they were the last. Raises what ended the source, if it failed."""
-
-
-class Reply:
-    """The way back to one caller. `open_wire` is None where the server cannot write without waiting."""
-
-    __slots__ = ("_open_wire", "set_trailing_metadata", "write")
-
-    def __init__(
-        self,
-        write: Callable[[Any], Awaitable[None]],
-        set_trailing_metadata: Callable[[Trailers], None],
-        open_wire: Callable[[], Wire] | None = None,
-    ) -> None:
-        self.write = write
-        self.set_trailing_metadata = set_trailing_metadata
-        self._open_wire = open_wire
-
-    def open_wire(self) -> Wire | None:
-        """Sends the answer's headers, and gives its wire; None if messages can only be sent by `write`, which waits."""
-        return None if self._open_wire is None else self._open_wire()
-
-    async def write_from(self, source: Source[Item], message_of: Callable[[Sequence[Item]], Any]) -> None:
-        """Sends what a source gives until its last items, as messages. Raises what the source raises."""
-        changed = asyncio.Event()
-        await source.subscribe(changed.set)
-        is_last = False
-        while not is_last:
-            await changed.wait()
-            changed.clear()
-            items, is_last = source.pull()
-            if items:
-                await self.write(message_of(items))
 
 
 class AddReplies(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only

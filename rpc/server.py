@@ -18,14 +18,15 @@ from pydantic import Field
 from baton.connection.channels import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
 from baton.connection.credentials import is_loopback
 from baton.errors import ConfigError
+from baton_http2.input_budget import InputBudget, InputLimits
+from baton_http2.limits import METRICS, Http2Limits, ServerLimits
+from baton_http2.server.methods import Caller, Refuse
+from baton_http2.server.server import RESERVED_DESCRIPTORS, Http2Server
+from baton_http2.sockets.descriptors import OpenConnections
 from rpc.auth.access import Access
 from rpc.auth.tls import TlsConfig
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
-from rpc.http2.call import Caller, Refuse
-from rpc.http2.limits import Http2Limits, ServerLimits
-from rpc.http2.server import RESERVED_DESCRIPTORS, Http2Server
-from rpc.input_budget import InputBudget, InputLimits
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
@@ -39,10 +40,13 @@ from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
 from runtime.config import Section
-from runtime.network.descriptors import OpenConnections
+from runtime.metrics import REGISTRY
 from runtime.network.listening import split_address
 
 log = structlog.get_logger(__name__)
+
+for _metric in METRICS:
+    REGISTRY.register(_metric)
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
@@ -238,7 +242,7 @@ def _bind(server: AnyServer, listen: str, tls: TlsConfig | None, *, shares_port:
         log.warning("listening beyond this host without TLS", listen=listen)
     try:
         if isinstance(server, Http2Server):
-            return server.bind(listen, tls, shares_port=shares_port)
+            return server.bind(listen, tls.server_context() if tls else None, shares_port=shares_port)
         if tls is None:
             return server.add_insecure_port(listen)
         return server.add_secure_port(listen, tls.server_credentials())

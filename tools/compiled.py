@@ -18,7 +18,15 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/rpc", "tests/router/stream", "tests/router/text", "tests/router/telemetry", "tests/router/routing")
+HTTP2 = ROOT / "packaging" / "http2"
+TESTS = (
+    "tests/http2",
+    "tests/rpc",
+    "tests/router/stream",
+    "tests/router/text",
+    "tests/router/telemetry",
+    "tests/router/routing",
+)
 MORE_TESTS = ("tests/router/test_generate.py", "tests/router/test_cancellation.py", "tests/e2e/test_answers.py")
 _IMPORT_ALL = """
 import importlib, sys
@@ -43,28 +51,30 @@ def main() -> int:
 
 
 def modules() -> list[str]:
-    """What is compiled, as it is imported."""
-    paths: list[str] = _wheel()["hooks"]["custom"]["modules"]
+    """The modules that are compiled, as they are imported."""
+    http2 = _build(HTTP2)["hooks"]["custom"]["modules"]
+    paths: list[str] = [*_build(ROOT)["targets"]["wheel"]["hooks"]["custom"]["modules"], *http2]
     return [path.removesuffix(".py").replace("/", ".") for path in paths]
 
 
 def packages() -> list[str]:
     """The folders that the wheel has."""
-    found: list[str] = _wheel()["packages"]
+    found: list[str] = [*_build(ROOT)["targets"]["wheel"]["packages"], "baton_http2"]
     return found
 
 
-def _wheel() -> dict[str, Any]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wheel: dict[str, Any] = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    return wheel
+def _build(folder: Path) -> dict[str, Any]:
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    build: dict[str, Any] = project["tool"]["hatch"]["build"]
+    return build
 
 
 def install(wheels: Path, folder: Path) -> None:
-    """Builds both wheels, the second with compiled modules, and installs them into `folder`."""
+    """Builds the three wheels, two of them with compiled modules, and installs them into `folder`."""
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels)]
     subprocess.run(build, cwd=ROOT / "packaging" / "client", check=True)
-    subprocess.run(build, cwd=ROOT, env={**os.environ, "HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true"}, check=True)
+    for project in (HTTP2, ROOT):
+        subprocess.run(build, cwd=project, env={**os.environ, "HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true"}, check=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--no-index", "--target", str(folder)]
     subprocess.run([*pip, *map(str, wheels.glob("*.whl"))], check=True)
 

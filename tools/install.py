@@ -48,9 +48,9 @@ def install(environment: Path) -> None:
     log.write_text("")
     # The build tools first, pinned too: an isolated build would fetch the newest versions.
     run_pip(python, log, BUILD_REQUIREMENTS)
-    # Both distributions together: the second requires the first, which need not be in any index.
-    editable = ["--editable", str(ROOT / "packaging" / "client"), "--editable", f"{ROOT}[dev]"]
-    run_pip(python, log, ["--no-build-isolation", *editable])
+    # All distributions together: the last requires the others, which need not be in any index.
+    projects = [str(ROOT / "packaging" / "client"), str(ROOT / "packaging" / "http2"), f"{ROOT}[dev]"]
+    run_pip(python, log, ["--no-build-isolation", *(word for each in projects for word in ("--editable", each))])
     clear_line()
     print(f"Installed into {environment} in {time.monotonic() - started:.0f} s", flush=True)
 

@@ -1,7 +1,8 @@
 """Counts the structure of the product: `python -m tools.structure`, in the repository's root.
 
-Lines and files, rooms that import each other in circles, files that do, docstrings without their subject first,
-and the files to read to change a token's, a request's or a handoff's path (tools/reading_lists.yaml).
+Lines and files, rooms that import each other in circles, files that do, Protocols with one implementation, docstrings
+without their subject first, and the files to read to change a token's, a request's or a handoff's path
+(tools/reading_lists.yaml).
 Reads the source with `ast` and runs nothing of it; imports under TYPE_CHECKING count.
 """
 
@@ -18,6 +19,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "baton",
+    "baton_http2",
     "runtime",
     "rpc",
     "engine_protocol",
@@ -31,7 +33,7 @@ PACKAGES = (
 )
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 # Packages whose folders are rooms of their own.
-ROOMS = ("router", "services", "rpc")
+ROOMS = ("router", "services", "rpc", "baton_http2")
 SHORT_LINES = 40
 # A docstring that begins with a clause instead of its subject, or that only points elsewhere.
 CLAUSE = re.compile(r"^(What|Whether|Who|Whom|Whose|How|Until|See|Does nothing)\b")
@@ -56,7 +58,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="also print the circles and the docstrings")
     options = parser.parse_args()
     modules = read(options.root)
-    for line in (*sizes(modules), *circles(modules, options.list), *docstrings(modules, options.list)):
+    parts = (sizes(modules), circles(modules, options.list), protocols(modules, options.list))
+    for line in (line for part in (*parts, docstrings(modules, options.list)) for line in part):
         print(line)
     for line in reading(options.root):
         print(line)
@@ -158,6 +161,52 @@ def components(graph: Graph) -> list[set[str]]:
             elif below in stack:
                 low[node] = min(low[node], order[below])
     return [each for each in found if len(each) > 1]
+
+
+def protocols(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
+    """Protocols that a single class of the product has the members of: a seam without a second side."""
+    classes = [
+        (each.name, node) for each in modules.values() for node in ast.walk(each.tree) if isinstance(node, ast.ClassDef)
+    ]
+    bases = {node.name: {name_of(base) for base in node.bases} for _, node in classes}
+    members = {node.name: members_of(node) for _, node in classes}
+    seams = [(module, node.name) for module, node in classes if "Protocol" in bases[node.name]]
+    named = {name for _, name in seams}
+    single = []
+    for module, seam in seams:
+        having = [name for name in members if name not in named and members[seam] <= inherited(name, members, bases)]
+        if len(having) == 1:
+            single.append(f"    {module}.{seam}: {having[0]}")
+    yield f"Protocols with one implementation: {len(single)} of {len(seams)}"
+    if shows:
+        yield from single
+
+
+def name_of(base: ast.expr) -> str:
+    """A base class's last name, without its parameters."""
+    plain = base.value if isinstance(base, ast.Subscript) else base
+    return (
+        plain.attr
+        if isinstance(plain, ast.Attribute) and name_of(plain.value) == "typing"
+        else getattr(plain, "id", "")
+    )
+
+
+def members_of(node: ast.ClassDef) -> set[str]:
+    """The names of a class: methods, fields, and whatever its methods assign to `self`."""
+    found = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for each in ast.walk(node):
+        match each:
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found - {"__init__", "__slots__"}
+
+
+def inherited(name: str, members: Mapping[str, set[str]], bases: Graph) -> set[str]:
+    """The members of a class, with those of its bases in the product."""
+    return members[name].union(*(inherited(base, members, bases) for base in bases[name] if base in members))
 
 
 def docstrings(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:

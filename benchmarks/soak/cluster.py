@@ -10,17 +10,18 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+from baton_http2.client.call import Call as ClientCall
+from baton_http2.client.connection import ClientConnection
+from baton_http2.limits import Http2Limits
+from baton_http2.server.call import Call
+from baton_http2.server.connection import Connection
+from baton_http2.server.refusal import Refusal
+from baton_http2.stream import Stream
 from benchmarks.processes import run_process, until_told
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import ClientConnections, ProbeConfig, RouterConfig, RoutingConfig
 from router.server import host_router
-from rpc.http2.call import Call, Refusal
-from rpc.http2.client.call import Call as ClientCall
-from rpc.http2.client.connection import ClientConnection
-from rpc.http2.connection import Connection
-from rpc.http2.limits import Http2Limits
-from rpc.http2.stream import Stream
 from rpc.server import ConnectionLimits
 from services.config import HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig

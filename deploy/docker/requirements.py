@@ -1,6 +1,6 @@
-"""Prints what an image installs beside Baton's own two wheels: `requirements.py TARGET`, in the repository's root.
+"""Prints what an image installs beside Baton's own wheels: `requirements.py TARGET`, in the repository's root.
 
-The list is that of the two pyproject.toml, without what the target must not install. Standard library only.
+The list is that of the three pyproject.toml, without what the target must not install. Standard library only.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 import tomllib
 
-PROJECTS = (Path("pyproject.toml"), Path("packaging/client/pyproject.toml"))
+PROJECTS = tuple(map(Path, ("pyproject.toml", "packaging/client/pyproject.toml", "packaging/http2/pyproject.toml")))
 # The first process of every container, which passes signals on.
 INIT = "dumb-init"
 # OpenAI's API is a key of a router's configuration, and not another image; the `baton` command is in every image.
@@ -21,7 +21,7 @@ EXTRAS = {
     "trtllm": ("openai", "cli"),
 }
 # Installed from this checkout, after the others.
-OURS = {"baton-client"}
+OURS = {"baton-client", "baton-http2"}
 # By the image's target. Routers compute nothing. Another torch or transformers would break the TensorRT-LLM of its
 # image, which was built against its own.
 LEFT_OUT = {

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from devtools.doctor.finding import Finding, broken, warning, well
 
 DISTRIBUTION = "baton-serving"
-OUR_DISTRIBUTIONS = (DISTRIBUTION, "baton-client")
+OUR_DISTRIBUTIONS = (DISTRIBUTION, "baton-client", "baton-http2")
 OUR_NAMES = (
     "router",
     "services",
@@ -24,11 +24,12 @@ OUR_NAMES = (
     "rpc",
     "cli",
     "devtools",
+    "baton_http2",
     "baton",
 )
 OLDEST_PYTHON = (3, 10)
 NEWEST_TESTED_PYTHON = (3, 13)
-REINSTALL = "make install (or: pip install -c constraints.txt -e packaging/client -e .[dev])"
+REINSTALL = "make install (or: pip install -c constraints.txt -e packaging/client -e packaging/http2 -e .[dev])"
 
 
 def check_python() -> Iterator[Finding]:

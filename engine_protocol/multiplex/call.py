@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -10,15 +10,15 @@ import structlog
 from grpc import StatusCode, aio
 
 from baton.engine.v1 import multiplex_pb2 as pb
+from baton_http2.server.methods import Method
+from baton_http2.server.servicer_context import CallContext
+from baton_http2.wire.metadata import Metadata, Pairs
 from engine_protocol.lane import TokenReply, TokenSource
-from engine_protocol.multiplex.metadata import CODES, Metadata, from_messages, to_messages
+from engine_protocol.multiplex.metadata import from_messages, to_messages
 from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
-from rpc.http2.call import Method
 from rpc.interceptors.arrival import note_arrival
 
 log = structlog.get_logger(__name__)
-
-Pairs = Iterable[tuple[str, "str | bytes"]]
 
 # A servicer that never waits gives way to others after so many messages.
 _MESSAGES_A_TURN = 32
@@ -34,29 +34,25 @@ class CallOwner(Protocol):
         """The call has ended."""
 
 
-class ServedCall(aio.ServicerContext[Any, Any]):
+class ServedCall(CallContext):
     """A call, and its context. `run` is its task; `leave` and `pause` are what the caller says."""
 
     def __init__(self, owner: CallOwner, start: pb.CallStart) -> None:
+        super().__init__(from_messages(start.metadata), None)
         self.number = start.call
         self._owner = owner
         self._queue = owner.queue
         self._method: Method | None = None
         self._path = start.method
         self._request = start.request
-        self._metadata = from_messages(start.metadata)
-        self._code: StatusCode | int | None = None
-        self._details = ""
-        self._trailing: Metadata = ()
         self._callbacks: list[Callable[[Any], None]] = []
-        self._is_over = self._is_done = self._is_cancelled = False
+        self._is_over = self._is_done = False
         self._tokens: CallTokens | None = None
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._written = 0
-        self._deadline_at: float | None = None
         if start.HasField("timeout"):
             seconds = max(0.0, start.timeout.ToNanoseconds() / 1e9)
             self._deadline_at = time.monotonic() + seconds
@@ -108,7 +104,7 @@ class ServedCall(aio.ServicerContext[Any, Any]):
             return
         try:
             response = await method.behaviour(method.deserialize(self._request), self)
-            if not method.gives_stream and self._is_ok and not self._is_over:
+            if not method.gives_stream and self.is_ok and not self._is_over:
                 self._queue.add(self.number, method.serialize(response))
         except aio.AbortError:
             return
@@ -119,8 +115,7 @@ class ServedCall(aio.ServicerContext[Any, Any]):
             # A write after the end.
             self._finish(StatusCode.CANCELLED, "the call was cancelled")
         finally:
-            code = CODES[self._code] if isinstance(self._code, int) else self._code
-            self._finish(code or StatusCode.OK, self._details, self._trailing)
+            self._finish(self.final_code, self._details, self._trailing)
             self._task = None
 
     def _finish(self, code: StatusCode, details: str = "", trailing: Metadata = ()) -> None:
@@ -204,34 +199,6 @@ class ServedCall(aio.ServicerContext[Any, Any]):
         self._finish(code, details, tuple(trailing_metadata) or self._trailing)
         raise aio.AbortError("Locally aborted.")
 
-    @property
-    def _is_ok(self) -> bool:
-        return not self._code or self._code is StatusCode.OK
-
-    def set_trailing_metadata(self, trailing_metadata: Pairs) -> None:
-        """Goes out with the status."""
-        self._trailing = tuple(trailing_metadata)
-
-    def trailing_metadata(self) -> Metadata:  # type: ignore[override]  # its stubs say Any
-        """What was set."""
-        return self._trailing
-
-    def set_code(self, code: StatusCode | int) -> None:
-        """The status's code, if the servicer ends well."""
-        self._code = code
-
-    def code(self) -> StatusCode | int | None:  # type: ignore[override]  # its stubs have no None
-        """What was set, or what the call has ended with; None before."""
-        return self._code
-
-    def set_details(self, details: str) -> None:
-        """The status's text."""
-        self._details = details
-
-    def details(self) -> str:
-        """What was set, or what the call has ended with."""
-        return self._details
-
     def set_compression(self, compression: grpc.Compression) -> None:
         """The stream is not compressed."""
 
@@ -245,23 +212,11 @@ class ServedCall(aio.ServicerContext[Any, Any]):
         """The method, as /package.Service/Method."""
         return self._path
 
-    def invocation_metadata(self) -> Metadata:  # type: ignore[override]  # its stubs have a class of its own
-        """What the caller sent beside its request."""
-        return self._metadata
-
-    def time_remaining(self) -> float | None:  # type: ignore[override]  # its stubs have no None
-        """How long the caller will still wait; None if it set no deadline."""
-        return None if self._deadline_at is None else max(0.0, self._deadline_at - time.monotonic())
-
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Calls back with this context when the status is on its way, or its caller has gone."""
         self._callbacks.append(callback)
         if self._is_done or self._is_cancelled:
             self._run_callbacks()
-
-    def cancelled(self) -> bool:
-        """Whether the caller has gone."""
-        return self._is_cancelled
 
     def done(self) -> bool:
         """Whether the status is on its way."""
@@ -274,14 +229,4 @@ class ServedCall(aio.ServicerContext[Any, Any]):
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
         """Who the caller has proven to be."""
         found: Mapping[str, Sequence[bytes]] = self._owner.stream.auth_context()
-        return found
-
-    def peer_identity_key(self) -> str | None:
-        """Under which key of `auth_context` the caller's identities are."""
-        key: str | None = self._owner.stream.peer_identity_key()
-        return key
-
-    def peer_identities(self) -> Sequence[bytes] | None:
-        """The caller's identities."""
-        found: Sequence[bytes] | None = self._owner.stream.peer_identities()
         return found

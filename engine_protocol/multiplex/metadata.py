@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from baton.engine.v1 import multiplex_pb2 as pb
+from baton_http2.wire.metadata import STATUS_CODES
 
 Metadata = tuple[tuple[str, "str | bytes"], ...]
-
-CODES = {code.value[0]: code for code in StatusCode}
 
 
 def to_messages(metadata: Iterable[tuple[str, str | bytes]]) -> list[pb.CallMetadata]:
@@ -34,7 +33,7 @@ class FailedStatus:
 
     def code(self) -> StatusCode:
         """The status code."""
-        return CODES.get(self.status.code, StatusCode.UNKNOWN)
+        return STATUS_CODES.get(self.status.code, StatusCode.UNKNOWN)
 
     def details(self) -> str:
         """The message."""

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -10,14 +11,15 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode, aio
 
 from baton.calls import stream
+from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, InvalidReply, Unavailable
+from baton_http2.client.call import Call
+from baton_http2.client.dialing import DEFAULT_LIMITS, ConnectFailed, Peer, open_call
+from baton_http2.wire.messages import MessageFailure
 from rpc.auth.tls import TlsConfig
-from rpc.http2.client.call import Call
-from rpc.http2.client.dialing import Peer, client_context, open_call
-from rpc.http2.wire.messages import MessageFailure
 from rpc.server import ServerKind
 
 # Gets the messages of the stream as they come.
@@ -26,6 +28,7 @@ PushResponse = Callable[[pb.MultiplexResponse], None]
 # Sends a message at once; False if the peer does not read, and the message has to be written.
 WriteNow = Callable[[pb.MultiplexRequest], bool]
 
+_LIMITS: Final = replace(DEFAULT_LIMITS, max_message_bytes=MAX_RECEIVE_BYTES)
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["MultiplexService"]
 _PATH: Final = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Multiplex'].name}"
 
@@ -55,7 +58,7 @@ def stream_dialer(kind: ServerKind, tls: TlsConfig | None) -> StreamDialer:
     """Streams of grpc.aio or of our own, with TLS files that are read now. Raises ConfigError."""
     if kind == "grpcio":
         return lambda _address, channel: partial(open_on_channel, channel)
-    context = client_context(tls) if tls else None
+    context = tls.client_context() if tls else None
     server_name = tls.server_name if tls else ""
     return lambda address, _channel: partial(open_on_connection, Peer(address, context, server_name))
 
@@ -82,7 +85,11 @@ async def open_on_connection(peer: Peer, push: PushResponse) -> AsyncGenerator["
         except InvalidReply as error:
             call.fail(MessageFailure(StatusCode.INTERNAL, error.message))
 
-    async with open_call(peer, _PATH, parse) as call:
+    async with AsyncExitStack() as stack:
+        try:
+            call = await stack.enter_async_context(open_call(peer, _PATH, parse, _LIMITS))
+        except ConnectFailed as error:
+            raise Unavailable(str(error)) from error
         yield _Http2Stream(call)
 
 

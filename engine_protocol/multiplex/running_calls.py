@@ -9,11 +9,11 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, InvalidReply
+from baton_http2.server.reply import Wire
+from baton_http2.turns import CallTurns
 from engine_protocol.lane import TokenSink
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
-from rpc.reply import Wire
-from rpc.turns import CallTurns
 
 
 class RunningCalls:

@@ -12,12 +12,12 @@ from grpc import StatusCode
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.errors import InvalidRequest
+from baton_http2.server.methods import Method, method_of
+from baton_http2.turns import CallTurns
 from engine_protocol.multiplex.call import ServedCall
 from engine_protocol.multiplex.response_queue import ResponseQueue
-from rpc.http2.call import Method, method_of
 from rpc.interceptors.wrap import WrapMethods
 from rpc.server import ConnectionLimits, Service, ServiceAround
-from rpc.turns import CallTurns
 from runtime.aio import ended_with, wait_until_done
 
 log = structlog.get_logger(__name__)

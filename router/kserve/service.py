@@ -14,6 +14,7 @@ from baton.errors import BatonError, InvalidRequest, ModelNotFound
 from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
+from baton_http2.server.reply import Reply
 from discovery.roles import COMPLETING
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
@@ -26,7 +27,6 @@ from router.workers.cluster import Cluster
 from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.counting import count_fields
-from rpc.reply import Reply
 from runtime.aio import TaskGroup
 
 Context = aio.ServicerContext[Any, Any]

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -146,10 +147,10 @@ class EmbeddingCache:
         self._num_bytes = 0
         self._inflight: dict[EmbeddingKey, InflightEncode] = {}
         self._tasks: set[asyncio.Task[_Entry]] = set()
-        self._renewer = LeaseRenewer()
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._renewer.__aenter__()
+        self._renewer = await self._resources.enter_async_context(LeaseRenewer())
         self._sweeping = asyncio.create_task(lasting("embedding_cache", self._sweep))
         return self
 
@@ -163,7 +164,7 @@ class EmbeddingCache:
         for key, entry in tuple(self._entries.items()):
             self.evict(key, entry, "closed")
         # Releases embeddings that are still in use, too.
-        await self._renewer.__aexit__(None, None, None)
+        await self._resources.aclose()
 
     async def acquire(self, key: EmbeddingKey, encode: Encode, cancellation: Cancellation) -> EmbeddingRef:
         """The embedding for a key: from the cache, from a call in flight, or from `encode`.

@@ -1,6 +1,7 @@
 """Keeps leases on embeddings: renews them, all of a worker's in one call, until they are released."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 
@@ -23,9 +24,10 @@ class LeaseRenewer:
         self._kept: dict[WorkerHandle, set[EmbeddingLease]] = {}
         self._keeping: dict[WorkerHandle, asyncio.Task[None]] = {}
         self._releasing: set[asyncio.Task[None]] = set()
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._group = await TaskGroup().__aenter__()
+        self._group = await self._resources.enter_async_context(TaskGroup())
         return self
 
     async def __aexit__(
@@ -37,7 +39,7 @@ class LeaseRenewer:
         await self.wait_for_releases()
         for task in tuple(self._keeping.values()):
             task.cancel()
-        await self._group.__aexit__(None, None, None)
+        await self._resources.aclose()
 
     def keep(self, lease: EmbeddingLease) -> None:
         """Renews it every third of its length from now on, for as long as its owner lets it."""

@@ -18,6 +18,8 @@ from pydantic import BaseModel
 
 from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
+from baton_http2.input_budget import InputBudget
+from baton_http2.server.reply import Reply
 from router.context import ContextFactory
 from router.embedding.pipeline import EmbedPipeline
 from router.openai import embeddings
@@ -37,14 +39,12 @@ from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
-from rpc.input_budget import InputBudget
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.behaviour import Behaviour
 from rpc.interceptors.counting import TextLimits
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
-from rpc.reply import Reply
 from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered

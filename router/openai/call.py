@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from grpc import StatusCode
 
 from baton.errors import InvalidRequest, Overloaded
+from baton_http2.input_budget import InputBudget, InputHold, InputLimits, Pace
 from router.openai.errors import HttpRefusal
-from rpc.input_budget import InputBudget, InputHold, InputLimits, Pace
 from runtime.aio import timeout
 
 Message: TypeAlias = MutableMapping[str, Any]

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 
 from baton.inference.v1 import generate_pb2
+from baton_http2.server.reply import Reply, Wire
 from router.stream.general import FillFinished, UnsentAnswer
 from router.stream.meter import TokenMeter
 from router.text.completion import Completion, TokenDelta
 from router.text.token_messages import FIRST, LAST, message_start, varint
-from rpc.reply import Reply, Wire
 
 _NO_FIELDS: dict[int, bytes] = {}
 

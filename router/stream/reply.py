@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from baton.connection.metadata import TIMINGS_KEY
 from baton.inference.v1 import generate_pb2
+from baton_http2.server.reply import Reply
 from router.telemetry.stages import StageTiming, timings_message
 from router.telemetry.timings import Timings
-from rpc.reply import Reply
 
 _DEFAULT_DELAY_SECONDS = 0.2  # of tokens that wait for others
 # HTTP/2 peers drop trailers over 8 KiB, and a status may have 7 of them (rpc/status.py). In base64 this is under one.

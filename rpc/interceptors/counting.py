@@ -22,7 +22,10 @@ _CONTINUED = bytes(range(128, 256))
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 _WITHIN_CHARACTERS = bytes(range(128, 192))  # in UTF-8, every byte of a character but its first
 
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+# The kinds of values on the wire; the others are groups, which proto3 does not have.
+_VARINT, LENGTH_DELIMITED = 0, 2
+_FIXED_SIZES = {1: 8, 5: 4}
+KINDS = (_VARINT, LENGTH_DELIMITED, *_FIXED_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class _Shape:
     names: dict[int, str]
 
 
-class _Malformed(Exception):
+class Malformed(Exception):
     """The bytes are not a message."""
 
 
@@ -61,7 +64,7 @@ def count_fields(descriptor: Descriptor, wire: bytes | bytearray, most: int, tex
     """
     try:
         _Count(wire, most, texts).message(_shape(descriptor))
-    except (_Malformed, IndexError):
+    except (Malformed, IndexError):
         return False
     return True
 
@@ -81,23 +84,23 @@ class _Count:
         while True:
             while position >= end:
                 if position > end:
-                    raise _Malformed
+                    raise Malformed
                 if not outer:
                     return
                 shape, end = outer.pop()
             tag = wire[position]
             position += 1
             if tag >= 128:
-                tag, position = _varint(wire, position - 1)
+                tag, position = varint(wire, position - 1)
             self._take(1, shape, tag >> 3)
             kind = tag & 7
-            if kind == _LENGTH_DELIMITED:
+            if kind == LENGTH_DELIMITED:
                 length = wire[position]
                 position += 1
                 if length >= 128:
-                    length, position = _varint(wire, position - 1)
+                    length, position = varint(wire, position - 1)
                 if position + length > end:
-                    raise _Malformed
+                    raise Malformed
                 inner = shape.messages.get(tag >> 3)
                 if inner is not None:
                     outer.append((shape, end))
@@ -109,12 +112,11 @@ class _Count:
                     self._text(self._texts, shape, tag >> 3, position, length)
                 position += length
             elif kind == _VARINT:
-                position = _varint(wire, position)[1]
-            elif kind in (_FIXED64, _FIXED32):
-                position += 8 if kind == _FIXED64 else 4
+                position = varint(wire, position)[1]
+            elif kind in _FIXED_SIZES:
+                position += _FIXED_SIZES[kind]
             else:
-                # Groups, which proto3 does not have.
-                raise _Malformed
+                raise Malformed
 
     def _numbers(self, shape: _Shape, number: int, start: int, end: int) -> None:
         for position in range(start, end, _NUMBERS_A_TURN):
@@ -159,15 +161,27 @@ def _path(shape: _Shape, number: int) -> str:
     return ".".join(name for name in (shape.name, shape.names.get(number, "")) if name) or "request"
 
 
-def _varint(wire: bytes | bytearray, position: int) -> tuple[int, int]:
-    """The number at `position`, and where it ends."""
+def varint(wire: bytes | bytearray, position: int) -> tuple[int, int]:
+    """The number at `position`, and its end. Raises Malformed, and IndexError where the bytes end before it."""
     number = 0
     for index in range(10):
         byte = wire[position + index]
         number |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return number, position + index + 1
-    raise _Malformed
+    raise Malformed
+
+
+def value_of(wire: bytes | bytearray, kind: int, position: int) -> tuple[int, int]:
+    """The start and the end of the value of a field, which may be cut off, without its length. Raises Malformed."""
+    if kind == _VARINT:
+        return position, varint(wire, position)[1]
+    if kind == LENGTH_DELIMITED:
+        length, start = varint(wire, position)
+        return start, start + length
+    if kind in _FIXED_SIZES:
+        return position, position + _FIXED_SIZES[kind]
+    raise Malformed
 
 
 @cache

@@ -7,13 +7,12 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from baton_http2.wire.metadata import STATUS_CODES
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.metadata import client_request_id, remaining_seconds, was_left_at_its_deadline
 from runtime.logs import FrequentLogger, add_log_fields, log_fields, set_log_fields
 
 _log = FrequentLogger(__name__)
-
-_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def log_call(method: str, behaviour: Behaviour) -> Behaviour:
@@ -52,7 +51,7 @@ def _log_end(code: str, seconds: float) -> None:
 def _code_name(context: Context) -> str:
     # Despite its type: None or 0 until a code is set, then an int or an enum.
     code: grpc.StatusCode | int | None = context.code()
-    return code.name if isinstance(code, grpc.StatusCode) else _CODE_NAMES[code or 0]
+    return code.name if isinstance(code, grpc.StatusCode) else STATUS_CODES[code or 0].name
 
 
 def _abandoned_code_name(context: Context, seconds: float) -> str:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from rpc.input_budget import claim_hold
+from baton_http2.input_budget import claim_hold
 from rpc.interceptors.arrival import note_size
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.interceptors.counting import TextLimits, count_fields

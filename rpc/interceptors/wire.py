@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-_FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
+from rpc.interceptors.counting import KINDS, LENGTH_DELIMITED, Malformed, value_of, varint
 
 # Protobuf's parsers refuse deeper messages.
 _MAX_DEPTH = 100
@@ -39,10 +38,13 @@ def find_fault(descriptor: Descriptor, wire: bytes | bytearray) -> MalformedFiel
 
     `request` stands for the message as a whole, where no field can be named.
     """
+    walk = _Walk(wire)
     try:
-        _Walk(wire).message(descriptor, _Span(0, len(wire)), "", _MAX_DEPTH)
+        walk.message(descriptor, _Span(0, len(wire)), "", _MAX_DEPTH)
     except _Broken as broken:
         return broken.fault
+    except (Malformed, IndexError):
+        return MalformedField(walk.path or "request", "is cut off")
     return MalformedField("request", _NOT_A_MESSAGE)
 
 
@@ -53,11 +55,12 @@ class _Span:
 
 
 class _Walk:
-    """One pass over the bytes of a message, in the order in which they were sent."""
+    """One pass over the bytes of a message, in the order in which they were sent. `path` is of what is read now."""
 
     def __init__(self, wire: bytes | bytearray) -> None:
         self._wire = wire
         self._fields_left = _MAX_FIELDS
+        self.path = ""
 
     def message(self, descriptor: Descriptor, span: _Span, path: str, depth: int) -> None:
         if depth == 0:
@@ -65,11 +68,14 @@ class _Walk:
         seen: dict[int, int] = {}
         position = span.start
         while position < span.end:
-            tag, position = self._varint(position, span.end, path)
+            self.path = path
+            tag, position = varint(self._wire, position)
+            if position > span.end:
+                raise _Broken(path, "is cut off")
             field = descriptor.fields_by_number.get(tag >> 3)
             here = path if field is None else _join(path, field, seen)
             value = self._value(tag & 7, _Span(position, span.end), here)
-            if field is not None and tag & 7 == _LENGTH_DELIMITED:
+            if field is not None and tag & 7 == LENGTH_DELIMITED:
                 self._check(field, value, here, depth)
             position = value.end
 
@@ -82,7 +88,7 @@ class _Walk:
             except UnicodeDecodeError:
                 raise _Broken(path, "is not valid UTF-8") from None
 
-    def _value(self, wire_type: int, span: _Span, path: str) -> _Span:
+    def _value(self, kind: int, span: _Span, path: str) -> _Span:
         """The bytes of a field's value, without its length."""
         self._fields_left -= 1
         if self._fields_left == 0:
@@ -90,26 +96,13 @@ class _Walk:
         if self._fields_left % _FIELDS_A_TURN == 0:
             # Large messages are searched in a thread: the event loop is let in.
             time.sleep(0)
-        if wire_type == _VARINT:
-            return _Span(span.start, self._varint(span.start, span.end, path)[1])
-        if wire_type == _LENGTH_DELIMITED:
-            length, start = self._varint(span.start, span.end, path)
-        elif wire_type in _FIXED_SIZES:
-            length, start = _FIXED_SIZES[wire_type], span.start
-        else:
-            raise _Broken(path, f"has the unknown wire type {wire_type}")
-        if start + length > span.end:
+        if kind not in KINDS:
+            raise _Broken(path, f"has the unknown wire type {kind}")
+        self.path = path
+        start, end = value_of(self._wire, kind, span.start)
+        if end > span.end:
             raise _Broken(path, "is cut off")
-        return _Span(start, start + length)
-
-    def _varint(self, position: int, end: int, path: str) -> tuple[int, int]:
-        """The number at `position`, and where it ends."""
-        number = 0
-        for index, byte in enumerate(self._wire[position : min(position + 10, end)]):
-            number |= (byte & 0x7F) << (7 * index)
-            if byte < 0x80:
-                return number, position + index + 1
-        raise _Broken(path, "is cut off")
+        return _Span(start, end)
 
 
 def _join(path: str, field: FieldDescriptor, seen: dict[int, int]) -> str:

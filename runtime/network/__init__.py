@@ -1,9 +1,7 @@
-"""Ports and sockets.
+"""Ports of this machine; `baton_http2.sockets` has the sockets of servers.
 
 | module | subject |
 |---|---|
-| ports | whether a port is free, or listening |
-| listening | sockets that listen, at a port that processes may share |
-| accepting | connections that are accepted, and what happens without descriptors |
-| descriptors | the limit of file descriptors, and connections that stay below it |
+| ports | tells if a port is free, or listening |
+| listening | addresses of a configuration, and ports that processes share |
 """

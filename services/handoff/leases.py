@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -110,9 +111,10 @@ class LeaseTable:
         self._released: OrderedDict[str, tuple[str, asyncio.Task[Released] | Released]] = OrderedDict()
         self._granted = asyncio.Event()
         self._freeing: set[asyncio.Task[Released]] = set()
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._group = await TaskGroup().__aenter__()
+        self._group = await self._resources.enter_async_context(TaskGroup())
         self._reaper = self._group.create_task(lasting("lease_expiry", self._expire))
         return self
 
@@ -122,7 +124,7 @@ class LeaseTable:
         self._reaper.cancel()
         self._end(self._leases.values(), still_valid=False)
         await wait_until_done(*self._freeing)
-        await self._group.__aexit__(None, None, None)
+        await self._resources.aclose()
 
     def __len__(self) -> int:
         """Handoffs whose blocks are not free yet."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -89,9 +89,10 @@ class Peers:
         self._dial = dial
         self._peers: dict[tuple[str, int], OwnerConnection] = {}
         self._forgotten: list[OwnerConnection] = []
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._group = await TaskGroup().__aenter__()
+        self._group = await self._resources.enter_async_context(TaskGroup())
         self._sweeping = self._group.create_task(lasting("peers", self._sweep))
         return self
 
@@ -99,7 +100,7 @@ class Peers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._sweeping.cancel()
-        await self._group.__aexit__(None, None, None)
+        await self._resources.aclose()
         for peer in [*self._forgotten, *self._peers.values()]:
             await peer.close()
 

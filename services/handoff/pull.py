@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -45,15 +45,16 @@ class Puller:
         self._engine = engine
         self._peers = peers
         self._transports = transports
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._giving_up = await TaskGroup().__aenter__()
+        self._giving_up = await self._resources.enter_async_context(TaskGroup())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._giving_up.__aexit__(None, None, None)
+        await self._resources.aclose()
 
     @asynccontextmanager
     async def pull(self, handoff: Handoff, prompt: Prompt, call: RunningCall) -> AsyncIterator[Pulled]:

@@ -9,8 +9,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def modules() -> list[str]:
     # No TOML reader in Python 3.10; the list has a path in each line.
-    hook = (ROOT / "pyproject.toml").read_text().partition("[tool.hatch.build.targets.wheel.hooks.custom]")[2]
-    return re.findall(r'^    "([\w/]+\.py)",$', hook.partition("\n]\n")[0], re.M)
+    serving = (ROOT / "pyproject.toml").read_text().partition("[tool.hatch.build.targets.wheel.hooks.custom]")[2]
+    http2 = (ROOT / "packaging/http2/pyproject.toml").read_text().partition("[tool.hatch.build.hooks.custom]")[2]
+    return [
+        path
+        for hook in (serving, http2)
+        for path in re.findall(r'^    "([\w/]+\.py)",$', hook.partition("\n]\n")[0], re.M)
+    ]
 
 
 def coroutines(path: str) -> list[str]:

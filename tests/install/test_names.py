@@ -19,11 +19,12 @@ import pytest
         "runtime",
         "cli",
         "devtools",
+        "baton_http2",
         "baton",
     ],
 )
 def test_no_other_distribution_owns_the_name(name: str) -> None:
-    assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving", "baton-client"}
+    assert set(metadata.packages_distributions().get(name, [])) <= {"baton-serving", "baton-client", "baton-http2"}
 
 
 def test_no_two_test_files_have_one_name() -> None:

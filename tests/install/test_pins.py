@@ -18,6 +18,7 @@ def constraints() -> list[Requirement]:
 def required() -> list[Requirement]:
     # No TOML reader in Python 3.10; the lists of requirements are one string a line.
     project = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[0]
+    project += (ROOT / "packaging" / "http2" / "pyproject.toml").read_text()
     texts = re.findall(r'^    "([A-Za-z][\w.-]*(?:[<>=!].*?)?)",$', project, re.M)
     # Ours are built from this repository, in the same version.
     return [Requirement(text) for text in texts if not text.startswith("baton-")]

@@ -1,4 +1,4 @@
-"""The sdists and wheels of baton-client and baton-serving: their content, and that they run."""
+"""The sdists and wheels of baton-client and baton-serving: their content, and that they run; baton-http2 is beside."""
 
 import os
 import re
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "packaging" / "client"
+HTTP2 = ROOT / "packaging" / "http2"
 PACKAGES = {
     "runtime",
     "rpc",
@@ -43,7 +44,7 @@ class Built:
     installed: Path
 
     def run(self, *words: str, folder: Path, alone: bool = False) -> "subprocess.CompletedProcess[str]":
-        """Python in that folder, with the files of both wheels, or of baton-client's alone, before all others."""
+        """Python in that folder, with the files of all wheels, or of baton-client's alone, before all others."""
         return self._run(sys.executable, *words, folder=folder, alone=alone)
 
     def baton(self, *words: str, folder: Path) -> "subprocess.CompletedProcess[str]":
@@ -63,10 +64,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """As a release is built, wheels from sdists, without a network."""
     folder = tmp_path_factory.mktemp("built")
     client_sdist, client_wheel = build(CLIENT, folder / "client")
+    _, http2_wheel = build(HTTP2, folder / "http2")
     sdist, wheel = build(ROOT, folder / "serving")
     offline = (sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--no-index")
     run(*offline, "--target", str(folder / "alone"), str(client_wheel))
-    run(*offline, "--target", str(folder / "installed"), str(client_wheel), str(wheel))
+    run(*offline, "--target", str(folder / "installed"), *map(str, (client_wheel, http2_wheel, wheel)))
     return Built(
         sdist=inside(sdist),
         wheel=set(zipfile.ZipFile(wheel).namelist()),
@@ -209,7 +211,9 @@ def test_the_client_loads_nothing_of_the_server(built: Built, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     loaded = set(re.findall("'(.*?)'", done.stdout))
     assert "baton" in loaded
-    assert loaded.isdisjoint({*PACKAGES, "torch", "transformers", "numpy", "pydantic", "structlog", "opentelemetry"})
+    assert loaded.isdisjoint(
+        {*PACKAGES, "baton_http2", "torch", "transformers", "numpy", "pydantic", "structlog", "opentelemetry"}
+    )
 
 
 def test_folders_of_a_users_own_break_neither_library_nor_command(built: Built, tmp_path: Path) -> None:

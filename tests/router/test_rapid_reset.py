@@ -30,7 +30,7 @@ def test_routers_may_open_more_streams_to_a_worker_than_clients_to_a_router() ->
 
 
 async def test_others_are_answered_while_a_client_resets_thousands_of_streams(on_grpcio: Bench) -> None:
-    # Ours ends such a connection: tests/rpc/http2.
+    # Ours ends such a connection: tests/http2.
     request = pb.GenerateRequest(prompt="x" * 20, stopping={"max_tokens": 400})
     message = request.SerializeToString()
     frame = b"\0" + len(message).to_bytes(4, "big") + message

@@ -1,8 +1,8 @@
 """How long a peer may be silent: connections bear what probes find."""
 
 from baton.connection.channels import KEEPALIVE_OPTIONS
+from baton_http2.limits import Http2Limits, ServerLimits
 from router.config import RouterConfig
-from rpc.http2.limits import Http2Limits, ServerLimits
 
 
 def test_a_hung_worker_is_found_by_probes_well_before_its_connections_are_given_up() -> None:

@@ -12,9 +12,9 @@ from typing import Final, cast
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.inference.v1 import generate_pb2
+from baton_http2.wire import frames as h2
+from baton_http2.wire.hpack import HpackDecoder, literal
 from benchmarks.peers.clients.load import PROMPT_TOKENS, PROMPTS, Answer
-from rpc.http2.wire import frames as h2
-from rpc.http2.wire.hpack import HpackDecoder, literal
 
 CONNECTIONS: Final = 8
 _GENERATE: Final = "/baton.inference.v1.InferenceService/Generate"

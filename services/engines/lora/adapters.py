@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
@@ -72,21 +72,23 @@ class LoraAdapters(Generic[Weights]):
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError if the folder, or an adapter of `load`, cannot be read."""
-        self._group = await TaskGroup().__aenter__()
-        await self.refresh()
-        for rejection in self._catalog.rejected:
-            _log.warning("adapter rejected", adapter=rejection.name, reason=rejection.reason)
-        for name in self._options.load:
-            try:
-                await self.load(name)
-            except InvalidRequest as error:
-                raise ConfigError(f"engine.lora.load: {name}: {error.violations[0].description}") from error
+        async with AsyncExitStack() as stack:
+            self._group = await stack.enter_async_context(TaskGroup())
+            await self.refresh()
+            for rejection in self._catalog.rejected:
+                _log.warning("adapter rejected", adapter=rejection.name, reason=rejection.reason)
+            for name in self._options.load:
+                try:
+                    await self.load(name)
+                except InvalidRequest as error:
+                    raise ConfigError(f"engine.lora.load: {name}: {error.violations[0].description}") from error
+            self._resources = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._group.__aexit__(None, None, None)
+        await self._resources.aclose()
 
     def inventory(self) -> LoraInventory:
         rejected = [LoraRejection(lora.name, reason) for lora, reason in self._failed.items()]

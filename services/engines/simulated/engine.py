@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from types import TracebackType
 
@@ -44,6 +44,7 @@ class SimulatedEngine(Engine):
         self._parts = RankParts(config, rules)
         self._held: Counter[int] = Counter()
         self._resources = ExitStack()
+        self._tasks = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         started = time.monotonic()
@@ -53,7 +54,7 @@ class SimulatedEngine(Engine):
         await asyncio.sleep(self._config.load_seconds)
         layout = kv_layout(self._config, self._vocabulary)
         self._facts = model_facts(self._config, self._vocabulary, layout, time.monotonic() - started)
-        self._group = await TaskGroup().__aenter__()
+        self._group = await self._tasks.enter_async_context(TaskGroup())
         self._loops = [self._group.create_task(self._ranks.run(rank)) for rank in self._ranks.all]
         return self
 
@@ -63,7 +64,7 @@ class SimulatedEngine(Engine):
         for loop in self._loops:
             loop.cancel()
         try:
-            await self._group.__aexit__(None, None, None)
+            await self._tasks.aclose()
         finally:
             self._ranks.fail(EngineFailed("the engine is closed"))
             self._resources.close()

@@ -9,8 +9,8 @@ from support.clients.openai_api import OPENAI_ROUTER, openai_bench
 from support.cluster.in_process import DECODE, PREFILL, Bench
 from support.lifetimes import in_one_task
 
+from baton_http2.input_budget import InputLimits
 from router.config import ClientConnections, OpenAIConfig
-from rpc.input_budget import InputLimits
 
 MIB = 2**20
 LIMITS = InputLimits(

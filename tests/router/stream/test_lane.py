@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
+from baton_http2.server.reply import Reply
 from router.routing.latency import DecodeTimer, WorkerLatency
 from router.stream.meter import TokenMeter
 from router.stream.writer import StreamWriter
@@ -20,7 +21,6 @@ from router.text.completion import Completion
 from router.text.served_model import ServedModel
 from router.text.token_messages import message_start, token_field, varint
 from router.text.tokenizer import Tokenizer
-from rpc.reply import Reply
 from services.engines.simulated.tokens import byte_vocabulary
 
 EOS = 256

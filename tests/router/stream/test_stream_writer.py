@@ -8,10 +8,10 @@ from support.eventually import eventually
 
 from baton.errors import SlowReader
 from baton.inference.v1 import generate_pb2
+from baton_http2.server.reply import Reply
 from router.stream.reply import Pace
 from router.stream.writer import StreamWriter
 from router.text.completion import TokenDelta
-from rpc.reply import Reply
 from runtime.aio import timeout
 
 

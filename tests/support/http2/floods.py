@@ -19,8 +19,8 @@ from hyperframe.frame import (
 )
 from support.http2.pipe import Pipe
 
-from rpc.http2.client.connection import ClientConnection
-from rpc.http2.client.dialing import DEFAULT_LIMITS, Peer
+from baton_http2.client.connection import ClientConnection
+from baton_http2.client.dialing import DEFAULT_LIMITS, Peer
 
 # So many frames come in one read, and so many reads are tried before the flood counts as endless.
 BATCH, READS = 100, 2000

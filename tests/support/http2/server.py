@@ -13,9 +13,9 @@ import uvloop
 from grpc import StatusCode, aio
 
 from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton_http2.limits import Http2Limits, ServerLimits
+from baton_http2.server.server import Http2Server
 from rpc.auth.tls import TlsConfig
-from rpc.http2.limits import Http2Limits, ServerLimits
-from rpc.http2.server import Http2Server
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.reading import Reader, ReadLimits
 from rpc.interceptors.wrap import WrapMethods
@@ -196,7 +196,7 @@ async def _served(
     seen = Seen()
     server = Http2Server(interceptors, limits)
     server.add_registered_method_handlers(SERVICE, handlers(seen))
-    port = server.bind("127.0.0.1:0", tls)
+    port = server.bind("127.0.0.1:0", tls.server_context() if tls else None)
     await server.start()
     try:
         yield Echoing(f"127.0.0.1:{port}", port, server, seen)
