@@ -6,6 +6,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 
+from baton.errors import Unsupported
 from baton.inference.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,
@@ -24,6 +25,8 @@ from router.embedding.pipeline import EmbedPipeline
 from router.explain import RouteExplainer
 from router.pipeline import Pipeline
 from router.processes.siblings import Siblings, stop_everywhere
+from router.resume.handle import Handle
+from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.tokenization import Tokenization
 from router.workers.cluster import Cluster
@@ -62,22 +65,33 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._tokenization = tokenization
         self._cluster = cluster
         self._siblings = siblings
+        self._resumer = Resumer(contexts, pipeline)
 
     # Writes instead of yielding: waiting tokens become one message, and a client that leaves stops everything at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         ctx = self._contexts.create(request, context)
         await self._pipeline.run(ctx, context.reply())
 
+    async def ResumeGeneration(  # type: ignore[override]
+        self, request: generate_pb2.ResumeGenerationRequest, context: Any
+    ) -> None:
+        await self._resumer.run(request, context)
+
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
     ) -> generate_pb2.GenerateUnaryResponse:
+        if request.request.response.HasField("keep"):
+            raise Unsupported("response.keep: an answer in one message cannot be resumed; use Generate")
         ctx, collector = self._contexts.create(request.request, context), UnaryCollector()
         await self._pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
         return collector.response
 
     async def CancelGeneration(
-        self, request: generate_pb2.CancelGenerationRequest, _context: Context
+        self, request: generate_pb2.CancelGenerationRequest, context: Context
     ) -> generate_pb2.CancelGenerationResponse:
+        if request.handle:
+            await self._resumer.cancel(Handle.parse(request.handle), self._contexts.read_qos(context))
+            return generate_pb2.CancelGenerationResponse()
         requests, caller = self._pipeline.requests, current_caller()
         receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)

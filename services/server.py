@@ -14,7 +14,7 @@ from baton.engine.v1 import (
     worker_pb2_grpc,
 )
 from discovery.config import open_registry
-from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
+from discovery.record import KEEPS_STREAMS, MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
 from discovery.roles import ROLE_KINDS
 from engine_protocol.multiplex.service import multiplex
@@ -45,6 +45,7 @@ from services.multimodal.media_resolver import MediaResolver
 from services.prefill import Prefiller, PrefillServicer
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
+from services.resume.streams import KeptStreams
 from services.telemetry import metrics
 from services.transports.base import Exposure, Transport, transport_of
 from services.transports.registry import offer_pool, open_transports
@@ -96,7 +97,8 @@ async def host_worker(
         calls = Calls(identity, FaultReader(config.engine.allows_fault_injection))
         registration = WorkerRegistration(registry)
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
-        worker = Worker(identity, engines, leases, drainer, Health())
+        kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load))
+        worker = Worker(identity, engines, leases, drainer, Health(), kept)
         services = await stack.enter_async_context(_open_services(config, worker, calls))
         await stack.enter_async_context(_serve(config, worker, services))
         await stack.enter_async_context(_registered(worker, registration))
@@ -109,6 +111,7 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     epoch = await registry.next_epoch(config.worker_id)
     identity = Identity(config.worker_id, config.roles, engines.facts.name, epoch, certificate=certificate)
     identity.location = config.location.labels
+    identity.keeps_streams = config.keep.max_seconds > 0 and "decode" in config.roles
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:
@@ -153,7 +156,7 @@ async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> 
             Service(
                 decode.SERVICE_NAME,
                 decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-                DecodeServicer(identity, calls, media, decoder),
+                DecodeServicer(identity, calls, media, decoder, worker.kept),
             ),
             Service(
                 embed.SERVICE_NAME,
@@ -263,6 +266,7 @@ def _fetch_seconds(engines: WorkerEngines) -> float:
 
 def _record(worker: Worker) -> WorkerRecord:
     facts = worker.engines.facts
+    kept = (KEEPS_STREAMS,) if worker.identity.keeps_streams else ()
     return WorkerRecord(
         worker_id=worker.worker_id,
         epoch=worker.epoch,
@@ -272,7 +276,7 @@ def _record(worker: Worker) -> WorkerRecord:
         engine=facts.engine,
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
-        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD),
+        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD, *kept),
         data_parallel_ranks=facts.data_parallel_ranks,
         certificate=worker.identity.certificate,
         layout=facts.layout.in_words,

@@ -85,6 +85,16 @@ class AdmissionController:
         """
         return _Admission(self, ctx, estimate)
 
+    @contextmanager
+    def count_running(self, model: str) -> Iterator[None]:
+        """Counts a request that runs on its worker already, and waits for nothing, while the context is open."""
+        queue = self._queue(model, _GENERATING)
+        queue.count_running()
+        try:
+            yield
+        finally:
+            queue.leave(None)
+
     async def enter(self, ctx: RequestContext, estimate: RequestEstimate) -> AdmissionQueue:
         """See `admit`. The request leaves the queue that is returned when it ends."""
         queue = self._queue(estimate.model, estimate.role)

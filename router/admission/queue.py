@@ -97,6 +97,10 @@ class AdmissionQueue:
         self._running += 1
         return True
 
+    def count_running(self) -> None:
+        """Counts a request that runs already, whatever the limit; call `leave` at its end."""
+        self._running += 1
+
     async def enter(self, priority: int) -> None:
         """Waits until the request may run; call `leave` at its end.
 
