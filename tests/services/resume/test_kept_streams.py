@@ -59,6 +59,12 @@ def _attach(name: str, attempt: int = 1, **fields: Any) -> decode_pb2.AttachRequ
     return decode_pb2.AttachRequest(request_id=name, attempt=attempt, **given)
 
 
+def _other(name: str, tokens: int) -> decode_pb2.DecodeRequest:
+    request = _request(name, tokens)
+    request.prompt.token_ids[0] = 1  # it shares no block
+    return request
+
+
 async def _read(call: Any, reading: Reading, until: int = 10**6) -> Reading:
     try:
         async with aclosing(stream(call)) as responses:
@@ -251,7 +257,7 @@ async def test_ids_that_came_before_are_part_of_the_answer(decode: Running) -> N
 async def test_a_parked_stream_gives_way_to_requests_that_find_no_room(start: Starter) -> None:
     async with in_one_task(start("decode", decode_step_seconds=0.1, num_blocks=6)) as decode:
         await _read(decode.calls.decodes.Decode(_kept("a", 40, grace=20)), Reading(), until=2)
-        assert (await _read(decode.calls.decodes.Decode(_request("b", 3)), Reading())).finished is not None
+        assert (await _read(decode.calls.decodes.Decode(_other("b", 3)), Reading())).finished is not None
         [found] = (
             await unary(decode.calls.decodes.FindStreams(decode_pb2.FindStreamsRequest(request_ids=["a"])))
         ).found
