@@ -35,7 +35,11 @@ class Pair:
 async def _routers(*roles: str, **engine: Any) -> AsyncIterator[Pair]:
     settings = {"decode_step_seconds": 0.002, **engine}
     configs = [simulated(f"worker-{number}", *role.split("+"), **settings) for number, role in enumerate(roles)]
-    async with timeout(50), bench(*configs, proxied=False) as running, host_router(FAST_ROUTER, running.registry) as other:
+    async with (
+        timeout(50),
+        bench(*configs, proxied=False) as running,
+        host_router(FAST_ROUTER, running.registry) as other,
+    ):
         await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == len(configs))
         async with open_channel(other.address) as channel:
             yield Pair(running, running.stub, inference_service_pb2_grpc.InferenceServiceStub(channel))
@@ -215,8 +219,8 @@ async def test_received_ids_must_be_as_many_as_the_position_says(pair: Pair) -> 
 async def test_an_old_attempt_and_another_tenant_are_refused(pair: Pair) -> None:
     received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
     received.attempt = 4
+    tenant = (("x-baton-tenant", "another"),)
     with pytest.raises(StreamLost):
-        tenant = (("x-baton-tenant", "another"),)
         await _read(pair.second.ResumeGeneration(received.resume(with_copy=False), metadata=tenant), received)
     await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received, until=10)
     received.attempt = 3

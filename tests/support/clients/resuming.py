@@ -1,4 +1,4 @@
-"""A client that keeps the sums of an answer's messages, and asks for the rest: what any client that resumes has to do."""
+"""A client that keeps the sums of an answer's messages, and asks for the rest, as any client that resumes has to."""
 
 from dataclasses import dataclass, field
 from typing import Any
