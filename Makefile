@@ -53,6 +53,19 @@ STUCK := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 ON_A_GPU := tests/services/engines/pytorch tests/services/engines/contract tests/services/transports/test_cuda_ipc.py tests/services/transports/test_nixl_on_a_gpu.py \
 	tests/e2e/test_same_ids.py tests/faults/test_embedded_engine.py
 
+# What `make bench` measures: so many requests at once, in turn, each with prompts of ISL tokens and answers of OSL. URL= is a
+# server of OpenAI's API in the place of this cluster; BENCH= has more options of `baton bench sweep`.
+CONCURRENCY ?= 1 2 4 8 16 32
+ISL ?= 512
+OSL ?= 128
+REQUESTS ?= 100
+URL ?=
+RESULTS ?= .baton/bench
+BENCH ?=
+
+# How many questions of each task `make eval` asks.
+SAMPLES ?= 210
+
 # What `make images` builds: of router, cpu, cuda and trtllm. BASE= is an image with Python, TORCH_INDEX= an index with a torch
 # without CUDA, HOST_PIP=1 uses this machine's pip configuration. BASE=debian makes one from Debian's packages. PURE=1 compiles
 # nothing of the router.
@@ -80,7 +93,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench-router bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval eval-install bench-router bench-long-prompts bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -142,9 +155,26 @@ vllm: vllm-install ## Run vLLM's contract, handoffs and faults, on CPUs (5 to 10
 vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes; BATON_FAULTS=full runs the whole matrix, 40 minutes)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -s -p no:cacheprovider -m requires_vllm tests/faults/test_vllm.py
 
-bench-router: $(STUBS) ## Compare the router, also compiled, with vllm-router, sglang-router and Dynamo, from PyPI (15 minutes; BENCH= has options)
+bench: $(STUBS) ## Measure what `make up` runs, and write JSON, Markdown and a plot (URL=, MODE=agg|disagg, ISL=, OSL=, CONCURRENCY=, REQUESTS=, RESULTS=FOLDER)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt "matplotlib>=3.8"
+	@mkdir -p $(RESULTS)
+	@$(BIN)/baton bench sweep --wait 120 --warmup 16 --concurrency $(CONCURRENCY) --isl $(ISL) --osl $(OSL) --request-count $(REQUESTS) \
+		$(if $(URL),--url $(URL)) $(if $(MODE),--mode $(MODE)) \
+		--json $(RESULTS)/bench.json --markdown $(RESULTS)/bench.md --plot $(RESULTS)/bench.png $(BENCH)
+
+eval-install: $(STUBS) ## Create .venv-eval, with lm-eval (650 MB)
+	@$(BIN)/python tools/install_eval.py .venv-eval
+
+eval: eval-install ## Evaluate the demonstration model by lm-eval, on the checkpoint and through Baton in several ways (SAMPLES=210 questions a task)
+	@PYTHONPATH=. $(BIN)/python -m models.demo.eval.run --samples $(SAMPLES)
+
+bench-router: $(STUBS) ## Compare the router, also compiled, with vllm-router, sglang-router, smg and Dynamo, from PyPI (15 minutes; BENCH= has options)
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments $(filter --no-compiled,$(BENCH))
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.compare --output benchmarks/results $(BENCH)
+
+bench-long-prompts: $(STUBS) ## Compare what long prompts cost the router with what they cost vllm-router, sglang-router and smg (10 minutes)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.environments --no-compiled
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.peers.long_prompts --output benchmarks/results/long_prompts.md $(BENCH)
 
 bench-routing: $(STUBS) ## Compare the routing policies in simulated time (TRACE=FILE replays one in Mooncake's format)
 	@PYTHONPATH=. $(BIN)/python benchmarks/routing/simulation.py $(if $(TRACE),--trace $(TRACE),--seeds 1 2)

@@ -1,10 +1,10 @@
 """The asynchronous client: for programs that run an event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from grpc import aio
 
@@ -16,11 +16,7 @@ from baton.connection.routers import Routers
 from baton.connection.settings import STOP_SECONDS, Settings
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
-    cluster_service_pb2,
-    embed_pb2,
     generate_pb2,
-    lora_pb2,
-    model_pb2,
     server_info_pb2,
 )
 from baton.requests import UnaryCall
@@ -29,7 +25,21 @@ from baton.resuming import Received
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
+
+
+def _unary(
+    definition: Callable[Arguments, UnaryCall[Value]],
+) -> Callable[Concatenate["AsyncClient", Arguments], Awaitable[Value]]:
+    """The method for calls with one response."""
+
+    async def method(self: "AsyncClient", call: UnaryCall[Value]) -> Value:
+        return await self._call(call)
+
+    method.__name__, method.__qualname__ = definition.__name__, f"AsyncClient.{definition.__name__}"
+    method.__annotations__["return"] = requests.response_of(definition)
+    return requests.takes(definition)(method)
 
 
 class AsyncClient:
@@ -88,57 +98,19 @@ class AsyncClient:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return await self._call(requests.generate_unary(call))
 
-    @requests.takes(requests.cancel)
-    async def cancel(self, call: UnaryCall[list[generate_pb2.CancelReceipt]]) -> list[generate_pb2.CancelReceipt]:
-        return await self._call(call)
-
-    @requests.takes(requests.embed)
-    async def embed(self, call: UnaryCall[embed_pb2.EmbedResponse]) -> embed_pb2.EmbedResponse:
-        return await self._call(call)
-
-    @requests.takes(requests.tokenize)
-    async def tokenize(self, call: UnaryCall[list[int]]) -> list[int]:
-        return await self._call(call)
-
-    @requests.takes(requests.detokenize)
-    async def detokenize(self, call: UnaryCall[str]) -> str:
-        return await self._call(call)
-
-    @requests.takes(requests.models)
-    async def models(self, call: UnaryCall[list[model_pb2.Model]]) -> list[model_pb2.Model]:
-        return await self._call(call)
-
-    @requests.takes(requests.model)
-    async def model(self, call: UnaryCall[model_pb2.Model]) -> model_pb2.Model:
-        return await self._call(call)
-
-    @requests.takes(requests.server_info)
-    async def server_info(
-        self, call: UnaryCall[server_info_pb2.GetServerInfoResponse]
-    ) -> server_info_pb2.GetServerInfoResponse:
-        return await self._call(call)
-
-    @requests.takes(requests.workers)
-    async def workers(self, call: UnaryCall[list[cluster_service_pb2.Worker]]) -> list[cluster_service_pb2.Worker]:
-        return await self._call(call)
-
-    @requests.takes(requests.loras)
-    async def loras(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
-        return await self._call(call)
-
-    @requests.takes(requests.load_lora)
-    async def load_lora(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
-        return await self._call(call)
-
-    @requests.takes(requests.unload_lora)
-    async def unload_lora(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
-        return await self._call(call)
-
-    @requests.takes(requests.explain_route)
-    async def explain_route(
-        self, call: UnaryCall[cluster_service_pb2.ExplainRouteResponse]
-    ) -> cluster_service_pb2.ExplainRouteResponse:
-        return await self._call(call)
+    cancel = _unary(requests.cancel)
+    embed = _unary(requests.embed)
+    tokenize = _unary(requests.tokenize)
+    detokenize = _unary(requests.detokenize)
+    models = _unary(requests.models)
+    model = _unary(requests.model)
+    server_info = _unary(requests.server_info)
+    workers = _unary(requests.workers)
+    tenants = _unary(requests.tenants)
+    loras = _unary(requests.loras)
+    load_lora = _unary(requests.load_lora)
+    unload_lora = _unary(requests.unload_lora)
+    explain_route = _unary(requests.explain_route)
 
     async def _call(self, call: UnaryCall[Value]) -> Value:
         attempts = self._settings.attempts(call.timeout_seconds)

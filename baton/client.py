@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
@@ -18,11 +18,7 @@ from baton.connection.settings import STOP_SECONDS, Settings
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
-    cluster_service_pb2,
-    embed_pb2,
     generate_pb2,
-    lora_pb2,
-    model_pb2,
     server_info_pb2,
 )
 from baton.requests import UnaryCall
@@ -31,7 +27,21 @@ from baton.resuming import Received
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
+
+
+def _unary(
+    definition: Callable[Arguments, UnaryCall[Value]],
+) -> Callable[Concatenate["Client", Arguments], Value]:
+    """The method for calls with one response."""
+
+    def method(self: "Client", call: UnaryCall[Value]) -> Value:
+        return self._call(call)
+
+    method.__name__, method.__qualname__ = definition.__name__, f"Client.{definition.__name__}"
+    method.__annotations__["return"] = requests.response_of(definition)
+    return requests.takes(definition)(method)
 
 
 class Client:
@@ -88,57 +98,19 @@ class Client:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return self._call(requests.generate_unary(call))
 
-    @requests.takes(requests.cancel)
-    def cancel(self, call: UnaryCall[list[generate_pb2.CancelReceipt]]) -> list[generate_pb2.CancelReceipt]:
-        return self._call(call)
-
-    @requests.takes(requests.embed)
-    def embed(self, call: UnaryCall[embed_pb2.EmbedResponse]) -> embed_pb2.EmbedResponse:
-        return self._call(call)
-
-    @requests.takes(requests.tokenize)
-    def tokenize(self, call: UnaryCall[list[int]]) -> list[int]:
-        return self._call(call)
-
-    @requests.takes(requests.detokenize)
-    def detokenize(self, call: UnaryCall[str]) -> str:
-        return self._call(call)
-
-    @requests.takes(requests.models)
-    def models(self, call: UnaryCall[list[model_pb2.Model]]) -> list[model_pb2.Model]:
-        return self._call(call)
-
-    @requests.takes(requests.model)
-    def model(self, call: UnaryCall[model_pb2.Model]) -> model_pb2.Model:
-        return self._call(call)
-
-    @requests.takes(requests.server_info)
-    def server_info(
-        self, call: UnaryCall[server_info_pb2.GetServerInfoResponse]
-    ) -> server_info_pb2.GetServerInfoResponse:
-        return self._call(call)
-
-    @requests.takes(requests.workers)
-    def workers(self, call: UnaryCall[list[cluster_service_pb2.Worker]]) -> list[cluster_service_pb2.Worker]:
-        return self._call(call)
-
-    @requests.takes(requests.loras)
-    def loras(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
-        return self._call(call)
-
-    @requests.takes(requests.load_lora)
-    def load_lora(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
-        return self._call(call)
-
-    @requests.takes(requests.unload_lora)
-    def unload_lora(self, call: UnaryCall[list[lora_pb2.WorkerLoras]]) -> list[lora_pb2.WorkerLoras]:
-        return self._call(call)
-
-    @requests.takes(requests.explain_route)
-    def explain_route(
-        self, call: UnaryCall[cluster_service_pb2.ExplainRouteResponse]
-    ) -> cluster_service_pb2.ExplainRouteResponse:
-        return self._call(call)
+    cancel = _unary(requests.cancel)
+    embed = _unary(requests.embed)
+    tokenize = _unary(requests.tokenize)
+    detokenize = _unary(requests.detokenize)
+    models = _unary(requests.models)
+    model = _unary(requests.model)
+    server_info = _unary(requests.server_info)
+    workers = _unary(requests.workers)
+    tenants = _unary(requests.tenants)
+    loras = _unary(requests.loras)
+    load_lora = _unary(requests.load_lora)
+    unload_lora = _unary(requests.unload_lora)
+    explain_route = _unary(requests.explain_route)
 
     def _call(self, call: UnaryCall[Value]) -> Value:
         attempts = self._settings.attempts(call.timeout_seconds)

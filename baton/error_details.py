@@ -143,10 +143,10 @@ def _restore(kind: type[BatonError], message: str, details: _Details) -> BatonEr
     if issubclass(kind, InvalidRequest):
         violations = [FieldViolation(v.field, v.description) for v in details.bad_request.field_violations]
         return kind(violations or [FieldViolation("request", message)])
+    subject = next((v.subject for v in details.quota.violations), "")
     if issubclass(kind, Overloaded):
-        return kind(message, retry_after_seconds=_retry_seconds(details.retry))
+        return kind(message, retry_after_seconds=_retry_seconds(details.retry), subject=subject)
     if issubclass(kind, QuotaExceeded):
-        subject = next((v.subject for v in details.quota.violations), "")
         return kind(message, subject=subject, retry_after_seconds=_retry_seconds(details.retry))
     return kind(message)
 

@@ -145,9 +145,12 @@ class Overloaded(BatonError):
 
     reason = "OVERLOADED"
 
-    def __init__(self, message: str, *, retry_after_seconds: float, stage: str = "", worker_id: str = "") -> None:
+    def __init__(
+        self, message: str, *, retry_after_seconds: float, subject: str = "", stage: str = "", worker_id: str = ""
+    ) -> None:
         super().__init__(message, stage=stage, worker_id=worker_id)
         self.retry_after_seconds = retry_after_seconds
+        self.subject = subject  # the tenant whose share of the queue is used up; empty if it is no tenant's
 
 
 class QuotaExceeded(BatonError):
@@ -183,6 +186,12 @@ class NoWorker(Unavailable):
     """No worker that could do this is ready. The message says why each worker was rejected."""
 
     reason = "NO_WORKER"
+
+
+class QuotaUnavailable(Unavailable):
+    """The tenant's quota is kept by another router, which has not been reached for a while: retry, best elsewhere."""
+
+    reason = "QUOTA_UNAVAILABLE"
 
 
 class Draining(Unavailable):

@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
 
 from google.protobuf.message import Message
 
@@ -21,9 +21,14 @@ from baton.inference.v1 import (
     generate_pb2,
     lora_pb2,
     model_pb2,
+    sampling_pb2,
     server_info_pb2,
     tokenize_pb2,
 )
+from baton.sampling_options import OPTIONS, SamplingNumbers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # A prompt, or a whole request.
 Prompt = generate_pb2.GenerateRequest | str
@@ -83,14 +88,17 @@ def takes(
     return decorate
 
 
+def response_of(definition: Callable[..., UnaryCall[Any]]) -> Any:
+    """The type that a call of the definition returns."""
+    return get_args(inspect.signature(definition).return_annotation)[0]
+
+
 def generate(
     request: Prompt,
     *,
     images: Sequence[Image] = (),
     model: str = "",
     max_tokens: int | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
     stop: Sequence[str] = (),
     min_tokens_per_message: int | None = None,
     json_schema: Mapping[str, Any] | str | None = None,
@@ -99,6 +107,7 @@ def generate(
     grammar: str | None = None,
     priority: int = 0,
     timeout_seconds: float | None = None,
+    **sampling: "Unpack[SamplingNumbers]",
 ) -> GenerateCall:
     """Streams an answer: iterate over the events Started, TokenDelta and Finished, or call `.text()`.
 
@@ -107,8 +116,6 @@ def generate(
         images: File contents (bytes), paths, or URIs; the prompt is then a user's message about them.
         model: Needed where several models are served.
         max_tokens: Tokens to generate at most; by default as many as the context has room for.
-        temperature: 0 takes the most likely token each time.
-        seed: The same seed gives the same answer.
         stop: The answer ends before the first of these strings.
         min_tokens_per_message: Later tokens come so many at once, or fewer every 200 ms; by default one by one.
         json_schema: The answer is JSON that is valid under this schema.
@@ -117,6 +124,7 @@ def generate(
         grammar: The answer follows this grammar, in Lark's notation or GBNF.
         priority: From -10 to 10; where requests wait, higher ones go first.
         timeout_seconds: For the whole answer; by default the router's own limit holds.
+        {options}
 
     Raises:
         ValueError: Options are given beside a GenerateRequest, which has fields for them, or several grammars.
@@ -130,13 +138,27 @@ def generate(
         images=images,
         model=model,
         max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
         stop=stop,
         min_tokens_per_message=min_tokens_per_message,
         guided=guided_by(json_schema=json_schema, regex=regex, choice=choice, grammar=grammar),
+        **sampling,
     )
     return GenerateCall(message, priority, timeout_seconds)
+
+
+def _show_options(definition: Callable[..., Any]) -> None:
+    """Shows the options of sampling in the signature and the docstring, as if they were written there."""
+    shown, keyword = inspect.signature(definition), inspect.Parameter.KEYWORD_ONLY
+    written = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(one.name, keyword, default=None, annotation=one.kind | None) for one in OPTIONS.values()
+    ]
+    vars(definition)["__signature__"] = shown.replace(parameters=[*written, *options])
+    lines = "\n        ".join(f"{one.name}: {one.row.help[0].upper()}{one.row.help[1:]}." for one in OPTIONS.values())
+    definition.__doc__ = (definition.__doc__ or "").replace("{options}", lines)
+
+
+_show_options(generate)
 
 
 def resume(handle: str, *, timeout_seconds: float | None = None) -> GenerateCall:
@@ -242,6 +264,16 @@ def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[c
     return UnaryCall("ClusterService/ListWorkers", message, lambda it: list(it.workers), timeout_seconds)
 
 
+def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:
+    """What each tenant uses, at all routers of the fleet; for operators."""
+    message = cluster_service_pb2.ListTenantsRequest()
+    return UnaryCall("ClusterService/ListTenants", message, _tenants, timeout_seconds)
+
+
+def _tenants(response: cluster_service_pb2.ListTenantsResponse) -> cluster_service_pb2.ListTenantsResponse:
+    return response
+
+
 def loras(model: str = "", *, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
     """Lists the adapters on each worker of a model. Operators only, where access is restricted."""
     message = lora_pb2.ListLorasRequest(model=model)
@@ -285,11 +317,10 @@ def generate_request(
     images: Sequence[Image] = (),
     model: str = "",
     max_tokens: int | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
     stop: Sequence[str] = (),
     min_tokens_per_message: int | None = None,
     guided: generate_pb2.GuidedDecoding | None = None,
+    **sampling: "Unpack[SamplingNumbers]",
 ) -> generate_pb2.GenerateRequest:
     """The request of a prompt and options. Options that are not given stay unset, and the model's defaults apply.
 
@@ -297,7 +328,7 @@ def generate_request(
     their fields cannot hold, and for images that cannot be read.
     """
     if isinstance(request, generate_pb2.GenerateRequest):
-        numbers = (max_tokens, temperature, seed, min_tokens_per_message)
+        numbers = (max_tokens, min_tokens_per_message, *sampling.values())
         if images or model or stop or guided or any(number is not None for number in numbers):
             raise ValueError("options go with a prompt that is a string; set them in the GenerateRequest instead")
         return request
@@ -307,13 +338,22 @@ def generate_request(
     else:
         built.prompt = request
     _set(built.stopping, "max_tokens", max_tokens, "stopping")
-    _set(built.sampling, "temperature", temperature, "sampling")
-    _set(built.sampling, "seed", seed, "sampling")
+    set_sampling(built.sampling, sampling)
     _set(built.response, "min_tokens_per_message", min_tokens_per_message, "response")
     if guided is not None:
         built.guided.CopyFrom(guided)
     built.stopping.stop.extend([stop] if isinstance(stop, str) else stop)
     return built
+
+
+def set_sampling(params: sampling_pb2.SamplingParams, values: Mapping[str, Any]) -> None:
+    """Sets options by name; None leaves one unset. Raises TypeError for an unknown one, InvalidRequest for a value that
+    its field cannot hold.
+    """
+    for name, value in values.items():
+        if name not in OPTIONS:
+            raise TypeError(f"unknown option {name!r}; sampling has {', '.join(OPTIONS)}")
+        _set(params, name, value, "sampling")
 
 
 def guided_by(

@@ -13,7 +13,7 @@ _MAX_FRAME: Final = 1024 * 1024
 
 
 class ControlFrames:
-    """What one connection receives of them. `initial_window` is the peer's for new streams."""
+    """The control frames that one connection receives. `initial_window` is the peer's for new streams."""
 
     def __init__(self, connection: Endpoint, liveness: Liveness) -> None:
         limits, output = connection.limits.http2, connection.output

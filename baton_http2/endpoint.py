@@ -1,4 +1,4 @@
-"""What the parts of a connection know of it and of its calls: a server's connection and a client's are both this."""
+"""The endpoint that the parts of a connection know: a server's connection, or a client's, with its calls."""
 
 import asyncio
 from contextvars import Context
@@ -24,7 +24,7 @@ class StreamHandler(Protocol):
         """The peer has sent its last."""
 
     def fail(self, failure: MessageFailure) -> None:
-        """What has come is no message of gRPC's: ends the call with a status."""
+        """Ends the call with a status: the peer sent no message of gRPC's."""
 
     def leave(self) -> None:
         """The stream is over without us: its peer has gone, or has reset it."""
@@ -34,7 +34,7 @@ class StreamHandler(Protocol):
 
 
 class Heads(Protocol):
-    """What header blocks mean: to a server they begin calls, to a client they answer them."""
+    """The receiver of header blocks: to a server they begin calls, to a client they answer them."""
 
     def begin(self, block: HeaderBlock) -> None:
         """The first block of a stream. Raises StreamFailure and ConnectionFailure."""
@@ -62,13 +62,13 @@ class Endpoint(Protocol):
     heard_at: float
 
     def has_ended_early(self, stream_id: int) -> bool:
-        """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
+        """True if we have ended that stream, and its peer may not have known when it sent what comes now."""
 
     def forget_early(self, stream_id: int) -> bool:
         """The peer has reset a stream: whether we had ended it early, which is not remembered any more."""
 
     def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
-        """Whether such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
+        """True if such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
 
     def note_goaway(self, last_stream_id: int) -> None:
         """The peer answers no streams after that one."""

@@ -41,7 +41,7 @@ class InputLimits(BaseModel):
 
 
 class PeerInput:
-    """What one peer's requests use."""
+    """The memory that one peer's requests use."""
 
     __slots__ = ("__weakref__", "_budget", "used", "waiting")
 
@@ -125,7 +125,7 @@ def offer_hold(hold: InputHold | None) -> None:
 
 
 def claim_hold() -> InputHold | None:
-    """What counts the message that is being deserialized; the caller releases it once the message is parsed."""
+    """The hold of the message that is being deserialized; the caller releases it once the message is parsed."""
     hold = _HOLD.get()
     if hold is not None:
         hold.is_claimed = True
@@ -133,7 +133,7 @@ def claim_hold() -> InputHold | None:
 
 
 class Pace:
-    """How fast a message comes: since when, and what had come when its rate was last looked at."""
+    """The pace of a message: its beginning, and the bytes that had come when its rate was last looked at."""
 
     __slots__ = ("_began", "_bytes", "_looked", "messages")
 
@@ -143,7 +143,7 @@ class Pace:
         self._bytes = received
 
     def is_slow(self, now: float, received: int, limits: InputLimits) -> bool:
-        """Whether it takes too long, or has come too slowly since the last look, which was a stall's time ago."""
+        """True if it takes too long, or has come too slowly since the last look, which was a stall's time ago."""
         if now - self._began > limits.message_seconds:
             return True
         seconds = now - self._looked
@@ -183,7 +183,7 @@ class InputBudget:
         self._is_looking = False
 
     def of_peer(self, host: str) -> PeerInput:
-        """What counts for an address; kept as long as anyone holds it."""
+        """The account of an address; kept as long as anyone holds it."""
         peer = self._peers.get(host)
         if peer is None:
             peer = self._peers[host] = PeerInput(self)

@@ -1,4 +1,4 @@
-"""What one peer may ask of a server: the settings, token buckets that hold a connection to them, and the metrics."""
+"""Limits on one peer of a server: the settings, token buckets that hold a connection to them, and the metrics."""
 
 import time
 from collections.abc import Callable
@@ -50,7 +50,7 @@ BYTES_PER_CANCEL: Final = 64
 
 
 class Rate(BaseModel):
-    """How many of something a peer may send at once, and how many more each second."""
+    """A limit: the number that a peer may send at once, and the number that it may send more each second."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -122,7 +122,7 @@ class ServerLimits:
 
 
 class Bucket:
-    """How much of one budget a connection has left. It costs a subtraction until its burst is used up.
+    """The rest of one budget of a connection. It costs a subtraction until its burst is used up.
 
     `earned` tells how much the connection has earned so far by what its peer has taken, where that counts. `left` is
     without what time and peer have added since it was last below 0.
@@ -153,7 +153,7 @@ class Bucket:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether more was taken than there was."""
+        """True if more was taken than there was."""
         if self.left < 0:
             self._refill()
         return self.left < 0

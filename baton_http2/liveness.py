@@ -1,4 +1,4 @@
-"""Whether a connection may go on: its handshake, keepalive in both directions, its age, slow readers, and its drain."""
+"""The life of a connection: its handshake, keepalive in both directions, its age, slow readers, and its drain."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What a connection sends: the frames of all its streams, in one write each turn of the event loop."""
+"""The output of a connection: the frames of all its streams, in one write each turn of the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -85,12 +85,12 @@ class Output:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so much waits that a stream may only write little, and only if its own window allows it."""
+        """True if so much waits that a stream may only write little, and only if its own window allows it."""
         return self.waiting_bytes >= self._max_waiting
 
     @property
     def is_full(self) -> bool:
-        """Whether a stream may have to wait for others of the connection."""
+        """True if a stream may have to wait for others of the connection."""
         return self.paused or self.waiting_bytes >= self._max_waiting
 
     def send(self, frames: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a connection receives: its frames, read and held to the protocol and to the connection's budgets."""
+"""The input of a connection: its frames, read and held to the protocol and to the connection's budgets."""
 
 from collections.abc import Callable
 from typing import Final
@@ -81,7 +81,7 @@ class Receiver:
         return self._control.initial_window
 
     def refuses_calls(self) -> bool:
-        """Whether so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
+        """True if so many calls were cancelled early that this one is not begun. Raises ConnectionFailure."""
         if not self.cancels.is_overdrawn:
             return False
         if self._connection.heard_at >= self._reads_until:
@@ -284,5 +284,5 @@ class Receiver:
             call.leave()
 
     def _is_premature(self, stream: Stream) -> bool:
-        """Whether a stream that is reset now had no time to be answered."""
+        """True if a stream that is reset now had no time to be answered."""
         return not stream.started and self._connection.heard_at - stream.opened_at < self._premature_seconds

@@ -25,7 +25,7 @@ def require_http2(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def auth_context(connection: ssl.SSLObject | None) -> AuthContext:
-    """What gRPC calls the authentication context: of a verified certificate its names, and itself as PEM."""
+    """gRPC's authentication context: of a verified certificate its names, and itself as PEM."""
     if connection is None:
         return INSECURE
     found: dict[str, list[bytes]] = {

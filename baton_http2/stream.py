@@ -40,7 +40,7 @@ class StreamOwner(Protocol):
         """The stream is closed; `is_early` if its peer does not know yet."""
 
     def account_input(self, change: int) -> None:
-        """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
+        """Adds to the bytes that wait to be read, or subtracts. Raises MessageFailure if they are too many."""
 
     def reserve(self, stream: "Stream", size: int) -> Reservation | None:
         """Counts what is still to come of a large message; None if that is done, and else the stream hears of it."""
@@ -146,14 +146,14 @@ class Stream:
             raise StreamFailure(PROTOCOL_ERROR, "content-length is not what was sent")
 
     def _beyond_reserved(self, more: int) -> int:
-        """How many of so many bytes were not counted before."""
+        """The number of bytes, of `more`, that were not counted before."""
         counted = min(more, self._reserved)
         self._reserved -= counted
         return more - counted
 
     @property
     def receive_window(self) -> int:
-        """How much the peer may still send."""
+        """The bytes that the peer may still send."""
         return self._receive_window
 
     def was_read(self, message: Received) -> None:
@@ -163,7 +163,7 @@ class Stream:
             self._grant()
 
     def is_slow(self, now: float, limits: InputLimits, *, waits_for_first: bool) -> bool:
-        """Whether a message comes too slowly; asked again and again, it measures from one time to the next.
+        """True if a message comes too slowly; asked again and again, it measures from one time to the next.
 
         `waits_for_first` says that the call needs a message.
         """
@@ -204,7 +204,7 @@ class Stream:
         self._output.send(window_update(self.id, used))
 
     def _has_reserved(self) -> bool:
-        """Whether all that is still to come of a large message is counted; if not, it waits for that."""
+        """True if all that is still to come of a large message is counted; if not, it waits for that."""
         missing = self.inbox.partial_length - self.inbox.partial_size
         if self._reservation is None and missing > self._reserved:
             size = missing - self._reserved
@@ -214,7 +214,7 @@ class Stream:
         return self._reservation is None
 
     def _drop_input(self) -> None:
-        """What has come is not read any more."""
+        """Drops the input that has not been read."""
         self.ignores_input = True
         if self._reservation is not None:
             self._reservation.cancel()
@@ -235,11 +235,11 @@ class Stream:
 
     @property
     def turns(self) -> int:
-        """How often the connection has sent; messages of one turn go out together."""
+        """The number of times that the connection has sent; messages of one turn go out together."""
         return self._output.turns
 
     def can_take(self, size: int) -> bool:
-        """Whether a message of so many bytes may be written now."""
+        """True if a message of so many bytes may be written now."""
         output = self._output
         if self._pending:
             return len(self._pending) < _HIGH_WATER and not output.is_crowded
@@ -248,14 +248,14 @@ class Stream:
         return not output.is_crowded or size + 5 <= min(self.window, _SMALL_BYTES)
 
     def is_stalled(self) -> bool:
-        """Whether bytes wait, and none of them has been sent since this was last asked."""
+        """True if bytes wait, and none of them has been sent since this was last asked."""
         mark = (len(self._pending), self.window) if self._pending else None
         was, self._mark = self._mark, mark
         return mark is not None and mark == was
 
     @property
     def can_pump(self) -> bool:
-        """Whether bytes wait that this stream's own window allows."""
+        """True if bytes wait that this stream's own window allows."""
         return bool(self._pending) and self.window > 0 and not self.closed
 
     def start(self, headers: bytes) -> None:
@@ -305,7 +305,7 @@ class Stream:
             self._drop_input()
 
     def drop_unsent(self) -> None:
-        """What waits is not sent any more."""
+        """Drops the output that has not been sent."""
         self._output.relieve(len(self._pending))
         self._pending.clear()
 
@@ -348,7 +348,7 @@ class Stream:
         self.notice_room()
 
     def change(self) -> "asyncio.Future[None]":
-        """What is done once something has changed that a writer waits for; it then asks `can_take` again."""
+        """A future that is done once something has changed that a writer waits for; it then asks `can_take` again."""
         change = asyncio.get_running_loop().create_future()
         self._writers.append(change)
         if self._output.is_full:

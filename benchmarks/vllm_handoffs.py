@@ -1,11 +1,12 @@
 """Handoffs between two vLLM engines: are the answers those of one, also with kills and cancels, and what do they cost?
 
-    PYTHONPATH=.:tests .venv-vllm/bin/python benchmarks/vllm_handoffs.py
+    PYTHONPATH=.:tests .venv-vllm/bin/python benchmarks/vllm_handoffs.py [--longest 4000] [--at-once 64]
 
 Starts a prefill and a decode engine, each with processes of its own, on a small random Qwen3. The last part kills the
 core of the prefill engine. benchmarks/results/vllm.md has a run.
 """
 
+import argparse
 import asyncio
 import random
 import signal
@@ -35,52 +36,68 @@ from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.factory import open_vllm
 from services.handoff.leases import LeaseTable
 
-LENGTHS = (5, 31, 32, 33, 63, 64, 65, 96, 128, 255, 256, 257, 511, 512, 513, 1024, 1500)
+LENGTHS = (5, 31, 32, 33, 63, 64, 65, 96, 128, 255, 256, 257, 511, 512, 513, 1024)
 PROMPTS = 40
 TOKENS = 12
 TTFT_LENGTHS = (100, 500, 1500)
 TTFT_PAIRS = 40
-REQUESTS = 200
-AT_ONCE = 8
-KILL_AFTER = 150
-ARGUMENTS = {"max_model_len": 2048, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 2048}
+KILL_AFTER = 0.75  # of the requests
 SAMPLED = Sampling(max_tokens=TOKENS, temperature=0.9, seed=5, ignore_eos=True)
 
 
-async def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The longest prompt, the requests at a time, and the number of requests with kills and cancels."""
+
+    longest: int
+    at_once: int
+    requests: int
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """Of the engines: a pool for all prompts that run at a time."""
+        context = self.longest + 500
+        blocks = max(200, self.at_once * context // vllm.BLOCK_TOKENS)
+        sequences = max(8, self.at_once)
+        batch = {"max_num_seqs": sequences, "max_num_batched_tokens": max(2048, context)}
+        return {"max_model_len": context, "num_gpu_blocks_override": blocks, **batch}
+
+
+async def main(sizes: Sizes) -> None:
     """Prints one line for each part."""
     with TemporaryDirectory() as folder:
-        checkpoint = save_qwen3(Path(folder), vllm.HEAD_DIM)
+        checkpoint = save_qwen3(Path(folder), vllm.HEAD_DIM, max(2048, sizes.longest + 500))
         async with AsyncExitStack() as stack:
-            prefill = await stack.enter_async_context(_open(checkpoint, "prefill"))
-            decode = await stack.enter_async_context(_open(checkpoint, "decode"))
+            prefill = await stack.enter_async_context(_open(checkpoint, "prefill", sizes))
+            decode = await stack.enter_async_context(_open(checkpoint, "decode", sizes))
             await added_ttft(prefill, decode)
             for name, sampling in (("seeded", SAMPLED), ("greedy", greedy(TOKENS))):
-                await equality(name, sampling, prefill, decode)
+                await equality(name, sampling, prefill, decode, sizes)
             await cancelled_prefills(prefill)
-            await kills_and_cancels(prefill, decode)
+            await kills_and_cancels(prefill, decode, sizes)
 
 
-def _open(checkpoint: Path, role: str) -> Any:
-    settings = vllm.settings(checkpoint, ARGUMENTS, {"seconds": 60.0, "fetch_seconds": 50.0})
+def _open(checkpoint: Path, role: str, sizes: Sizes) -> Any:
+    settings = vllm.settings(checkpoint, sizes.arguments, {"seconds": 60.0, "fetch_seconds": 50.0})
     return open_vllm(VllmConfig.model_validate(settings), EngineContext((role,)))
 
 
-async def equality(name: str, sampling: Sampling, prefill: Engine, decode: Engine) -> None:
+async def equality(name: str, sampling: Sampling, prefill: Engine, decode: Engine, sizes: Sizes) -> None:
     """Prompts over two engines, alone and several at a time, against the decode engine's own answers."""
     draw = random.Random(3)
-    lengths = [*LENGTHS, *(draw.randrange(5, 1500) for _ in range(PROMPTS - len(LENGTHS)))]
+    lengths = [*LENGTHS, sizes.longest]
+    lengths += [draw.randrange(5, sizes.longest) for _ in range(PROMPTS - len(lengths))]
     prompts = [Prompt(tuple(draw.randrange(3, 300) for _ in range(length))) for length in lengths]
     whole = [(await collect(decode.decode(replace(one, cache_salt=f"{name} one"), sampling))).ids for one in prompts]
     alone = [await disaggregated(prefill, decode, one, sampling) for one in prompts]
     _report(f"{name}, alone", alone, whole)
-    slots = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(sizes.at_once)
 
     async def crowded(one: Prompt) -> tuple[int, ...]:
         async with slots:
             return await disaggregated(prefill, decode, replace(one, cache_salt=f"{name} crowd"), sampling)
 
-    _report(f"{name}, {AT_ONCE} at a time", await asyncio.gather(*map(crowded, prompts)), whole)
+    _report(f"{name}, {sizes.at_once} at a time", await asyncio.gather(*map(crowded, prompts)), whole)
 
 
 def _report(name: str, found: Sequence[tuple[int, ...]], whole: Sequence[tuple[int, ...]]) -> None:
@@ -189,7 +206,7 @@ class OpenedConfig(EngineConfig):
     kind: Literal["vllm-opened"] = "vllm-opened"
 
 
-async def kills_and_cancels(prefill: VllmEngine, decode: VllmEngine) -> None:
+async def kills_and_cancels(prefill: VllmEngine, decode: VllmEngine, sizes: Sizes) -> None:
     """Requests through workers and a router, a third of them cancelled; then the prefill engine's core is killed."""
     engines = {"prefill": prefill, "decode": decode}
 
@@ -200,11 +217,11 @@ async def kills_and_cancels(prefill: VllmEngine, decode: VllmEngine) -> None:
     ENGINES["vllm-opened"] = EngineKind(OpenedConfig, lambda _, context: opened(context.roles[0]))
     async with bench(_worker("prefill"), _worker("decode"), router=PATIENT) as running:
         whole = [await _answer(running, number, routing={"topology": "TOPOLOGY_AGGREGATED"}) for number in range(25)]
-        outcomes, slots, draw = Outcomes(), asyncio.Semaphore(AT_ONCE), random.Random(4)
+        outcomes, slots, draw = Outcomes(), asyncio.Semaphore(sizes.at_once), random.Random(4)
 
         async def request(number: int) -> None:
             async with slots:
-                if number == KILL_AFTER:
+                if number == int(KILL_AFTER * sizes.requests):
                     _kill_first_core()
                 if draw.random() < 1 / 3:
                     await _cancelled(running, number % 25, draw.random())
@@ -212,8 +229,8 @@ async def kills_and_cancels(prefill: VllmEngine, decode: VllmEngine) -> None:
                 else:
                     await _checked(running, number % 25, whole, outcomes)
 
-        await asyncio.gather(*map(request, range(REQUESTS)))
-        print(f"{REQUESTS} requests: {outcomes}; the prefill engine is healthy: {prefill.healthy}", flush=True)
+        await asyncio.gather(*map(request, range(sizes.requests)))
+        print(f"{sizes.requests} requests: {outcomes}; the prefill engine is healthy: {prefill.healthy}", flush=True)
         print(f"left on the decode engine: {decode.load()}", flush=True)
 
 
@@ -262,4 +279,9 @@ def _kill_first_core() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=1500, help="tokens of the longest prompt")
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=200)
+    chosen = parser.parse_args()
+    asyncio.run(main(Sizes(chosen.longest, chosen.at_once, chosen.requests)))

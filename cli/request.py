@@ -5,10 +5,12 @@ import re
 import sys
 from pathlib import Path
 
+from baton import requests
 from baton.errors import InvalidRequest
 from baton.files import LARGEST_REQUEST_BYTES, read_file
 from baton.images import Image, media_item, user_message
-from baton.inference.v1 import generate_pb2, sampling_pb2
+from baton.inference.v1 import generate_pb2
+from baton.sampling_options import OPTIONS
 
 UINT32 = 2**32 - 1
 _URI = re.compile(r"(data|https?|file):")
@@ -28,7 +30,7 @@ def build(arguments: argparse.Namespace) -> generate_pb2.GenerateRequest:
 def set_sampling(request: generate_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
     """Sets what the options say of the adapter, of sampling and of when to stop. Raises InvalidRequest."""
     request.lora_name = text_of("lora_name", arguments.lora)
-    _set_params(request.sampling, arguments)
+    requests.set_sampling(request.sampling, {name: getattr(arguments, name) for name in OPTIONS})
     if arguments.max_tokens is not None:
         request.stopping.max_tokens = arguments.max_tokens
     request.stopping.stop.extend(text_of("stopping.stop", each) for each in arguments.stop)
@@ -100,15 +102,6 @@ def _set_chat(chat: generate_pb2.ChatInput, system: str | None, prompt: str, ima
 def image_of(text: str) -> Image:
     """The image that a word of the command line names: a URI, or the path of a file."""
     return text if _URI.match(text) else Path(text)
-
-
-def _set_params(sampling: sampling_pb2.SamplingParams, arguments: argparse.Namespace) -> None:
-    if arguments.temperature is not None:
-        sampling.temperature = arguments.temperature
-    if arguments.top_p is not None:
-        sampling.top_p = arguments.top_p
-    if arguments.seed is not None:
-        sampling.seed = arguments.seed
 
 
 def _ids(text: str) -> list[int]:

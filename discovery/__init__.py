@@ -1,10 +1,9 @@
-"""Worker discovery: workers register, routers watch.
+"""Worker discovery: workers register, routers watch. Routers that share quotas register beside them.
 
 | module | subject |
 |---|---|
 | registry | the Protocols: `Registry`, `Registration`, `AllocatedId` |
 | record | `WorkerRecord`, and its JSON |
-| roles | the roles of workers, and what each has |
 | location | zone, rack and host of a worker |
 | config | the key `registry` |
 | etcd/ | the registry in etcd |
@@ -12,6 +11,7 @@
 | memory | the registry in memory |
 | membership | the workers as a watcher sees them, through outages |
 | pairing | workers that cannot hand KV over to one another |
+| allocation | the life of an allocated id |
 | renewal, retry, backoff | records and ids under a lease; the first call; waits between attempts |
 | keys, latest | the registry's keys; the newest value for a slow reader |
 """

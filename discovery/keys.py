@@ -1,8 +1,11 @@
-"""The registry's keys: `/baton/<namespace>/workers/<worker_id>` and `/baton/<namespace>/numbers/<kind>/<id>`."""
+"""The registry's keys: `/baton/<namespace>/workers/<id>`, the same for routers, and `.../numbers/<kind>/<id>`."""
 
 import re
+from typing import Literal
 
 from baton.errors import ConfigError
+
+Group = Literal["workers", "routers"]
 
 # No slash: with one, a namespace could contain another's keys.
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,200}")
@@ -11,9 +14,10 @@ _NAME = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 class WorkerKeys:
     """The keys of one namespace. Raises ConfigError for a namespace that cannot be part of a key."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, group: Group = "workers") -> None:
+        self.namespace = namespace
         self._namespace = f"/baton/{_checked('namespace', namespace)}"
-        self.prefix = f"{self._namespace}/workers/".encode()
+        self.prefix = f"{self._namespace}/{group}/".encode()
         self.end = end_of(self.prefix)
 
     def ids(self, kind: str) -> bytes:

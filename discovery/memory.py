@@ -18,6 +18,13 @@ class MemoryRegistry:
         self._registrations: list[MemoryRegistration] = []
         self._ids: dict[bytes, set[int]] = {}
         self._watchers: list[Latest[tuple[WorkerRecord, ...]]] = []
+        self._routers: MemoryRegistry | None = None
+
+    @property
+    def routers(self) -> "MemoryRegistry":
+        """See `Registry.routers`."""
+        self._routers = self._routers or MemoryRegistry(self._keys.namespace)
+        return self._routers
 
     @asynccontextmanager
     async def register(self, record: WorkerRecord) -> "AsyncIterator[MemoryRegistration]":

@@ -12,7 +12,9 @@ from discovery.location import LABEL, UNKNOWN, Location
 _Json: TypeAlias = object
 
 _INTEGER_LIMIT = 2**64  # integers are sent on as uint64
-_MAX_RANKS = 4096  # routers keep a count for each
+_LONGEST_TEXT = 4096  # characters
+_LONGEST_LIST = 256
+_MAX_RANKS = 512  # a router looks at each for every request: at 4,096 of one worker that takes 10 ms
 
 # The capability of workers that take the calls of one router over a shared stream.
 MULTIPLEX = "multiplex"
@@ -132,6 +134,8 @@ def _text(fields: Mapping[str, _Json], key: str) -> str:
     value = _value(fields, key)
     if not isinstance(value, str) or not _is_unicode(value):
         raise ValueError(f"{key} is not a string: {value!r:.100}")
+    if len(value) > _LONGEST_TEXT:
+        raise ValueError(f"{key} has {len(value)} of at most {_LONGEST_TEXT} characters")
     return value
 
 
@@ -139,6 +143,8 @@ def _texts(fields: Mapping[str, _Json], key: str) -> tuple[str, ...]:
     value = _value(fields, key)
     if not isinstance(value, list):
         raise ValueError(f"{key} is not a list of strings: {value!r:.100}")
+    if len(value) > _LONGEST_LIST:
+        raise ValueError(f"{key} has {len(value)} of at most {_LONGEST_LIST} entries")
     return tuple(_text({f"{key}[{index}]": item}, f"{key}[{index}]") for index, item in enumerate(value))
 
 

@@ -35,6 +35,10 @@ class AllocatedId(Protocol):
 class Registry(Protocol):
     """A namespace of workers. Namespaces do not see each other's workers."""
 
+    @property
+    def routers(self) -> "Registry":
+        """The routers of the same namespace, by the same records, of which they fill in name and address."""
+
     def register(self, record: WorkerRecord) -> AbstractAsyncContextManager[Registration]:
         """Keeps `record` registered while the context is open, also after losses; removes it at the end.
 

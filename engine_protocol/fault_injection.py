@@ -2,35 +2,21 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, cast, get_args
 
 from baton.errors import InvalidRequest
+from engine_protocol.roles import Role, role_kinds
 
 FAULT_KEY = "x-baton-fault"
 
 Action = Literal["crash", "hang", "freeze", "delay", "drop", "corrupt"]
 RouterPoint = Literal["admission", "tokenize", "route", "detokenize"]
-WorkerPoint = Literal["queue", "encode", "prefill", "held", "early", "reserve", "pull", "confirm", "decode", "embed"]
-InjectionPoint = Literal[RouterPoint, WorkerPoint]
-Role = Literal["router", "encode", "prefill", "decode", "embed"]
-
-# The role of the process in which a point occurs. All workers have a queue.
-_ROLES: dict[InjectionPoint, Role] = {
-    "admission": "router",
-    "tokenize": "router",
-    "route": "router",
-    "detokenize": "router",
-    "encode": "encode",
-    "prefill": "prefill",
-    "held": "prefill",
-    "early": "decode",
-    "reserve": "decode",
-    "pull": "decode",
-    "confirm": "decode",
-    "decode": "decode",
-    "embed": "embed",
-}
+# Of a worker: its role's points, and `queue`, which all have.
+InjectionPoint = str
+_QUEUE = "queue"
 _TIMED: tuple[Action, ...] = ("delay", "freeze")
 # The actions that a router can apply to one request without affecting others.
 _OF_ROUTERS: tuple[Action, ...] = ("delay", "hang")
@@ -55,10 +41,17 @@ class Fault:
     seed: int = 0
 
     def applies_to(self, request_id: str) -> bool:
-        """Whether the fault happens to this request, by its probability."""
+        """True if the fault happens to this request, by its probability."""
         text = f"{self.seed}\0{request_id}\0{self.action}\0{self.point}"
         drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return drawn < self.probability * 2**64
+
+
+@cache
+def points() -> Mapping[InjectionPoint, Role]:
+    """The role of the process in which each point occurs; empty for the queue."""
+    of_router: dict[str, Role] = dict.fromkeys(get_args(RouterPoint), "router")
+    return of_router | {_QUEUE: ""} | {point: kind.name for kind in role_kinds().values() for point in kind.points}
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -73,10 +66,9 @@ def _fault(text: str) -> Fault:
     what, *options = (part.strip() for part in text.split(";"))
     action_text, at, moment_text = what.partition("@")
     name, _, seconds = action_text.partition("=")
-    place, _, token = moment_text.partition(":")
-    if not at or name not in get_args(Action) or place not in get_args(InjectionPoint):
-        raise _wrong(text, f"expected one of {_listed(Action)}, @, and one of {_listed(InjectionPoint)}")
-    point = cast(InjectionPoint, place)
+    point, _, token = moment_text.partition(":")
+    if not at or name not in get_args(Action) or point not in points():
+        raise _wrong(text, f"expected one of {', '.join(get_args(Action))}, @, and one of {', '.join(points())}")
     given = dict(option.partition("=")[::2] for option in options)
     if unknown := given.keys() - {"role", "attempt", "p", "seed"}:
         raise _wrong(text, f"{', '.join(sorted(unknown))}: the options are role, attempt, p and seed")
@@ -104,10 +96,10 @@ def _check(text: str, fault: Fault) -> None:
 
 
 def _role(text: str, point: InjectionPoint, given: str) -> Role:
-    own = _ROLES.get(point)
-    for role in get_args(Role):
-        if role == (given or own or "prefill") and (own == role or (own is None and role != "router")):
-            return cast(Role, role)
+    own = points()[point]
+    role = given or own or "prefill"
+    if own == role or (not own and role in role_kinds()):
+        return role
     raise _wrong(text, f"{point} is not a point of the role {given!r}")
 
 
@@ -119,10 +111,6 @@ def _number(text: str, number: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise _wrong(text, f"{number} is out of range")
     return value
-
-
-def _listed(names: object) -> str:
-    return ", ".join(get_args(names))
 
 
 def _wrong(text: str, description: str) -> InvalidRequest:

@@ -1,7 +1,7 @@
 """The lane of tokens, from an engine's step to a client's socket: three contracts, each with one direction.
 
 A `TokenSource` is pulled: a worker's generation. A `TokenSink` is pushed, and settled: what a router does with the
-tokens of one call. A `Wire` (rpc/reply.py) is written and flushed: a client's stream.
+tokens of one call. A `Wire` (baton_http2/server/reply.py) is written and flushed: a client's stream.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +17,7 @@ class TokenSink(Protocol):
 
     @property
     def wire(self) -> Wire | None:
-        """What the tokens are written to. Those of one connection are pushed together, and flushed then."""
+        """The wire that the tokens are written to. Those of one connection are pushed together, and flushed then."""
 
     def push(self, token_id: int) -> bool:
         """Passes a token on; False to have it read by the task that waits for the call's next response instead."""

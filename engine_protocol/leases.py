@@ -30,12 +30,12 @@ class RemoteLease:
 
     @property
     def remaining_seconds(self) -> float:
-        """How long it is certain to hold."""
+        """The seconds that the lease is certain to hold."""
         return 0.0 if self.is_over else max(0.0, self._expires_at - time.monotonic())
 
     @property
     def renewal_delay_seconds(self) -> float:
-        """How long to wait before the next renewal: a third of what remains."""
+        """The seconds to wait before the next renewal: a third of the remaining ones."""
         return self.remaining_seconds / 3
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 service.py       gRPC services: one context for each request, then the pipeline
 context.py       RequestContext: tenant, priority, deadline, stats, fault plan; the table of running requests
+running.py       the requests that run, of all kinds; what begins and ends each
 pipeline.py      a request: validate, tokenize, admit, encode, execute
 execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails
 answers.py       several answers to one prompt
@@ -10,10 +11,12 @@ text_limits.py   limits on the texts of large requests, before they are parsed
 tokenization.py  the RPCs Tokenize and Detokenize
 explain.py       ExplainRoute: the candidates of a request and their costs
 cancellation.py  stops a request on all its workers
+request_path.py  what answers requests, by whatever protocol they come
 server.py        assembles a router and serves it; config.py is its configuration
 
 embedding/   requests for embeddings of texts
 admission/   quotas, the waiting queue, predicted deadlines
+peers/       the other routers of a fleet, which share quotas and places with this one
 processes/   a router of several processes behind the same ports
 kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP

@@ -8,7 +8,7 @@ workers whose prefix cache has the prompt, so that only what is left of its last
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.inference.v1 import generate_pb2, timing_pb2
@@ -79,7 +79,7 @@ class SeveralAnswers:
 
     async def _run_another(self, part: RequestContext, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
         with stage_span("answer", {"baton.answer": part.answer}):
-            async with self.admission.admit(part, self.estimate):
+            async with self.admission.admit(part, replace(self.estimate, is_part=True)):
                 with prompt:
                     await prompt.embed()
                     await self._run_answer(part, prompt, shared)

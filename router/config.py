@@ -15,6 +15,8 @@ from rpc.tracing.config import TracingConfig
 from runtime.config import Section
 from runtime.logs import LogConfig
 
+Fairness = Literal["weighted", "strict", "none"]
+
 
 class LimitsConfig(Section):
     """Limits of one request, for all models. Lengths of texts are in characters."""
@@ -48,6 +50,11 @@ class AdmissionConfig(Section):
     max_waiting: int = Field(default=1024, ge=0)  # of one model
     outage_seconds: float = Field(default=10.0, ge=0)  # how long they wait while no decode worker is ready
     predict_deadlines: bool = True  # refuse requests that cannot meet their deadline
+    fairness: Fairness | None = Field(
+        default=None,
+        description="Of waiting requests: `weighted` by tenants' work, `strict` priorities and tenants within each, or"
+        " `none`, priorities alone. Unset: weighted if callers are authenticated or have quotas, else none.",
+    )
 
 
 class QuotaConfig(Section):
@@ -64,6 +71,26 @@ class QuotasConfig(Section):
 
     default: QuotaConfig = QuotaConfig()
     tenants: dict[str, QuotaConfig] = Field(default_factory=dict)
+    unreachable: Literal["refuse", "allow"] = Field(
+        default="refuse", description="What to do when the router that keeps a tenant's quota is away for longer."
+    )
+    unreachable_seconds: float = Field(
+        default=15.0, ge=0, description="Until then each router has its part: more than the registry's lease."
+    )
+
+    @property
+    def are_none(self) -> bool:
+        """Whether no tenant has a limit."""
+        return not self.tenants and self.default == QuotaConfig()
+
+
+class PeersConfig(Section):
+    """How the routers of a namespace find and call each other, to share quotas and places. docs/tenancy.md."""
+
+    listen: str = Field(default="", description="host:port for other routers; if empty, for those of this host alone.")
+    advertise: str = Field(default="", description="Where they reach it; what it really listens on if empty.")
+    enabled: bool = Field(default=True, description="Whether quotas and limits are of all routers; else of each one.")
+    timeout_seconds: float = Field(default=0.5, gt=0)  # of a call to another router
 
 
 class RetryConfig(Section):
@@ -203,6 +230,7 @@ class RouterConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     quotas: QuotasConfig = QuotasConfig()
+    peers: PeersConfig = PeersConfig()
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
     probe: ProbeConfig = ProbeConfig()
@@ -213,6 +241,17 @@ class RouterConfig(Section):
     tracing: TracingConfig = TracingConfig()
     media: MediaConfig = MediaConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
+
+    @property
+    def fairness(self) -> Fairness:
+        """How waiting requests are ordered."""
+        tells_tenants = self.auth.tokens_file is not None or self.tls.is_mutual or not self.quotas.are_none
+        return self.admission.fairness or ("weighted" if tells_tenants else "none")
+
+    @property
+    def shares_with_peers(self) -> bool:
+        """Whether other routers share something with this one."""
+        return self.peers.enabled and (not self.quotas.are_none or self.admission.max_running_per_worker > 0)
 
     def named(self) -> "RouterConfig":
         """The same configuration, with a router id."""

@@ -10,7 +10,6 @@ from baton.engine.v1 import decode_pb2, handoff_pb2, prompt_pb2
 from baton.errors import (
     BatonError,
     EmbeddingLost,
-    EngineFailed,
     HandoffLost,
     InvalidReply,
     LayoutMismatch,
@@ -33,7 +32,7 @@ from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.telemetry.request_metrics import RequestMetrics
 from router.text.completion import Completion, Finish
-from router.workers.calls import DecodeCall, WorkerCalls
+from router.workers.calls import RETRYABLE, DecodeCall, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.loras import named
@@ -43,8 +42,6 @@ from router.workers.spans import set_routing_attributes
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
 
-# Another worker may succeed. Errors about the request itself are never among these.
-_RETRYABLE = (Unavailable, Overloaded, EngineFailed)
 # The KV or embedding that the worker was to read is gone, or does not fit. The worker is not to blame, and may run the
 # prompt itself.
 _LEASE_LOST = (HandoffLost, EmbeddingLost, StaleEpoch, LayoutMismatch)
@@ -174,7 +171,7 @@ class RequestExecution(Waiting):
             except DestinationLost as lost:
                 # Without it the prompt is run by whichever decode worker takes the request.
                 return await self._continue_elsewhere(placement, lost.error, attempts)
-            except (*_RETRYABLE, EmbeddingLost) as error:
+            except (*RETRYABLE, EmbeddingLost) as error:
                 self._progress.close()
                 self._suspect(placement.prefill, "prefill", error)
                 attempts.allow(error)
@@ -247,7 +244,7 @@ class RequestExecution(Waiting):
             prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
             try:
                 return await self._decode(placement, prompt)
-            except (*_RETRYABLE, *_LEASE_LOST) as error:
+            except (*RETRYABLE, *_LEASE_LOST) as error:
                 if self._completion.finished:
                     # Only the worker's last message is missing, or more came than was asked for.
                     return self._suspect(placement.decode, "decode", error)
@@ -260,7 +257,7 @@ class RequestExecution(Waiting):
         attempts.allow(error, has_tokens=bool(self._completion.token_ids))
         if isinstance(error, EmbeddingLost):
             self._prompt.invalidate()
-        if isinstance(error, _RETRYABLE) or (isinstance(error, LayoutMismatch) and not self._held):
+        if isinstance(error, RETRYABLE) or (isinstance(error, LayoutMismatch) and not self._held):
             attempts.exclude(placement.decode.record.process)
         await self._release_handoff()
         if self._placer.can_decode(self._routing_request, self._context_tokens, attempts.tried):
@@ -304,11 +301,10 @@ class RequestExecution(Waiting):
         self.awaits_answer, self.asked_at, self.tokens = True, None, tokens
 
     def answer_seconds(self) -> float:
-        """See Waiting."""
         return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
     def another_can(self, worker: WorkerHandle) -> bool:
-        """Whether the call can be given up: another worker could answer, or the answer is complete without its end."""
+        """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self._completion.finished is not None:
             return True
         attempts = self._attempts

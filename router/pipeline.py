@@ -6,10 +6,10 @@ Read this first and execution.py next: there a request is placed, prefilled, han
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from baton.engine.v1 import prompt_pb2
-from baton.errors import Cancelled
 from baton.inference.v1 import lora_pb2, timing_pb2
 from baton_http2.server.reply import Reply
 from router import validation
@@ -17,15 +17,15 @@ from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.answers import SeveralAnswers, keep_together
 from router.config import LimitsConfig
-from router.context import RequestContext, RequestTable
+from router.context import RequestContext
 from router.execution import Executor
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.execution import completion_of, resume
+from router.running import RunningRequests
 from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
-from router.telemetry.request_metrics import record_request
 from router.telemetry.spans import set_request_attributes
 from router.text import request_input
 from router.text.chat_template import LOOP_SECONDS, SlowTemplate
@@ -34,7 +34,6 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
-from rpc.tracing.span import Span, stage_span
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
 
@@ -46,6 +45,7 @@ class Pipeline:
 
     def __init__(
         self,
+        running: RunningRequests,
         cluster: Cluster,
         admission: AdmissionController,
         processor: MultimodalProcessor,
@@ -53,6 +53,7 @@ class Pipeline:
         limits: LimitsConfig,
         grammars: GrammarCheck,
     ) -> None:
+        self.running = running
         self.cluster = cluster
         self.admission = admission
         self.processor = processor
@@ -60,39 +61,19 @@ class Pipeline:
         self.limits = limits
         self._grammars = grammars
         self._checks = validation.OptionChecks(limits)
-        self.requests = RequestTable()
 
-    async def run(self, ctx: RequestContext, reply: Reply) -> None:
+    def run(self, ctx: RequestContext, reply: Reply) -> Coroutine[Any, Any, None]:
         """Answers a request: Started, tokens, Finished. Raises a BatonError if it fails.
 
         A cancellation of the caller means that the client has left.
         """
-        await self.run_listed(ctx, reply, self._answer)
-
-    async def run_listed(
-        self, ctx: RequestContext, reply: Reply, answer: Callable[[RequestContext, Reply], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Lists and records a request while `answer` answers it, within its deadline."""
-        with (
-            stage_span("baton.generate") as span,
-            self.requests.enter(ctx),
-            record_request(ctx.stats, ctx.call_id, self.executor.metrics),
-        ):
-            ctx.timings.is_traced = span.is_recording
-            set_request_attributes(ctx.request, span)
-            try:
-                await ctx.cancellation.run(answer(ctx, reply), ctx.deadline.remaining_seconds)
-            except TimeoutError:
-                raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
-            except (asyncio.CancelledError, Cancelled):
-                note_passed_deadline(ctx, span)
-                raise
-            finally:
-                end_reply(reply, ctx.timings)
+        # Not a coroutine of its own, which every step of the request would pass.
+        describe, answer = partial(set_request_attributes, ctx.request), partial(self._answer, ctx, reply)
+        return self.running.run(ctx, "baton.generate", describe, answer, partial(end_reply, reply, ctx.timings))
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""
-        with self.admission.track_tenant(ctx):
+        async with self.admission.track_tenant(ctx):
             model = await self._validate(ctx)
             prompt = await self._tokenize(ctx, model)
             async with self.admission.admit(ctx, _estimate(ctx, model)):
@@ -166,14 +147,6 @@ def _estimate(ctx: RequestContext, model: ServedModel) -> RequestEstimate:
     stopping = ctx.request.stopping
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     return RequestEstimate(model.name, ctx.stats.prompt_tokens, max_tokens)
-
-
-def note_passed_deadline(ctx: RequestContext, span: Span) -> None:
-    """Records a cancellation as DEADLINE_EXCEEDED if gRPC made it because the client's deadline passed."""
-    if ctx.deadline.has_ended_the_call and not ctx.cancellation.reason:
-        error = ctx.deadline.exceeded(ctx.timings.stage_name)
-        ctx.stats.outcome = error.reason
-        span.fail(error)
 
 
 async def _token_ids(ctx: RequestContext, model: ServedModel) -> Sequence[int]:

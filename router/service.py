@@ -20,16 +20,13 @@ from baton.inference.v1 import (
 )
 from baton_http2.server.reply import Reply
 from discovery.record import WorkerRecord
-from router.context import ContextFactory
-from router.embedding.pipeline import EmbedPipeline
 from router.explain import RouteExplainer
-from router.pipeline import Pipeline
+from router.peers.tenants import all_tenants
 from router.processes.siblings import Siblings, stop_everywhere
+from router.request_path import RequestPath
 from router.resume.handle import Handle
 from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
-from router.tokenization import Tokenization
-from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
@@ -48,29 +45,16 @@ _STATES = {
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """Generation, tokenization and models, for clients."""
 
-    def __init__(
-        self,
-        contexts: ContextFactory,
-        pipeline: Pipeline,
-        embed_pipeline: EmbedPipeline,
-        tokenization: Tokenization,
-        cluster: Cluster,
-        siblings: Siblings,
-        offer: DeploymentOffer,
-    ) -> None:
+    def __init__(self, path: RequestPath, siblings: Siblings, offer: DeploymentOffer) -> None:
+        self._path = path
         self._offer = offer
-        self._contexts = contexts
-        self._pipeline = pipeline
-        self._embed_pipeline = embed_pipeline
-        self._tokenization = tokenization
-        self._cluster = cluster
         self._siblings = siblings
-        self._resumer = Resumer(contexts, pipeline)
+        self._resumer = Resumer(path.contexts, path.pipeline)
 
     # Writes instead of yielding: waiting tokens become one message, and a client that leaves stops everything at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
-        ctx = self._contexts.create(request, context)
-        await self._pipeline.run(ctx, context.reply())
+        ctx = self._path.contexts.create(request, context)
+        await self._path.pipeline.run(ctx, context.reply())
 
     async def ResumeGeneration(  # type: ignore[override]
         self, request: generate_pb2.ResumeGenerationRequest, context: Any
@@ -82,40 +66,40 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> generate_pb2.GenerateUnaryResponse:
         if request.request.response.HasField("keep"):
             raise Unsupported("response.keep: an answer in one message cannot be resumed; use Generate")
-        ctx, collector = self._contexts.create(request.request, context), UnaryCollector()
-        await self._pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
+        ctx, collector = self._path.contexts.create(request.request, context), UnaryCollector()
+        await self._path.pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
         return collector.response
 
     async def CancelGeneration(
         self, request: generate_pb2.CancelGenerationRequest, context: Context
     ) -> generate_pb2.CancelGenerationResponse:
         if request.handle:
-            await self._resumer.cancel(Handle.parse(request.handle), self._contexts.read_qos(context))
+            await self._resumer.cancel(Handle.parse(request.handle), self._path.contexts.read_qos(context))
             return generate_pb2.CancelGenerationResponse()
-        requests, caller = self._pipeline.requests, current_caller()
+        requests, caller = self._path.running.table, current_caller()
         receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)
 
     async def Embed(self, request: embed_pb2.EmbedRequest, context: Context) -> embed_pb2.EmbedResponse:
-        return await self._embed_pipeline.run(request, context)
+        return await self._path.embed_pipeline.run(request, context)
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
-        return await self._tokenization.tokenize(request, self._contexts.read_qos(context).tenant)
+        return await self._path.tokenization.tokenize(request, self._path.contexts.read_qos(context).tenant)
 
     async def Detokenize(
         self, request: tokenize_pb2.DetokenizeRequest, context: Context
     ) -> tokenize_pb2.DetokenizeResponse:
-        return await self._tokenization.detokenize(request, self._contexts.read_qos(context).tenant)
+        return await self._path.tokenization.detokenize(request, self._path.contexts.read_qos(context).tenant)
 
     async def ListModels(
         self, _request: model_pb2.ListModelsRequest, _context: Context
     ) -> model_pb2.ListModelsResponse:
-        return model_pb2.ListModelsResponse(models=model_messages(self._cluster))
+        return model_pb2.ListModelsResponse(models=model_messages(self._path.cluster))
 
     async def GetModel(self, request: model_pb2.GetModelRequest, _context: Context) -> model_pb2.GetModelResponse:
-        served = self._cluster.model(request.name)
-        adapter = self._cluster.lora(generate_pb2.GenerateRequest(model=request.name), served)
-        return model_pb2.GetModelResponse(model=model_message(served, self._cluster, adapter))
+        served = self._path.cluster.model(request.name)
+        adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=request.name), served)
+        return model_pb2.GetModelResponse(model=model_message(served, self._path.cluster, adapter))
 
     async def GetServerInfo(
         self, _request: server_info_pb2.GetServerInfoRequest, _context: Context
@@ -126,10 +110,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     """The state of the cluster, for operators."""
 
-    def __init__(self, cluster: Cluster, explainer: RouteExplainer) -> None:
-        self._cluster = cluster
-        self._explainer = explainer
-        self._loras = LoraOperations(cluster)
+    def __init__(self, path: RequestPath) -> None:
+        self._path = path
+        self._cluster, self._explainer = path.cluster, path.explainer
+        self._loras = LoraOperations(path.cluster)
 
     async def ExplainRoute(
         self, request: cluster_service_pb2.ExplainRouteRequest, _context: Context
@@ -144,6 +128,11 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         return cluster_service_pb2.ListWorkersResponse(
             workers=[_worker_message(worker, self._explainer, pairing) for worker in workers]
         )
+
+    async def ListTenants(
+        self, _request: cluster_service_pb2.ListTenantsRequest, _context: Context
+    ) -> cluster_service_pb2.ListTenantsResponse:
+        return await all_tenants(self._path.admission, self._path.peers.links if self._path.peers else ())
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
         return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))

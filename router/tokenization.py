@@ -54,7 +54,7 @@ class Tokenization:
 
     async def _run(self, work: Callable[[Request, ServedModel], Response], request: Request, tenant: str) -> Response:
         model = self._cluster.model(request.model)
-        with self._quotas.track(tenant, RequestStats(request_id="")):
+        async with self._quotas.track(tenant, RequestStats(request_id="")):
             if self._waiting >= self._limits.max_tokenizing:
                 metrics.REFUSALS.labels(Overloaded.reason).inc()
                 text = f"{self._waiting} calls of Tokenize and Detokenize are waiting already"

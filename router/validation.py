@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from baton.engine.v1 import prompt_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
+from baton.sampling_options import OPTIONS
 from engine_protocol.sampling_rules import check_bias_ids, check_params
 from router.config import LimitsConfig
 from router.multimodal.prompt import MultimodalPrompt
@@ -25,15 +26,6 @@ _LONGEST_OPTIONS = 1024
 _REMEMBERED_PROMPT = 16 * 1024  # characters; of a longer one the copy costs more than the check
 # In one message: the values and ids of a prompt's log probabilities.
 _MOST_PROMPT_LOGPROBS = 131_072
-# Sampling parameters that equal the default.
-_NEUTRAL = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 class OptionChecks:
@@ -258,9 +250,5 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
 
 def _changes(sampling: sampling_pb2.SamplingParams, name: str) -> bool:
     """True if a field is set, and to something else than its default."""
-    if name not in sampling.DESCRIPTOR.fields_by_name:
-        return False
-    value = getattr(sampling, name)
-    return name in {field.name for field, _ in sampling.ListFields()} and (
-        name not in _NEUTRAL or value != _NEUTRAL[name]
-    )
+    values = {field.name: value for field, value in sampling.ListFields()}
+    return name in values and (name not in OPTIONS or values[name] != OPTIONS[name].row.neutral)

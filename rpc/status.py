@@ -131,13 +131,9 @@ def _details(error: BatonError) -> Iterator[Message]:
     match error:
         case InvalidRequest():
             yield _bad_request(error)
-        case Overloaded():
-            yield _retry_info(error.retry_after_seconds)
-        case QuotaExceeded():
-            violation = error_details_pb2.QuotaFailure.Violation(
-                subject=_cut(error.subject, _NAME_BYTES), description=_cut(error.message, _NAME_BYTES)
-            )
-            yield error_details_pb2.QuotaFailure(violations=[violation])
+        case Overloaded() | QuotaExceeded():
+            if error.subject or isinstance(error, QuotaExceeded):
+                yield _quota_failure(error.subject, error.message)
             yield _retry_info(error.retry_after_seconds)
 
 
@@ -157,6 +153,13 @@ def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
             del bad.field_violations[-1]
             break
     return bad
+
+
+def _quota_failure(subject: str, message: str) -> error_details_pb2.QuotaFailure:
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject=_cut(subject, _NAME_BYTES), description=_cut(message, _NAME_BYTES)
+    )
+    return error_details_pb2.QuotaFailure(violations=[violation])
 
 
 def _retry_info(seconds: float) -> error_details_pb2.RetryInfo:

@@ -1,11 +1,16 @@
 """Collects all wrong fields of a request, so that its sender can fix them at once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.errors import FieldViolation, InvalidRequest
 
 _MAX_VIOLATIONS = 20  # of a million wrong ids, the first few are enough
+
+
+def renamed(error: InvalidRequest, rename: Callable[[FieldViolation], FieldViolation]) -> InvalidRequest:
+    """The same error, whose fields are those of another request."""
+    return InvalidRequest([rename(one) for one in error.violations], stage=error.stage, worker_id=error.worker_id)
 
 
 class Violations:

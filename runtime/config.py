@@ -37,7 +37,7 @@ class Loaded(Generic[Config]):
 
     def describe(self) -> list[str]:
         """Every effective value, as lines of `key = value  # source`. Secrets stay hidden."""
-        return [f"{key} = {_shown(value)}  # {self.sources[key]}" for key, value in _leaves(self.value)]
+        return [f"{key} = {_shown(value)}  # {self.sources[key]}" for key, value in leaves(self.value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def load(
         value = model.model_validate(document.tree)
     except ValidationError as error:
         raise ConfigError("; ".join(document.explain(model, error))) from None
-    return Loaded(value, {key: document.source(key) for key, _ in _leaves(value)})
+    return Loaded(value, {key: document.source(key) for key, _ in leaves(value)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +217,12 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a configuration, by their paths, with their values."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import structlog
 from prometheus_client import Counter
 
+from runtime.aio import TaskGroup
 from runtime.metrics import REGISTRY
 
 log = structlog.get_logger(__name__)
@@ -46,3 +48,15 @@ async def lasting(task: str, work: Callable[[], Awaitable[None]], raised: tuple[
             pause = _FIRST_PAUSE_SECONDS
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+@asynccontextmanager
+async def lasting_tasks(works: Mapping[str, Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
+    """Runs each work as a lasting task of its name while the context is open."""
+    async with TaskGroup() as group:
+        tasks = [group.create_task(lasting(task, work)) for task, work in works.items()]
+        try:
+            yield
+        finally:
+            for running in tasks:
+                running.cancel()

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -29,6 +29,7 @@ Report: TypeAlias = Mapping[str, object]
 
 _REPORT_SECONDS = 2.0
 _IDLE_SECONDS = 10.0  # for a TLS handshake, and for a request
+_MOST_CONNECTIONS = 64
 
 
 class MonitorServer:
@@ -101,9 +102,14 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Has a thread for each connection, of which there are few: the oldest one is ended for one too many."""
+
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, listen: str, tls: ssl.SSLContext | None) -> None:
+        self._connections: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
         host, _, port = listen.rpartition(":")
         address = host.strip("[]") or "127.0.0.1"
         self.address_family = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0][0]
@@ -111,6 +117,22 @@ class _Server(ThreadingMixIn, WSGIServer):
         if tls is not None:
             # The handshake is in the connection's thread: in the accepting one a silent peer would stop all others.
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections[id(request)] = request
+            oldest = next(iter(self._connections.values())) if len(self._connections) > _MOST_CONNECTIONS else None
+            if oldest is not None:
+                del self._connections[id(oldest)]
+        if oldest is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # its thread sees the end; TLS would wait for a peer
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(id(request), None)
+        super().shutdown_request(request)
 
     def handle_error(self, _request: Any, client_address: Any) -> None:
         """A peer that leaves, or fails the handshake, is not an error of this process."""

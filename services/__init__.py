@@ -4,6 +4,7 @@ encode.py prefill.py decode.py embed.py   one role each: servicer, logic and con
 control.py                       what every worker answers: model, load, abort, drain
 server.py                        the start-up of a worker, in order
 worker.py                        a worker that serves: health, supervision, drain
+parts.py                         what the services of a worker's roles are made of
 worker_engines.py                the engines that the roles need
 identity.py                      id, roles and epoch; the record in the registry
 config.py                        the configuration

@@ -11,7 +11,7 @@ from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from discovery.config import RegistryConfig
 from discovery.location import LABEL, Location
-from discovery.roles import ROLES, Role
+from engine_protocol.roles import Role, role_kinds
 from media.config import MediaConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
@@ -124,9 +124,10 @@ class WorkerConfig(Section):
     @field_validator("roles", mode="before")
     @classmethod
     def _roles_are_known(cls, roles: object) -> object:
+        known = list(role_kinds())
         for index, role in enumerate(roles if isinstance(roles, (list, tuple)) else ()):
-            if role not in ROLES:
-                raise ValueError(f"roles[{index}]: unknown role {role!r}; expected one of {', '.join(ROLES)}")
+            if role not in known:
+                raise ValueError(f"roles[{index}]: unknown role {role!r}; expected one of {', '.join(known)}")
         return roles
 
     @model_validator(mode="after")

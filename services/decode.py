@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
 from rpc.metadata import remaining_seconds
+from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine
@@ -26,6 +27,7 @@ from services.handoff.remote_handoff import Handoff, read_handoff
 from services.identity import Identity
 from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
+from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
@@ -142,6 +144,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if request.destination_id:
             raise InvalidRequest.of("destination_id", "comes without a handoff")
         return DecodeWork(await self._media.with_embeddings(given, spans, clock), sampling, handoff=None)
+
+
+@asynccontextmanager
+async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
+    """Opens the role on a worker; one without it answers RoleMismatch."""
+    worker, engine = parts.worker, parts.worker.engine
+    async with AsyncExitStack() as stack:
+        decoder = None
+        if engine is not None:
+            puller = await stack.enter_async_context(Puller(engine, parts.peers, parts.transports))
+            transfer = engine.kv_transfer
+            fetcher = Fetcher(transfer, engine.facts.layout, parts.peers) if transfer else None
+            decoder = Decoder(engine, puller, fetcher, Allocator(engine, worker.identity, worker.leases))
+        servicer = DecodeServicer(worker.identity, parts.calls, parts.media, decoder, worker.kept)
+        yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +290,7 @@ class TimedTokens:
 
 
 def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
-    """Whether a token is its id alone, and nothing is planned between two of them."""
+    """True if a token is its id alone, and nothing is planned between two of them."""
     options = work.sampling
     return options.logprobs is None and options.prompt_logprobs is None and call.faults is NO_FAULTS
 

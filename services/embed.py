@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,12 @@ from baton.errors import EngineFailed, InvalidRequest
 from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2, timing_pb2
 from rpc.interceptors.arrival import arrived_at
+from rpc.server import Service
 from rpc.violations import Violations
-from services.config import WorkerConfig
 from services.engines.base import EmbeddingRules
 from services.engines.embedding import TextEmbedder, Vector
 from services.identity import Identity
+from services.parts import WorkerParts
 from services.requests.calls import Calls
 from services.telemetry import metrics
 from services.telemetry.timings import Timing, stage_timings
@@ -87,9 +89,14 @@ class VectorMaker:
         violations.raise_any()
 
 
-def open_vector_maker(config: WorkerConfig, embedder: TextEmbedder | None) -> VectorMaker | None:
-    """Returns the vector maker; None on a worker without the role."""
-    return None if embedder is None else VectorMaker(embedder, config.embed.max_inputs)
+@asynccontextmanager
+async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
+    """Opens the role on a worker; one without it answers RoleMismatch."""
+    worker = parts.worker
+    embedder: TextEmbedder | None = worker.engines.part("embedder")
+    maker = None if embedder is None else VectorMaker(embedder, parts.config.embed.max_inputs)
+    servicer = EmbedServicer(worker.identity, parts.calls, maker)
+    yield Service(SERVICE_NAME, embed_pb2_grpc.add_EmbedServiceServicer_to_server, servicer)
 
 
 def _check_input(

@@ -13,6 +13,7 @@ from baton.inference.v1 import media_pb2, timing_pb2
 from media.item import MediaItem
 from media.loader import MediaLoader
 from rpc.interceptors.arrival import arrived_at
+from rpc.server import Service
 from runtime.aio import wait_until_done
 from services.config import WorkerConfig
 from services.engines.base import Encoder
@@ -21,6 +22,7 @@ from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity
 from services.multimodal.embedding_pool import EmbeddingPool
+from services.parts import WorkerParts
 from services.requests.calls import Calls
 from services.telemetry import metrics
 from services.telemetry.timings import Timing, duration, stage_timings
@@ -126,6 +128,15 @@ class MediaEncoder:
                 one.cancel()
             await wait_until_done(*loading)
         return [Media(one.content, one.mime_type) for one in loaded]
+
+
+@asynccontextmanager
+async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
+    """Opens the role on a worker; one without it answers RoleMismatch."""
+    worker = parts.worker
+    async with open_media_encoder(parts.config, worker.engines.encoding, worker.leases) as encoder:
+        servicer = EncodeServicer(worker.identity, parts.calls, encoder, worker.leases)
+        yield Service(SERVICE_NAME, encode_pb2_grpc.add_EncodeServiceServicer_to_server, servicer)
 
 
 @asynccontextmanager

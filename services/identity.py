@@ -10,7 +10,7 @@ from baton.errors import ModelNotFound, RoleMismatch, StaleEpoch
 from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
 from discovery.registry import Registration, Registry, WorkerRecord
-from discovery.roles import Role
+from engine_protocol.roles import Role
 from runtime.aio import timeout
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,8 @@
 """The prefill role: computes a prompt's KV, samples the first token, and holds the KV under a lease."""
 
 import time
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from baton.engine.v1 import handoff_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import sampling_pb2
 from rpc.auth.caller import certificate
+from rpc.server import Service
 from rpc.tracing.span import current_span
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, ReportedPrompt
@@ -21,6 +23,7 @@ from services.handoff.service import HandoffOwner, release_if_undelivered
 from services.identity import Identity
 from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
+from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
 from services.requests.fault_injection import NO_FAULTS, corrupt
 from services.requests.loras import require_lora, using_lora
@@ -151,6 +154,15 @@ class Prefiller:
             await call.faults.inject("held")
             if not call.faults.has("drop", "held"):
                 undo.pop_all()
+
+
+@asynccontextmanager
+async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
+    """Opens the role on a worker; one without it answers RoleMismatch."""
+    worker, engine = parts.worker, parts.worker.engine
+    prefiller = Prefiller(engine, worker.identity, worker.leases, parts.prompts) if engine is not None else None
+    servicer = PrefillServicer(parts.calls, parts.media, prefiller)
+    yield Service(SERVICE_NAME, prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer)
 
 
 def _holder(request: prefill_pb2.PrefillRequest) -> Holder:

@@ -1,63 +1,41 @@
 """Starts a worker, in the order of `host_worker`: engines, leases, transports, services, server, registration."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import structlog
 
-from baton.engine.v1 import (
-    decode_pb2_grpc,
-    embed_pb2_grpc,
-    encode_pb2_grpc,
-    handoff_pb2_grpc,
-    prefill_pb2_grpc,
-    worker_pb2_grpc,
-)
+from baton.engine.v1 import handoff_pb2_grpc, worker_pb2_grpc
 from discovery.config import open_registry
 from discovery.record import KEEPS_STREAMS, MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
-from discovery.roles import ROLE_KINDS
 from engine_protocol.multiplex.service import multiplex
+from engine_protocol.roles import load, role_kinds
 from rpc.auth.access import Access, Rules
 from rpc.auth.caller import Role as CallerRole
-from rpc.channels import dialer
 from rpc.health import Health
 from rpc.server import Service, serve
 from rpc.tracing.tracer import configure_tracing
-from services import control, decode, embed, encode, prefill
+from services import control
 from services.config import WorkerConfig
 from services.control import Aborter, WorkerServicer
-from services.decode import Decoder, DecodeServicer
-from services.embed import EmbedServicer, open_vector_maker
-from services.encode import EncodeServicer, open_media_encoder
-from services.engines.kv import BlockMemory, KvLayout
 from services.handoff import service as handoff
-from services.handoff.destinations import Allocator
-from services.handoff.early import PromptsInProgress
-from services.handoff.fetcher import Fetcher
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
-from services.handoff.peers import Peers
-from services.handoff.pull import Puller
-from services.handoff.service import HandoffOwner, HandoffServicer, OfferedPool
+from services.handoff.opening import PoolOpener
+from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
-from services.multimodal.embedding_pull import EmbeddingPuller
-from services.multimodal.media_resolver import MediaResolver
-from services.prefill import Prefiller, PrefillServicer
+from services.parts import WorkerParts, open_parts
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
 from services.resume.streams import KeptStreams
 from services.telemetry import metrics
-from services.transports.base import Exposure, Transport, transport_of
-from services.transports.registry import offer_pool, open_transports
 from services.worker import Drainer, Worker
 from services.worker_engines import WorkerEngines, open_engines
 
 log = structlog.get_logger(__name__)
 
-ROLE_SERVICES = tuple(f"baton.engine.v1.{kind.service}" for kind in ROLE_KINDS)
-
-# What routers call for each request, and what tells of load. Images are large, and not multiplexed.
-_MULTIPLEXED = (prefill.SERVICE_NAME, decode.SERVICE_NAME, handoff.SERVICE_NAME, control.SERVICE_NAME)
+# Beside the roles with KV: what is called for each request, and what tells of load. Images are not: they are large.
+_MULTIPLEXED = (handoff.SERVICE_NAME, control.SERVICE_NAME)
 
 _WORKER: frozenset[CallerRole] = frozenset({"worker"})
 _OPERATOR: frozenset[CallerRole] = frozenset({"operator"})
@@ -99,8 +77,10 @@ async def host_worker(
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
         kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load))
         worker = Worker(identity, engines, leases, drainer, Health(), kept)
-        services = await stack.enter_async_context(_open_services(config, worker, calls))
+        parts = await stack.enter_async_context(open_parts(config, worker, calls))
+        services = await stack.enter_async_context(_open_services(parts))
         await stack.enter_async_context(_serve(config, worker, services))
+        await stack.enter_async_context(_opening_ahead(parts, registry))
         await stack.enter_async_context(_registered(worker, registration))
         await warn_if_unpaired(registry, _record(worker))
         yield worker
@@ -120,96 +100,38 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
 
 
 @asynccontextmanager
-async def _open_services(config: WorkerConfig, worker: Worker, calls: Calls) -> AsyncIterator[list[Service]]:
+async def _open_services(parts: WorkerParts) -> AsyncIterator[list[Service]]:
     """Yields all services. Every worker has all of them; the service of a missing role answers RoleMismatch."""
-    identity, engines, engine, leases = worker.identity, worker.engines, worker.engine, worker.leases
+    worker = parts.worker
     async with AsyncExitStack() as stack:
-        memory = engine.memory if engine is not None else None
-        opening = open_transports(config.transports, config.transport_options, config.tls.call, memory)
-        transports = await stack.enter_async_context(opening)
-        pools = [await _offer(config, worker, transports, layout, memory) for layout, memory in _pools(engines)]
-        if memory is not None:
-            _note_transports(identity, transports, pools[0])
-        peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))
-        facts = engine.facts if engine is not None else engines.facts
-        media = MediaResolver(facts, EmbeddingPuller(facts, peers, transports))
-        media_encoder = await stack.enter_async_context(open_media_encoder(config, engines.encoding, leases))
-        prompts = PromptsInProgress(leases, facts.layout.digest)
-        prefiller = decoder = None
-        if engine is not None:
-            prefiller = Prefiller(engine, identity, leases, prompts)
-            puller = await stack.enter_async_context(Puller(engine, peers, transports))
-            transfer = engine.kv_transfer
-            fetcher = Fetcher(transfer, engine.facts.layout, peers) if transfer else None
-            decoder = Decoder(engine, puller, fetcher, Allocator(engine, identity, leases))
+        opened = [load(kind.worker)(parts) for kind in role_kinds().values()]
+        services = [await stack.enter_async_context(opening) for opening in opened]
+        holder = HandoffServicer(worker.identity, parts.pools, worker.leases, parts.prompts)
+        aborter = Aborter(parts.calls, worker.leases)
+        control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer)
         yield [
-            Service(
-                encode.SERVICE_NAME,
-                encode_pb2_grpc.add_EncodeServiceServicer_to_server,
-                EncodeServicer(identity, calls, media_encoder, leases),
-            ),
-            Service(
-                prefill.SERVICE_NAME,
-                prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
-                PrefillServicer(calls, media, prefiller),
-            ),
-            Service(
-                decode.SERVICE_NAME,
-                decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-                DecodeServicer(identity, calls, media, decoder, worker.kept),
-            ),
-            Service(
-                embed.SERVICE_NAME,
-                embed_pb2_grpc.add_EmbedServiceServicer_to_server,
-                EmbedServicer(identity, calls, open_vector_maker(config, engines.embedder)),
-            ),
-            Service(
-                handoff.SERVICE_NAME,
-                handoff_pb2_grpc.add_HandoffServiceServicer_to_server,
-                HandoffServicer(identity, pools, leases, prompts),
-            ),
-            Service(
-                control.SERVICE_NAME,
-                worker_pb2_grpc.add_WorkerServiceServicer_to_server,
-                WorkerServicer(identity.epoch, engines, Aborter(calls, leases), worker.drainer),
-            ),
+            *services,
+            Service(handoff.SERVICE_NAME, handoff_pb2_grpc.add_HandoffServiceServicer_to_server, holder),
+            Service(control.SERVICE_NAME, worker_pb2_grpc.add_WorkerServiceServicer_to_server, control_servicer),
         ]
 
 
-def _pools(engines: WorkerEngines) -> list[tuple[KvLayout, BlockMemory]]:
-    """Returns the pools to offer: of KV, if the engine has one, and of embeddings."""
-    pools = []
-    if engines.engine is not None and engines.engine.memory is not None:
-        pools.append((engines.engine.facts.layout, engines.engine.memory))
-    if engines.encoding is not None:
-        pools.append((engines.encoding.pool.layout, engines.encoding.pool.memory))
-    return pools
-
-
-async def _offer(
-    config: WorkerConfig, worker: Worker, transports: Sequence[Transport], layout: KvLayout, memory: BlockMemory
-) -> OfferedPool:
-    listen_host = config.listen.rpartition(":")[0].strip("[]")
-    guard = worker.leases.guard(layout.digest)
-    endpoints = await offer_pool(
-        transports, memory, Exposure(listen_host, config.advertised_host, guard, config.tls.listen)
-    )
-    return OfferedPool(HandoffOwner(worker.identity, layout), memory.num_blocks, endpoints)
-
-
-def _note_transports(identity: Identity, transports: Sequence[Transport], pool: OfferedPool) -> None:
-    """Records by which transports the worker's KV can be handed over, and logs those that cannot offer it."""
-    identity.offers = tuple(map(transport_of, pool.endpoints))
-    identity.reads = tuple(transport.name for transport in transports)
-    left_out = [name for name in identity.reads if name not in identity.offers]
-    if "prefill" in identity.roles and not identity.offers:
-        log.warning("no transport can offer this worker's KV: it is never paired", transports=identity.reads)
-    elif left_out:
-        log.info("transports that cannot offer this worker's KV", left_out=left_out, offered=identity.offers)
+@asynccontextmanager
+async def _opening_ahead(parts: WorkerParts, registry: Registry) -> AsyncIterator[None]:
+    """Opens the pools of prefill workers before their first handoffs, on a worker that reads other workers' KV."""
+    worker, engine = parts.worker, parts.worker.engine
+    reads_kv = engine is not None and engine.memory is not None and engine.facts.takes_handoffs
+    if engine is None or not reads_kv or "decode" not in worker.identity.roles:
+        yield
+        return
+    opener = PoolOpener(parts.peers, parts.transports, engine.facts.layout)
+    async with opener.running(registry, _record(worker)):
+        yield
 
 
 @asynccontextmanager
 async def _serve(config: WorkerConfig, worker: Worker, services: list[Service]) -> AsyncIterator[None]:
+    multiplexed = {*_MULTIPLEXED, *(kind.service for kind in role_kinds().values() if kind.has_kv)}
     async with AsyncExitStack() as stack:
         tracing = configure_tracing(config.tracing, _service_name(config), worker.worker_id)
         server = await stack.enter_async_context(
@@ -220,10 +142,10 @@ async def _serve(config: WorkerConfig, worker: Worker, services: list[Service]) 
                 tls=config.tls.listen,
                 drain_seconds=0,
                 tracer=await stack.enter_async_context(tracing),
-                access=Access(_ACCESS_RULES) if config.tls.is_mutual else None,
+                access=Access(_access_rules()) if config.tls.is_mutual else None,
                 connections=config.connections,
                 kind=config.server,
-                around=[multiplex([service for service in services if service.name in _MULTIPLEXED])],
+                around=[multiplex([service for service in services if service.name in multiplexed])],
             )
         )
         worker.identity.address = config.advertise or _address(config.advertised_host, server.port)
@@ -245,13 +167,17 @@ async def _registered(worker: Worker, registration: WorkerRegistration) -> Async
 async def _leave(worker: Worker, registration: WorkerRegistration) -> None:
     """Takes no more work, and finishes what is left; peers may still pull and release."""
     await registration.withdraw()
-    for name in ("", *ROLE_SERVICES):
+    for name in ("", *(kind.service for kind in role_kinds().values())):
         worker.health.set(name, False)
     if not worker.engines.healthy:
         return
     async with aclosing(worker.drainer.drain()) as stages:
         async for progress in stages:
             log.info("draining", running=progress.running, handoffs_held=progress.handoffs_held)
+
+
+def _access_rules() -> Rules:
+    return {**{f"/{kind.service}/": _WORKER for kind in role_kinds().values()}, **_ACCESS_RULES}
 
 
 def _service_name(config: WorkerConfig) -> str:

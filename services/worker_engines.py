@@ -1,10 +1,11 @@
 """The engines of a worker, by its roles: a language model, a vision encoder, an embedder, or several in one process."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -13,16 +14,16 @@ from baton.errors import ConfigError
 from discovery.pairing import WHOLE_REQUESTS
 from discovery.record import ALLOCATES_FIRST, BAD_WORDS, EARLY_HANDOFF, LORA
 from discovery.registry import Registry
-from discovery.roles import WITH_KV
+from engine_protocol.roles import LANGUAGE_MODEL, role_kinds, with_kv
 from services.config import WorkerConfig
-from services.engines.base import Encoder, EncoderLoad, Engine, EngineLoad, ModelFacts
+from services.engines.base import Encoder, Engine, EngineLoad, EnginePart, ModelFacts
 from services.engines.context import EngineContext
-from services.engines.embedding import TextEmbedder
 from services.engines.kv_transfer import AllocatesFirst
 from services.engines.memory.allocation import AllocationRules
-from services.engines.registry import open_embedder, open_encoder, open_engine
+from services.engines.registry import open_engine, open_part
 from services.multimodal.embedding_pool import EmbeddingPool
 
+_ENCODER = "encoder"
 # Chat templates mark with these tags which text a model is trained on; they render to nothing.
 _TRAINING_TAGS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
@@ -37,12 +38,16 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEngines:
-    """`engine` serves prefill and decode, `encoding` encode, `embedder` embed. At least one of them is there."""
+    """`engine` serves the roles with KV, `encoding` encode, and parts other roles. At least one of them is there."""
 
     engine: Engine | None
     encoding: Encoding | None
     chat_template: str = ""  # replaces the model's own
-    embedder: TextEmbedder | None = None
+    parts: Mapping[str, EnginePart] = field(default_factory=dict)
+
+    def part(self, name: str) -> Any:
+        """The part of the engine that serves a role, such as `embedder`; None if no role of the worker needs it."""
+        return self.parts.get(name)
 
     @property
     def healthy(self) -> bool:
@@ -65,8 +70,9 @@ class WorkerEngines:
         facts = self._all_facts[0]
         if self.chat_template:
             facts = replace(facts, files=replace(facts.files, chat_template=self.chat_template))
-        if self.embedder is not None:
-            facts = replace(facts, embedding=self.embedder.facts.embedding)
+        for part in self.parts.values():
+            if part.facts.embedding is not None:
+                facts = replace(facts, embedding=part.facts.embedding)
         return facts if self.encoding is None else replace(facts, images=self.encoding.encoder.facts.images)
 
     @property
@@ -88,22 +94,24 @@ class WorkerEngines:
         return tuple(name for name, is_able in able.items() if is_able)
 
     def load(self) -> EngineLoad:
-        """The engine's load; images and calls to embed count as requests. Without it, blocks are of embeddings."""
+        """The engine's load; images and calls of parts count as requests. Without it, blocks are of embeddings."""
         load = EngineLoad()
         if self.engine is not None:
             load = self.engine.load()
         elif self.encoding is not None:
             pool = self.encoding.pool
             load = EngineLoad(blocks_total=pool.total, blocks_used=pool.used, blocks_held=pool.used)
-        images = self.encoding.encoder.load() if self.encoding else EncoderLoad(0, 0)
-        texts = self.embedder.load() if self.embedder else EncoderLoad(0, 0)
-        running, waiting = images.running + texts.running, images.waiting + texts.waiting
+        loads = [part.load() for part in self._all_parts]
+        running, waiting = sum(one.running for one in loads), sum(one.waiting for one in loads)
         return replace(load, running=load.running + running, waiting=load.waiting + waiting)
 
     @property
-    def _all(self) -> list[Engine | Encoder | TextEmbedder]:
-        engines = (self.engine, self.encoding.encoder if self.encoding else None, self.embedder)
-        return [one for one in engines if one is not None]
+    def _all_parts(self) -> list[EnginePart]:
+        return [*([self.encoding.encoder] if self.encoding else []), *self.parts.values()]
+
+    @property
+    def _all(self) -> list[Engine | EnginePart]:
+        return [*([self.engine] if self.engine is not None else []), *self._all_parts]
 
     @property
     def _all_facts(self) -> list[ModelFacts]:
@@ -118,20 +126,21 @@ async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterato
         context = EngineContext(
             config.roles, config.handoff.lease_seconds, allocation=_allocation(config), log_level=config.log.level
         )
+        needed = dict.fromkeys(role_kinds()[role].engine for role in config.roles)
         encoding = None
-        if "encode" in config.roles:
+        if _ENCODER in needed:
             encoding = await stack.enter_async_context(_open_encoding(config, context))
-        embedder = None
-        if "embed" in config.roles:
-            embedder = await stack.enter_async_context(open_embedder(config.engine, context))
-        if not WITH_KV & set(config.roles):
-            yield WorkerEngines(None, encoding, template, embedder)
+        parts: dict[str, EnginePart] = {}
+        for name in [name for name in needed if name not in (_ENCODER, LANGUAGE_MODEL)]:
+            parts[name] = await stack.enter_async_context(open_part(name, config.engine, context))
+        if LANGUAGE_MODEL not in needed:
+            yield WorkerEngines(None, encoding, template, parts)
             return
         if most := config.engine.max_node_ids(config.roles):
             number = await stack.enter_async_context(registry.allocate_id(f"{config.engine.kind}-node", most))
             context = replace(context, node=lambda: number.value)
         engine = await stack.enter_async_context(open_engine(config.engine, context))
-        yield WorkerEngines(engine, encoding, template, embedder)
+        yield WorkerEngines(engine, encoding, template, parts)
 
 
 def read_chat_template(path: Path | None) -> str:
@@ -157,12 +166,12 @@ def read_chat_template(path: Path | None) -> str:
 
 def _allocation(config: WorkerConfig) -> AllocationRules:
     """A worker that does not decode may hold KV in its whole pool."""
-    shares = set(config.roles) >= WITH_KV
+    shares = set(config.roles) >= with_kv()
     return AllocationRules(config.handoff.held_share if shares else 1.0, config.handoff.held_wait_seconds)
 
 
 @asynccontextmanager
 async def _open_encoding(config: WorkerConfig, context: EngineContext) -> AsyncIterator[Encoding]:
-    async with open_encoder(config.engine, context) as encoder:
+    async with open_part(_ENCODER, config.engine, context) as encoder:
         with EmbeddingPool(encoder.facts.layout, config.encode.pool_bytes) as pool:
             yield Encoding(encoder, pool)

@@ -35,7 +35,7 @@ _OF_HTTP: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call has ended, in the form that `baton.error_details.from_rpc_error` reads."""
+    """The end of a call, in the form that `baton.error_details.from_rpc_error` reads."""
 
     status_code: StatusCode
     message: str = ""
@@ -97,6 +97,10 @@ class Call:
         """Tells the peer that the answer is not wanted any more."""
         self._end(Status(StatusCode.CANCELLED, "the call was cancelled on this side"), CANCEL)
 
+    def forget(self) -> None:
+        """Lets go of its stream, which refers to it: the connection is closed."""
+        self._stream.take_messages(_ignore)
+
     # What the connection says.
 
     def note_fields(self, fields: Sequence[Field], *, is_last: bool) -> None:
@@ -131,7 +135,7 @@ class Call:
         self._end(self._trailers or missing, CANCEL)
 
     def fail(self, failure: MessageFailure) -> None:
-        """What has come is no message of gRPC's, or not of this method's."""
+        """Ends the call: the peer sent no message of gRPC's, or not one of this method's."""
         self._end(Status(failure.code, failure.details), CANCEL)
 
     def leave(self) -> None:
@@ -152,6 +156,10 @@ class Call:
         if not self.status.done():
             self.status.set_result(status)
         self._stream.reset(code)
+
+
+def _ignore(is_compressed: bool, message: bytes) -> None:
+    """Takes a message that nobody reads any more."""
 
 
 def _status_of(values: dict[bytes, bytes], fields: Sequence[Field]) -> Status:

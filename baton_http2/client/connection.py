@@ -83,6 +83,11 @@ class ClientConnection(asyncio.Protocol):
         for stream in self.streams.values():
             stream.abandon()
         self.call.stop(f"the connection was lost: {error}" if error else "the connection was lost")
+        # They refer to this connection: only a garbage collection would free what refers to one another.
+        self.receiver.close()
+        self.streams.clear()
+        self.calls.clear()
+        del self.heads, self.liveness, self.receiver
         if not self.closed.done():
             self.closed.set_result(None)
 

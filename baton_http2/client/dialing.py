@@ -1,4 +1,4 @@
-"""How a call on a connection of its own is opened, and closed."""
+"""Opening and closing of a call on a connection of its own."""
 
 import asyncio
 import ssl
@@ -56,13 +56,16 @@ async def open_call(
     Raises ConnectFailed if the peer cannot be reached. Leaving the context cancels the call, and closes the connection.
     """
     connection = await _connect(peer, path, take, limits)
+    call = connection.call
     try:
-        yield connection.call
+        yield call
     finally:
-        connection.call.cancel()
+        call.cancel()
         connection.close()
         # What was written gets out; a peer that does not read it is cut off.
         await wait_until_done(connection.closed)
+        call.forget()
+        del connection.call
 
 
 async def _connect(peer: Peer, path: str, take: TakeMessage, limits: ServerLimits) -> ClientConnection:

@@ -104,7 +104,7 @@ class Call:
         """The peer has sent its last; who reads is told by the stream."""
 
     def fail(self, failure: MessageFailure) -> None:
-        """What has come is no message of gRPC's."""
+        """Ends the call: the peer sent no message of gRPC's."""
         self.finish(failure.code, failure.details)
         self._cancel()
 
@@ -348,7 +348,7 @@ class Context(CallContext):
         self._call.on_end(lambda: callback(self))
 
     def done(self) -> bool:
-        """Whether the call is over."""
+        """True if the call is over."""
         return self._call.is_over
 
     def peer(self) -> str:
@@ -356,7 +356,7 @@ class Context(CallContext):
         return self._call.peer.address
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
-        """Who the caller has proven to be."""
+        """The identities that the caller has proven, by property."""
         return self._call.peer.auth_context
 
     def _start(self, metadata: Pairs) -> None:

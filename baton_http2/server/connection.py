@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
             self._server_calls.changed.set()
 
     def has_ended_early(self, stream_id: int) -> bool:
-        """Whether we have ended that stream, and its peer may not have known when it sent what comes now."""
+        """True if we have ended that stream, and its peer may not have known when it sent what comes now."""
         return self._ended_early.get(stream_id, -1) >= 0
 
     def forget_early(self, stream_id: int) -> bool:
@@ -201,7 +201,7 @@ class Connection(asyncio.Protocol):
             del self._ended_early[next(iter(self._ended_early))]
 
     def takes_late_data(self, stream_id: int, size: int, *, is_last: bool) -> bool:
-        """Whether such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
+        """True if such DATA may have been sent by a peer that did not know yet that we have ended the stream."""
         window = self._ended_early.get(stream_id, -1)
         if size > window:
             return False
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         """The client opens no more streams and closes the connection itself; it has nothing that we could act on."""
 
     def account_input(self, change: int) -> None:
-        """What waits to be read has grown, or shrunk. Raises MessageFailure if it is too much."""
+        """Adds to the bytes that wait to be read, or subtracts. Raises MessageFailure if they are too many."""
         self.unread_input += change
         fits = self.peer.input.add(change)
         if change > 0 and self.unread_input > self.limits.http2.max_unread_input_bytes:

@@ -56,7 +56,7 @@ class Received(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What it takes here."""
+        """The bytes that it takes here."""
         return len(self.payload) + _MESSAGE_OVERHEAD
 
 
@@ -86,22 +86,22 @@ class Inbox:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a message has begun and not ended."""
+        """True if a message has begun and not ended."""
         return bool(self._partial)
 
     @property
     def partial_size(self) -> int:
-        """What has come of a message that has begun, with its prefix."""
+        """The received bytes of a message that has begun, with its prefix."""
         return len(self._partial)
 
     @property
     def partial_length(self) -> int:
-        """What it will be as a whole; 0 if that is not known yet."""
+        """The length of the whole message; 0 if it is not known yet."""
         return _PREFIX_BYTES + PREFIX.unpack_from(self._partial)[1] if len(self._partial) >= _PREFIX_BYTES else 0
 
     @property
     def wants_more(self) -> bool:
-        """Whether no whole message waits to be read: what is here of the next one must not keep its rest away."""
+        """True if no whole message waits to be read: what is here of the next one must not keep its rest away."""
         return not self._messages
 
     def feed(self, chunk: bytes) -> int:
@@ -248,7 +248,7 @@ class _Inflating:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its end has come."""
+        """True if its end has come."""
         return self._engine.eof
 
     def next(self, most: int = _STEP_BYTES) -> bytes:

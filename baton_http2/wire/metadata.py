@@ -48,7 +48,7 @@ def encode(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
 
 
 def decode(fields: Iterable[Field]) -> Metadata:
-    """What an application sent, without the fields that are gRPC's own. Raises MalformedMetadata."""
+    """An application's metadata, without the fields that are gRPC's own. Raises MalformedMetadata."""
     metadata: list[tuple[str, str | bytes]] = []
     for name, value in fields:
         key = _key(name)
@@ -68,7 +68,7 @@ def percent_encoded(details: str) -> bytes:
 
 
 def percent_decoded(value: bytes) -> str:
-    """What `percent_encoded` was given."""
+    """The inverse of `percent_encoded`."""
     return unquote_to_bytes(value).decode("utf-8", "replace")
 
 

@@ -23,7 +23,7 @@ _CONTENT_TYPE: Final = re.compile(rb"application/grpc(?:$|\+|;)")
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What a call's headers say.
+    """The headers of a call, decoded.
 
     `http_status` is the answer to what is not gRPC, 0 for what is. `fault` says what is wrong with a call that is
     gRPC and cannot be served; it is empty otherwise. `content_length` is -1 where it was not sent.

@@ -169,12 +169,15 @@ async def _left(clients: Clients) -> str:
 
 
 def _kserve(model: str = MODEL) -> Act:
+    request = text_request("hello", model=model)
+    request.parameters["max_tokens"].int64_param = _TOKENS
+
     async def act(clients: Clients) -> str:
         call = clients.channel.unary_unary(
             f"/{KSERVE}/ModelInfer",
             request_serializer=inference_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=inference_pb2.ModelInferResponse.FromString,
-        )(text_request("hello", model=model), timeout=30)
+        )(request, timeout=30)
         await call
         return (await call.code()).name
 

@@ -30,8 +30,7 @@ async def serve(asked: dict[str, Any]) -> None:
             "metrics_listen": "127.0.0.1:0",
             "drain_seconds": 0,
             "server": asked["server"],
-            # Every prompt is prefilled on one worker and decoded on another, whatever that would gain.
-            "routing": {"policy": "least_loaded"},
+            "routing": {"policy": asked["policy"]},
             # With everything on: a limit that admission counts against, and a tenth of the requests traced.
             "admission": {"max_running_per_worker": 4096},
             "tracing": {"endpoint": asked["spans"], "sample_ratio": 0.1},

@@ -1,7 +1,8 @@
 """What a token and a request cost the router, beside routers of other projects, in one run: `make bench-router`.
 
-    python -m benchmarks.peers.compare [--rounds 3] [--streams 64 256 1024] [--peers vllm-router sglang-router dynamo]
-        [--python PYTHON] [--no-compiled] [--grpcio] [--beside NAME=PYTHON] [--output FOLDER]
+    python -m benchmarks.peers.compare [--rounds 3] [--streams 64 256 1024]
+        [--peers vllm-router sglang-router smg dynamo] [--python PYTHON] [--no-compiled] [--grpcio]
+        [--beside NAME=PYTHON] [--output FOLDER]
 
 Each round gives every router the same load, one router after the other: requests of one token; streams of 128 tokens,
 30 a second and as fast as they go; 1,024 streams at half the pace, which start within a second, or one after another
@@ -198,7 +199,7 @@ def main() -> None:
     run = Run(
         comparison.measured, comparison.left_out, str(cores), command, load_before, options.rounds, options.way_rounds
     )
-    printed = report(run, options.folder)
+    printed = report(run)
     print(printed)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)

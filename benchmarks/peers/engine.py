@@ -3,8 +3,9 @@
     python -m benchmarks.peers.engine prefill|decode PORT STEPS
 
 Every request streams `max_tokens` chunks, the first of them at once. All streams of a step get theirs at the same
-instant, as from a real engine: 30 or 15 steps a second, by the model that the body names, or one step after the other
-for the model `flat`. Prefill ends after its first token. The times of the steps are appended to the file STEPS.
+instant, as from a real engine: 30 or 15 steps a second, or one step after the other for `flat`, by the model that the
+body names as `user`: smg routes by `model`, and takes an engine to have one. Prefill ends after its first token. The
+times of the steps are appended to the file STEPS.
 """
 
 import asyncio
@@ -131,7 +132,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(_HEAD + _LAST + _DONE)
         else:
             self._transport.write(_HEAD + _TOKEN)
-            self._models[asked["model"]].add(self._transport, tokens - 1)
+            self._models[asked["user"]].add(self._transport, tokens - 1)
 
     def _tell(self, content: object, is_missing: bool = False) -> None:
         body = json.dumps(content).encode()

@@ -41,6 +41,11 @@ class Environment:
         """Its interpreter."""
         return folder / self.name / "bin" / "python"
 
+    def version(self, package: str) -> str:
+        """The pinned version of one of its packages."""
+        pins = dict(each.split("==") for each in (*self.alone, *self.packages) if "==" in each)
+        return pins[package]
+
     def is_complete(self, folder: Path) -> bool:
         """Whether everything was installed."""
         return (folder / self.name / "complete").exists()
@@ -58,6 +63,7 @@ class Environment:
 
 
 HTTP = Environment("http", packages=("vllm-router==0.1.17", "sglang-router==0.3.2"))
+SMG = Environment("smg", packages=("smg==1.13.0",))
 DYNAMO = Environment(
     "dynamo",
     alone=("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
@@ -172,6 +178,7 @@ def install_compiled(folder: Path) -> None:
 def install_others(folder: Path, dynamo_python: str | None) -> None:
     """Installs the other projects' routers that can be, and says what cannot."""
     HTTP.install(folder, sys.executable)
+    SMG.install(folder, sys.executable)
     if DYNAMO.is_complete(folder):
         return
     if not dynamo_python:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-_COLOURS = ("#1f6f8b", "#e08e45", "#7a9e7e", "#9b5094", "#8d6b4b")
+_COLOURS = ("#1f6f8b", "#e08e45", "#7a9e7e", "#9b5094", "#8d6b4b", "#4b5f8d")
 _WIDTH, _LABEL, _BAR, _GAP = 860, 210, 15, 22
 
 

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks.peers.clients.load import HALF, PACED
-from benchmarks.peers.environments import DYNAMO, HTTP
 from benchmarks.peers.measure import LaterTokens, LoadPlan, Measured, Sample, Spread
 from benchmarks.peers.plot import bars
 
@@ -20,7 +19,8 @@ figures medians of the rounds.
 
 - Baton tokenizes (one token a byte), prefills and decodes on different workers, detokenizes, checks admission,
   keeps metrics and traces a tenth of the requests. Its workers are `server: http2`.
-- vllm-router and sglang-router relay the bytes of an HTTP engine whose answers are ready-made, and do not tokenize.
+- vllm-router, sglang-router and smg relay the bytes of an HTTP engine whose answers are ready-made. The first two do
+  not tokenize; smg has no tokenizer here, and its way to engines by gRPC is not measured.
 - Dynamo tokenizes, prefills, decodes and detokenizes, before its own mocker. That has the pace of the other
   engines, but its own way to it: the CPU can be compared, the TTFT cannot, since the mocker's first token takes
   steps of its own.
@@ -65,23 +65,23 @@ class Run:
         return list(dict.fromkeys(plan for each in self.measured for plan in each.samples))
 
 
-def report(run: Run, folder: Path) -> str:
+def report(run: Run) -> str:
     """The whole page, but its title."""
     tables = ["## CPU", costs(run), "## Latency, ms", latencies(run), "## Bars", held(run)]
-    return "\n\n".join([head(run, folder), _COMPARABLE, *tables])
+    return "\n\n".join([head(run), _COMPARABLE, *tables])
 
 
-def head(run: Run, folder: Path) -> str:
+def head(run: Run) -> str:
     """The machine, the versions, and what ran."""
     now = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{os.cpu_count()} x {_processor()}, {memory:.0f} GiB, {platform.freedesktop_os_release()['PRETTY_NAME']}"
-    peers = ", ".join((*HTTP.packages, *(DYNAMO.alone[:1] if DYNAMO.is_complete(folder) else ()))).replace("==", " ")
+    peers = ", ".join(each.router.label for each in run.routers if each.router.version)
     lines = [
         f"Measured {now} on {machine}, Linux {platform.release()};",
         f"{run.cores}. Load average {run.load_before:.1f} before, {os.getloadavg()[0]:.1f} after with the run's own.",
         f"{run.rounds} rounds, each with all routers in turn at every load; {run.way_rounds} of them with Envoy and",
-        f"with a connection a stream. From PyPI: {peers}.",
+        f"with a connection a stream. From PyPI: {peers or 'none'}.",
         f"\n    {run.command}\n",
         *(f"- {each.router.name}: {each.router.runs}." for each in run.routers if each.router.runs),
         *(f"- Left out: {each}." for each in run.left_out),
@@ -98,7 +98,7 @@ def costs(run: Run) -> str:
         found = ratio(each, run.routers[0], plan)
         rows.append(
             (
-                *(str(plan), each.router.name, f"{statistics.median(spent):.1f}"),
+                *(str(plan), each.router.label, f"{statistics.median(spent):.1f}"),
                 f"{min(spent):.1f} - {max(spent):.1f}",
                 "" if found is None else f"{found:.2f}",
                 *(f"{_median(samples, take):.2f}" for take in (_router_cores, _other_cores)),
@@ -120,7 +120,7 @@ def latencies(run: Run) -> str:
         steps, direct = ([spread for spread in found if spread] for found in _transposed(later))
         rows.append(
             (
-                *(str(plan).removeprefix("a token, "), each.router.name),
+                *(str(plan).removeprefix("a token, "), each.router.label),
                 str(_middle([sample.first_token for sample in samples])),
                 str(_middle([each.interval for each in later])),
                 f"{statistics.median(each.jitter for each in later):.2f}",
@@ -143,10 +143,10 @@ def held(run: Run) -> str:
 
 def plot(run: Run) -> str:
     """The medians of the CPU, as SVG."""
-    names = [each.router.name for each in run.routers]
+    names = [each.router.label for each in run.routers]
     groups: dict[str, dict[str, float]] = {}
     for plan, each, samples in _rows(run, run.routers):
-        groups.setdefault(str(plan), {})[each.router.name] = _median(samples, lambda sample: sample.microseconds)
+        groups.setdefault(str(plan), {})[each.router.label] = _median(samples, lambda sample: sample.microseconds)
     return bars("Microseconds of the router's CPU; shorter is better", groups, names)
 
 

@@ -8,18 +8,18 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.peers import baton_router
 from benchmarks.peers.clients.grpc_client import GrpcClient, WorkersClient
 from benchmarks.peers.clients.http_client import HttpClient
-from benchmarks.peers.clients.load import STEP_SECONDS, LoadClient
+from benchmarks.peers.clients.load import PACED, STEP_SECONDS, LoadClient
 from benchmarks.peers.cores import Cores, on_cores, running, stop
 from benchmarks.peers.dynamo import dynamo
 from benchmarks.peers.edge import envoy
-from benchmarks.peers.environments import DYNAMO, HTTP
+from benchmarks.peers.environments import DYNAMO, HTTP, SMG, Environment
 from cli.local.ports import free_port
 from discovery.record import WorkerRecord
 from rpc.server import ServerKind
@@ -62,6 +62,14 @@ class Router:
     # Of a client that asks those engines itself.
     direct: LoadClient | None = None
     runs: str = ""
+    address: str = ""
+    served: str = ""  # the only model that it takes the engine to have
+    version: str = ""  # of the package
+
+    @property
+    def label(self) -> str:
+        """Its name in tables, with the version."""
+        return f"{self.name} {self.version}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class Baton:
     server: ServerKind
     python: str = sys.executable
     is_installed: bool = False
+    # Every prompt is prefilled on one worker and decoded on another, whatever that would gain.
+    policy: str = "least_loaded"
 
 
 @asynccontextmanager
@@ -81,6 +91,7 @@ async def baton(bench: Bench, candidate: Baton, ways: Sequence[str]) -> AsyncIte
         "checkout": str(_CHECKOUT),
         "checkout_first": not candidate.is_installed,
         "server": candidate.server,
+        "policy": candidate.policy,
         "spans": bench.spans,
         "records": [record.to_json().decode() for record in bench.records],
     }
@@ -106,7 +117,7 @@ async def baton(bench: Bench, candidate: Baton, ways: Sequence[str]) -> AsyncIte
         direct = WorkersClient(bench.workers)
         for client in (*clients.values(), direct):
             stack.callback(client.close)
-        yield Router(candidate.name, process.pid, clients, bench.baton_steps, direct, told["runs"])
+        yield Router(candidate.name, process.pid, clients, bench.baton_steps, direct, told["runs"], told["address"])
 
 
 @asynccontextmanager
@@ -121,24 +132,61 @@ async def engines(ports: Sequence[int], steps: Path, log: Path, cores: Cores) ->
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """A router that passes on the bytes of engines over HTTP: where it is installed, and its command line.
+
+    `served` is the only model that it takes the engine to have, if it routes by models.
+    """
+
+    name: str
+    environment: Environment
+    module: str
+    options: tuple[str, ...]
+    prefill_port: tuple[str, ...] = ()  # that a prefill engine would tell its partner
+    served: str = ""
+
+    def command(self, bench: Bench, port: int) -> list[str]:
+        """With prefill and decode apart."""
+        prefill, decode = (f"http://127.0.0.1:{engine}" for engine in bench.engines)
+        listening = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        workers = ["--prefill", prefill, *self.prefill_port, "--decode", decode]
+        return [str(self.environment.python(bench.folder)), "-m", self.module, *self.options, *workers, *listening]
+
+    @property
+    def router(self) -> Router:
+        """What it is before it has started."""
+        version = self.environment.version(self.name)
+        return Router(self.name, None, {}, None, served=self.served, version=version)
+
+
+_RELAYS: Final = (
+    Relay("vllm-router", HTTP, "vllm_router.launch_router", ("--vllm-pd-disaggregation",)),
+    Relay("sglang-router", HTTP, "sglang_router.launch_router", ("--pd-disaggregation",), ("9001",)),
+    Relay(
+        "smg",
+        SMG,
+        "smg.launch_router",
+        ("--pd-disaggregation", "--prometheus-host", "127.0.0.1"),
+        ("none",),
+        served=PACED,
+    ),
+)
+
+
 @asynccontextmanager
-async def relay(bench: Bench, name: str, ways: Sequence[str]) -> AsyncIterator[Router]:
-    """vllm-router or sglang-router, with prefill and decode apart. Raises OSError if it does not start."""
-    if not HTTP.is_complete(bench.folder):
+async def relay(bench: Bench, which: Relay, ways: Sequence[str]) -> AsyncIterator[Router]:
+    """A relay that serves. Raises OSError if it does not start."""
+    if not which.environment.is_complete(bench.folder):
         raise OSError("it is not installed; see benchmarks/peers/environments.py")
     port = free_port()
-    prefill, decode = (f"http://127.0.0.1:{engine}" for engine in bench.engines)
-    disaggregated = {
-        "vllm-router": ["vllm_router.launch_router", "--vllm-pd-disaggregation", "--prefill", prefill],
-        "sglang-router": ["sglang_router.launch_router", "--pd-disaggregation", "--prefill", prefill, "9001"],
-    }[name]
-    command = [str(HTTP.python(bench.folder)), "-m", *disaggregated, "--decode", decode]
-    listening = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    async with running([*command, *listening], bench.log, bench.cores.router) as process:
-        await _models(port, process=process)
+    async with running(which.command(bench, port), bench.log, bench.cores.router) as process:
+        await _models(port, (which.served,) if which.served else (), process=process)
         direct = HttpClient(bench.engines[1])
+        address = f"127.0.0.1:{port}"
+        router = replace(which.router, pid=process.pid, steps=bench.http_steps, direct=direct, address=address)
         try:
-            async with _http(bench, Router(name, process.pid, {}, bench.http_steps, direct), port, ways) as router:
+            async with _http(bench, router, port, ways, which.served) as router:
                 yield router
         finally:
             direct.close()
@@ -152,20 +200,24 @@ async def dynamo_frontend(bench: Bench, ways: Sequence[str]) -> AsyncIterator[Ro
     port = free_port()
     async with dynamo(bench.folder, port, bench.cores, bench.log) as pid:
         await _models(port, tuple(STEP_SECONDS))
-        async with _http(bench, Router("Dynamo", pid, {}, None), port, ways) as router:
+        async with _http(
+            bench, Router("Dynamo", pid, {}, None, version=DYNAMO.version("ai-dynamo")), port, ways
+        ) as router:
             yield router
 
 
 @asynccontextmanager
-async def _http(bench: Bench, router: Router, port: int, ways: Sequence[str]) -> AsyncIterator[Router]:
+async def _http(
+    bench: Bench, router: Router, port: int, ways: Sequence[str], served: str = ""
+) -> AsyncIterator[Router]:
     """A router of HTTP/1.1, where every stream needs a connection for itself."""
     async with AsyncExitStack() as stack:
-        router.clients[EACH] = client = HttpClient(port)
+        router.clients[EACH] = client = HttpClient(port, served)
         stack.callback(client.close)
         if ENVOY in ways:
             starting = envoy(f"127.0.0.1:{port}", bench.folder, bench.cores, bench.log, is_grpc=False)
             address = await stack.enter_async_context(starting)
-            router.clients[ENVOY] = edge = HttpClient(int(address.rpartition(":")[2]))
+            router.clients[ENVOY] = edge = HttpClient(int(address.rpartition(":")[2]), served)
             stack.callback(edge.close)
         yield router
 
@@ -182,8 +234,7 @@ def direct_to_engine(bench: Bench) -> Router:
 
 # How the routers of other projects are started.
 PEERS: Final[dict[str, Callable[[Bench, Sequence[str]], Any]]] = {
-    "vllm-router": lambda bench, ways: relay(bench, "vllm-router", ways),
-    "sglang-router": lambda bench, ways: relay(bench, "sglang-router", ways),
+    **{each.name: lambda bench, ways, each=each: relay(bench, each, ways) for each in _RELAYS},
     "dynamo": dynamo_frontend,
 }
 

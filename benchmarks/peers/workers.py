@@ -18,7 +18,7 @@ from services.engines.simulated.scheduler import SimulatedScheduler
 from services.server import host_worker
 
 
-def run_workers(pipe: Connection, steps: Path) -> None:
+def run_workers(pipe: Connection, steps: Path, context_tokens: int) -> None:
     """Serves each role of each model until the pipe ends."""
     _note_steps(StepLog(steps))
 
@@ -29,7 +29,7 @@ def run_workers(pipe: Connection, steps: Path) -> None:
                 for role in ("prefill", "decode"):
                     config = worker_config(model, role, step_seconds if role == "decode" else 0.0)
                     # Room for the stream beside 1,024 others.
-                    engine = config.engine.model_copy(update={"max_batch": 2048})
+                    engine = config.engine.model_copy(update={"max_batch": 2048, "max_context_tokens": context_tokens})
                     config = config.model_copy(update={"server": "http2", "engine": engine})
                     await stack.enter_async_context(host_worker(config, registry))
             pipe.send(registry.workers())
@@ -50,9 +50,9 @@ def run_viewer(pipe: Connection) -> None:
 
 
 @asynccontextmanager
-async def workers(steps: Path) -> AsyncIterator[tuple[Sequence[WorkerRecord], int, str]]:
+async def workers(steps: Path, context_tokens: int = 1024) -> AsyncIterator[tuple[Sequence[WorkerRecord], int, str]]:
     """The workers' records, the id of their process, and the address of a receiver of spans."""
-    async with child(run_workers, steps) as (pipe, pid), child(run_viewer) as (viewer, _):
+    async with child(run_workers, steps, context_tokens) as (pipe, pid), child(run_viewer) as (viewer, _):
         yield await received(pipe), pid, await received(viewer)
 
 

@@ -33,7 +33,7 @@ from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, media_p
 from benchmarks.processes import child, received, run_process, run_router, until_told
 from benchmarks.router_overhead import ROUTER
 from discovery.memory import MemoryRegistry
-from discovery.roles import Role
+from engine_protocol.roles import Role
 from services.config import EncodeConfig, WorkerConfig
 from services.engines.context import EngineConfig
 from services.engines.pytorch.config import PyTorchConfig

@@ -1,67 +1,143 @@
 """Options of `baton bench`."""
 
 import argparse
+from typing import TypeAlias
 
 from cli.arguments.connecting import address
-from cli.arguments.values import UINT32, UINT64, count, integer, not_negative, positive, span
+from cli.arguments.values import UINT32, UINT64, count, integer, not_negative, positive, share, span
 
 # The values of `baton bench replay --generate`.
 TRACES = ("mixed", "conversations", "agents", "system-prompts", "zipf")
+_URLS = "http(s)://HOST:PORT of OpenAI's API, or grpc://HOST:PORT of Baton's"
 
 
-def bench(parser: argparse.ArgumentParser) -> None:
+_Parser: TypeAlias = argparse.ArgumentParser
+
+
+def bench(parser: _Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     sweep = actions.add_parser("sweep", help="measure at several request rates or concurrencies")
-    sweep.add_argument(
-        "--rate", type=positive, nargs="+", default=[], metavar="N", help="requests a second, sent at random times"
+    compare = actions.add_parser("compare", help="measure several servers in turns, and their ratios")
+    replay = actions.add_parser("replay", help="replay a trace of requests that share prefixes")
+    profile = actions.add_parser("profile", help="measure an idle cluster's speed, for simulated engines and routers")
+    for action in (sweep, compare):
+        _steps(action)
+        _images(action)
+    _replay(replay)
+    _profile(profile)
+    _one_or_several(compare)
+    for action in (sweep, replay, profile):
+        action.add_argument("--url", default="", metavar="URL", help=f"{_URLS}; instead of --address")
+    for action in (sweep, compare, replay, profile):
+        _common(action)
+    for action in (sweep, compare, replay):
+        _targets_and_files(action)
+
+
+def _steps(parser: _Parser) -> None:
+    """The load of a sweep. The second name of an option is the one that such programs have in this field."""
+    parser.add_argument(
+        "--rate",
+        "--request-rate",
+        type=positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="requests a second, sent at random times",
     )
-    sweep.add_argument(
+    parser.add_argument(
         "--concurrency", type=count(10_000), nargs="+", default=[], metavar="N", help="requests that run at once"
     )
-    sweep.add_argument(
-        "--input", type=span, default=(512, 512), metavar="N[:N]", help="tokens of a prompt (default: 512)"
+    parser.add_argument(
+        "--input", "--isl", type=span, default=(512, 512), metavar="N[:N]", help="tokens of a prompt (default: 512)"
     )
-    sweep.add_argument(
-        "--output", type=span, default=(128, 128), metavar="N[:N]", help="tokens of an answer (default: 128)"
+    parser.add_argument(
+        "--output", "--osl", type=span, default=(128, 128), metavar="N[:N]", help="tokens of an answer (default: 128)"
     )
-    sweep.add_argument("--lengths", metavar="FILE", help="instead, a prompt's and an answer's tokens on each line")
-    sweep.add_argument("--requests", type=count(UINT32), default=200, metavar="N", help="of each step (default: 200)")
-    replay = actions.add_parser("replay", help="replay a trace of requests that share prefixes")
-    replay.add_argument("trace", nargs="?", metavar="TRACE", help="a file in Mooncake's format, perhaps .gz")
-    replay.add_argument("--generate", choices=TRACES, help="a generated trace instead")
-    replay.add_argument("--requests", type=count(UINT32), default=1000, metavar="N", help="at most (default: 1000)")
-    replay.add_argument(
+    parser.add_argument("--lengths", metavar="FILE", help="instead, a prompt's and an answer's tokens on each line")
+    parser.add_argument(
+        "--requests",
+        "--request-count",
+        type=count(UINT32),
+        default=200,
+        metavar="N",
+        help="of each step (default: 200)",
+    )
+    parser.add_argument(
+        "--warmup", type=integer(10_000), default=0, metavar="N", help="requests before the first step (default: 0)"
+    )
+
+
+def _images(parser: _Parser) -> None:
+    parser.add_argument(
+        "--images", type=integer(64), default=0, metavar="N", help="of each request, which becomes a chat (default: 0)"
+    )
+    parser.add_argument(
+        "--image-size",
+        type=span,
+        default=(256, 256),
+        metavar="N[:N]",
+        help="the width and height in pixels (default: 256)",
+    )
+    parser.add_argument(
+        "--image-repeat", type=share, default=0.0, metavar="SHARE", help="of images sent before (default: 0)"
+    )
+
+
+def _one_or_several(parser: _Parser) -> None:
+    parser.add_argument("--url", action="append", default=[], metavar="URL", help=f"{_URLS}; give two or more")
+    parser.add_argument(
+        "--rounds", type=count(1000), default=3, metavar="N", help="each begins with another server (default: 3)"
+    )
+
+
+def _replay(parser: _Parser) -> None:
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a file in Mooncake's format, perhaps .gz")
+    parser.add_argument("--generate", choices=TRACES, help="a generated trace instead")
+    parser.add_argument("--requests", type=count(UINT32), default=1000, metavar="N", help="at most (default: 1000)")
+    parser.add_argument(
         "--seconds", type=positive, default=300.0, metavar="N", help="of a generated trace (default: 300)"
     )
-    replay.add_argument("--speedup", type=positive, default=1.0, metavar="X", help="times as fast (default: 1)")
-    replay.add_argument(
+    parser.add_argument("--speedup", type=positive, default=1.0, metavar="X", help="times as fast (default: 1)")
+    parser.add_argument(
         "--block-tokens", type=count(512), default=512, metavar="N", help="for each 512 of the trace (default: 512)"
     )
-    replay.add_argument(
+    parser.add_argument(
         "--max-output", type=count(UINT32), default=1024, metavar="N", help="tokens of an answer (default: 1024)"
     )
-    profile = actions.add_parser("profile", help="measure an idle cluster's speed, for simulated engines and routers")
-    _profile(profile)
-    for action in (sweep, replay, profile):
-        action.add_argument("--model", default="", help="required only if several models are served")
-        action.add_argument("--seed", type=integer(UINT64), default=1, metavar="N", help="default: 1")
-        action.add_argument(
-            "--timeout", type=positive, default=300.0, metavar="SECONDS", help="of each request (default: 300)"
-        )
-        action.add_argument("--markdown", metavar="FILE", help="write the report here too")
-        address(action)
-    for action in (sweep, replay):
-        action.add_argument(
-            "--ttft-target", type=not_negative, default=0.0, metavar="MS", help="for goodput: the first token"
-        )
-        action.add_argument(
-            "--itl-target", type=not_negative, default=0.0, metavar="MS", help="for goodput: each other token"
-        )
-        action.add_argument("--json", metavar="FILE", help="write all numbers here")
-        action.add_argument("--plot", metavar="FILE", help="draw them; needs matplotlib: baton[bench]")
 
 
-def _profile(parser: argparse.ArgumentParser) -> None:
+def _common(parser: _Parser) -> None:
+    parser.add_argument("--model", default="", help="required only if several models are served")
+    parser.add_argument("--seed", type=integer(UINT64), default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--timeout", type=positive, default=300.0, metavar="SECONDS", help="of each request (default: 300)"
+    )
+    parser.add_argument(
+        "--wait", type=not_negative, default=0.0, metavar="SECONDS", help="for the server to be ready (default: 0)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("agg", "disagg"),
+        default="",
+        help="run every request so, by gRPC; by HTTP only the report's title has it",
+    )
+    parser.add_argument("--markdown", metavar="FILE", help="write the report here too")
+    address(parser)
+
+
+def _targets_and_files(parser: _Parser) -> None:
+    parser.add_argument(
+        "--ttft-target", type=not_negative, default=0.0, metavar="MS", help="for goodput: the first token"
+    )
+    parser.add_argument(
+        "--itl-target", type=not_negative, default=0.0, metavar="MS", help="for goodput: each other token"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all numbers here")
+    parser.add_argument("--plot", metavar="FILE", help="draw them; needs matplotlib: baton-serving[bench]")
+
+
+def _profile(parser: _Parser) -> None:
     parser.add_argument("file", metavar="FILE", help="where the profile is written, as JSON")
     for name, default, what in (
         ("--prompts", [128, 512, 2048, 8192], "tokens of the prompts"),

@@ -4,9 +4,15 @@ import argparse
 
 from cli.arguments.connecting import address, credentials
 from cli.arguments.values import UINT32, integer, positive
+from engine_protocol.roles import roles
 
 # The values of `baton up --mode`: aggregated, disaggregated, and encode, prefill and decode on separate workers.
 MODES = ("agg", "disagg", "epd")
+
+
+def other_roles() -> tuple[str, ...]:
+    """The roles that no mode starts workers of."""
+    return tuple(role for role in roles() if role not in ("encode", "prefill", "decode"))
 
 
 def up(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +29,9 @@ def up(parser: argparse.ArgumentParser) -> None:
         "--decode", type=integer(64), default=1, metavar="N", help="number of decode workers (default: 1)"
     )
     parser.add_argument("--encode", type=integer(64), metavar="N", help="number of encode workers (default: by --mode)")
-    parser.add_argument(
-        "--embed", type=integer(64), default=0, metavar="N", help="number of embed workers (default: 0)"
-    )
+    for role in other_roles():
+        text = f"number of {role} workers (default: 0)"
+        parser.add_argument(f"--{role}", type=integer(64), default=0, metavar="N", help=text)
     parser.add_argument("--routers", type=integer(16), default=1, metavar="N", help="number of routers (default: 1)")
     parser.add_argument(
         "--router-processes", type=integer(64), default=1, metavar="N", help="processes of each router (default: 1)"

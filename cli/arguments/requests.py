@@ -2,8 +2,9 @@
 
 import argparse
 
+from baton.sampling_options import OPTIONS
 from cli.arguments.connecting import address
-from cli.arguments.values import UINT32, UINT64, count, integer, number, positive
+from cli.arguments.values import UINT32, count, integer, number, positive
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
@@ -115,14 +116,9 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="after the first token, receive at least N at once, or what has come in 200 ms",
     )
-    parser.add_argument("--temperature", type=number, metavar="T", help="sampling temperature; 0 is greedy")
-    parser.add_argument(
-        "--top-p",
-        type=number,
-        metavar="P",
-        help="nucleus sampling: sample from the most likely tokens of this total probability",
-    )
-    parser.add_argument("--seed", type=integer(UINT64), metavar="N", help="seed of the sampler")
+    for option in OPTIONS.values():
+        reads = integer(int(option.row.high)) if option.kind is int else number
+        parser.add_argument(option.flag, type=reads, metavar="N", help=option.row.help)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
     )

@@ -73,3 +73,10 @@ def not_negative(text: str) -> float:
     if (value := number(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is negative")
     return value
+
+
+def share(text: str) -> float:
+    """A part of a whole, from 0 to 1."""
+    if not 0 <= (value := number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return value

@@ -2,11 +2,12 @@
 
 generate.py, explain.py, chat.py     send a prompt, ask where it would run, hold a conversation
 embed.py                             prints the vectors of texts
-bench.py                             puts load on a cluster and reports what came of it
 lora.py                              lists, loads and unloads adapters
 info.py, models.py, workers.py       ask a router what it offers
+tenants.py                           asks a router what each tenant uses
 health.py                            asks any process for its health
 doctor.py                            diagnoses an installation, a cluster or a deployment
+benchmarks/                          put load on servers and report what came of it
 tracing/                             show traces, and check one
 local/                               start, stop and watch the local cluster: up, down, status, logs
 """

@@ -6,7 +6,7 @@ from baton.enum_names import value_name
 from baton.inference.v1 import media_pb2, model_pb2
 from cli.connection import connect
 from cli.terminal import output, table
-from discovery.roles import ROLES
+from engine_protocol.roles import roles
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -16,7 +16,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if not models:
         print("no model is served: no worker is ready (`baton workers` lists those that are registered)")
         return 0
-    columns = ["model", "context", "vocabulary", "capabilities", *ROLES]
+    columns = ["model", "context", "vocabulary", "capabilities", *roles()]
     numbers = columns[1:3] + columns[4:]
     output().print(table(columns, [_row(each) for each in models], numbers=numbers))
     return 0
@@ -29,7 +29,7 @@ def _row(model: model_pb2.Model) -> list[str]:
         str(limits.max_context_tokens),
         str(limits.vocab_size),
         ", ".join(_abilities(model)) or "-",
-        *(str(getattr(model, f"{role}_workers")) for role in ROLES),
+        *(str(model.workers[role]) for role in roles()),
     ]
 
 

@@ -16,8 +16,8 @@ from baton.errors import ConfigError
 from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from cli.local.gpus import pinned, shortage
 from cli.local.ports import free_port, port_or_another, router_port
-from discovery.roles import ROLES, WITH_KV
-from discovery.roles import Role as WorkerRole
+from engine_protocol.roles import Role as WorkerRole
+from engine_protocol.roles import roles, with_kv
 from runtime.gpus import visible_gpus
 
 # The checkout, which has the configurations of workers and router.
@@ -37,7 +37,6 @@ ENVOY_PORT = 8080
 OPENAI_PORT = 8000
 
 Role: TypeAlias = WorkerRole | Literal["etcd", "router", "envoy", "traces"]
-WORKERS = ROLES
 
 
 class ClusterOptions(BaseModel):
@@ -48,7 +47,7 @@ class ClusterOptions(BaseModel):
     encode: int = Field(default=0, ge=0)
     prefill: int = Field(default=1, ge=0)
     decode: int = Field(default=1, ge=1)
-    embed: int = Field(default=0, ge=0)
+    others: dict[WorkerRole, int] = {}  # of other roles
     engine: Literal["pytorch", "simulated", "vllm"] = "pytorch"
     model: str = ""
     routers: int = Field(default=1, ge=1)
@@ -60,8 +59,8 @@ class ClusterOptions(BaseModel):
     @property
     def workers(self) -> tuple[tuple[WorkerRole, int], ...]:
         """Role and number of each worker."""
-        counts = {"encode": self.encode, "prefill": self.prefill, "decode": self.decode, "embed": self.embed}
-        return tuple((role, number) for role in WORKERS for number in range(counts[role]))
+        counts = {"encode": self.encode, "prefill": self.prefill, "decode": self.decode, **self.others}
+        return tuple((role, number) for role in roles() for number in range(counts.get(role, 0)))
 
 
 class ProcessPlan(BaseModel):
@@ -120,7 +119,7 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     with_a_pool = len(workers) if options.engine == "vllm" else options.prefill + options.decode
     sharing = math.ceil(with_a_pool / len(gpus)) if gpus else 1
     engine = _engine(options, len(workers), sharing)
-    places = pinned(sorted(workers, key=lambda worker: worker[0] not in WITH_KV), gpus)
+    places = pinned(sorted(workers, key=lambda worker: worker[0] not in with_kv()), gpus)
     python = _python_of_workers(options)
     servers = [
         _worker(role, number, python, [*shared, *engine], places.get((role, number), "")) for role, number in workers
@@ -153,7 +152,10 @@ def _worker(role: Role, number: int, python: str, overrides: Sequence[str], gpu:
     name = f"{role}-{number}"
     address, metrics = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
     addresses = [f"listen={address}", f"metrics_listen={metrics}"]
-    command = _python("services", f"{role}.yaml", [f"worker_id={name}", *addresses, *overrides], python)
+    # Of another distribution's role there is no file.
+    config = f"{role}.yaml" if (ROOT / "deploy" / "config" / f"{role}.yaml").is_file() else "worker.yaml"
+    own = [f"roles=[{role}]", f"worker_id={name}", *addresses]
+    command = _python("services", config, [*own, *overrides], python)
     return ProcessPlan(name=name, role=role, address=address, command=command, metrics=metrics, gpu=gpu)
 
 
@@ -236,7 +238,8 @@ def _engine(options: ClusterOptions, workers: int, sharing: int) -> list[str]:
     # If each worker used every core, they would wait for each other in every step.
     threads = max(1, _cores() // workers)
     # Block pools on one GPU share its memory. Vision encoders and embedders have no pool.
-    share = f"engine.gpu_memory_share={(0.9 if options.encode or options.embed else 1.0) / sharing:.3f}"
+    left = 0.9 if any(role not in with_kv() for role, _ in options.workers) else 1.0
+    share = f"engine.gpu_memory_share={left / sharing:.3f}"
     return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}", share]
 
 

@@ -12,8 +12,8 @@ from baton import AsyncClient
 from baton.calls import unary
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
-from cli.local.plan import WORKERS
 from cli.local.state import ClusterState, ProcessState, StateFolder
+from engine_protocol.roles import roles
 from rpc.channels import open_channel
 from runtime.network.ports import is_listening
 
@@ -89,7 +89,7 @@ class Readiness:
 
     async def _ready_workers(self, client: AsyncClient, state: ClusterState) -> AsyncGenerator[str, None]:
         """The names of workers as they become ready in the router, until all are."""
-        missing = {each.name for each in state.processes if each.role in WORKERS}
+        missing = {each.name for each in state.processes if each.role in roles()}
         async with aclosing(self._states()) as states:
             async for _ in states:
                 for name in sorted(await _ready(client) & missing):

@@ -1,13 +1,11 @@
-"""Sends requests to a cluster and measures each answer."""
+"""Sends requests to a server and measures each answer."""
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton import AsyncClient
-from baton.errors import BatonError
-from baton.inference.v1 import generate_pb2, sampling_pb2
+from devtools.bench.server import Answer, BenchServer, RequestFailed
 from devtools.bench.workload import Planned
 from runtime.aio import TaskGroup
 
@@ -22,8 +20,9 @@ class Measured:
     prompt_tokens: int
     cached_tokens: int = 0
     output_tokens: int = 0
+    asked_tokens: int = 0
     worker_id: str = ""  # that ran the prompt
-    error: str = ""  # the name of its status; empty if it succeeded
+    error: str = ""  # the name of its error; empty if it succeeded
 
     @property
     def token_seconds(self) -> float:
@@ -32,67 +31,58 @@ class Measured:
 
 
 class Load:
-    """Sends requests by several connections, which share them by turns. Calls `ended` after each answer."""
+    """Sends requests of one model to a server. Calls `ended` after each answer."""
 
-    def __init__(
-        self, clients: Sequence[AsyncClient], model: str, timeout_seconds: float, ended: Callable[[Measured], None]
-    ) -> None:
-        self._clients = clients
+    def __init__(self, server: BenchServer, model: str, ended: Callable[[Measured], None]) -> None:
+        self._server = server
         self._model = model
-        self._timeout_seconds = timeout_seconds
         self._ended = ended
 
     async def open_loop(self, planned: Sequence[Planned]) -> list[Measured]:
         """Sends each request at its time, whether or not others have been answered."""
         begin = time.perf_counter()
 
-        async def one(number: int, each: Planned) -> Measured:
+        async def one(each: Planned) -> Measured:
             await asyncio.sleep(max(0.0, begin + each.at_seconds - time.perf_counter()))
-            return await self._measure(number, each, begin + each.at_seconds, begin)
+            return await self._measure(each, begin + each.at_seconds, begin)
 
         async with TaskGroup() as group:
-            tasks = [group.create_task(one(number, each)) for number, each in enumerate(planned)]
+            tasks = [group.create_task(one(each)) for each in planned]
         return [task.result() for task in tasks]
 
     async def closed_loop(self, planned: Sequence[Planned], concurrency: int) -> list[Measured]:
         """Keeps so many requests running: sends the next one when one has ended."""
-        begin, waiting, measured = time.perf_counter(), iter(enumerate(planned)), list[Measured]()
+        begin, waiting, measured = time.perf_counter(), iter(planned), list[Measured]()
 
         async def sender() -> None:
-            for number, each in waiting:
-                measured.append(await self._measure(number, each, time.perf_counter(), begin))
+            for each in waiting:
+                measured.append(await self._measure(each, time.perf_counter(), begin))
 
         async with TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(sender())
         return measured
 
-    async def _measure(self, number: int, planned: Planned, due: float, begin: float) -> Measured:
-        request = generate_pb2.GenerateRequest(
-            model=self._model,
-            token_ids=generate_pb2.TokenIds(ids=planned.token_ids),
-            stopping=sampling_pb2.StoppingOptions(max_tokens=planned.output_tokens, ignore_eos=True),
-        )
-        first, error = 0.0, ""
-        finished = generate_pb2.Finished()
+    async def _measure(self, planned: Planned, due: float, begin: float) -> Measured:
+        first, error, answer = 0.0, "", Answer(len(planned.token_ids), 0, 0)
+
+        def came() -> None:
+            nonlocal first
+            first = first or time.perf_counter() - due
+
         try:
-            async for event in self._clients[number % len(self._clients)].generate(
-                request, timeout_seconds=self._timeout_seconds
-            ):
-                if event.HasField("token") and not first:
-                    first = time.perf_counter() - due
-                elif event.HasField("finished"):
-                    finished = event.finished
-        except BatonError as failure:
-            error = type(failure).__name__
+            answer = await self._server.answer(self._model, planned, came)
+        except RequestFailed as failure:
+            error = failure.kind
         measured = Measured(
             at_seconds=due - begin,
             first_token_seconds=first,
             seconds=time.perf_counter() - due,
-            prompt_tokens=len(planned.token_ids),
-            cached_tokens=finished.usage.cached_tokens,
-            output_tokens=finished.usage.completion_tokens,
-            worker_id=finished.prefill_worker_id or finished.decode_worker_id,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            output_tokens=answer.output_tokens,
+            asked_tokens=planned.output_tokens,
+            worker_id=answer.worker_id,
             error=error,
         )
         self._ended(measured)

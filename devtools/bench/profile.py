@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from baton.errors import EngineFailed
 from devtools.bench.load import Load, Measured
-from devtools.bench.workload import Lengths, Planned, all_at_once
+from devtools.bench.workload import Lengths, Planned, Workload
 from runtime.timing_profile import DecodePoint, PrefillPoint, TimingProfile
 
 
@@ -60,7 +60,7 @@ class Profiler:
         return DecodePoint(batch, context, statistics.median(answer.token_seconds for answer in answers))
 
     def _prompts(self, requests: int, tokens: int, output: int) -> list[Planned]:
-        return all_at_once(requests, Lengths(((tokens, output),)), self._seeds.getrandbits(32))
+        return Workload(Lengths(((tokens, output),))).all_at_once(requests, self._seeds.getrandbits(32))
 
     async def _run(self, name: str, planned: Sequence[Planned], concurrency: int) -> list[Measured]:
         self._begun(name, planned)

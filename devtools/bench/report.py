@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigError
 from devtools.bench.summary import Summary, Targets
@@ -21,6 +22,7 @@ def markdown(title: str, summaries: Sequence[Summary], targets: Targets) -> str:
     lines.append("|" + "---|" * (_COLUMNS.count("|") + 1))
     lines += [f"| {' | '.join(_cells(each))} |" for each in summaries]
     lines += ["", *(f"{each.step} failed: {each.errors}" for each in summaries if each.failed)]
+    lines += [f"{each.step}: {each.short} answers have fewer tokens than asked" for each in summaries if each.short]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -35,7 +37,7 @@ def check_plot(path: Path) -> None:
     try:
         importlib.import_module("matplotlib").use("Agg")
     except ImportError as error:
-        raise ConfigError("--plot: needs matplotlib; install it with `pip install 'baton[bench]'`") from error
+        raise ConfigError("--plot: needs matplotlib; install it with `pip install 'baton-serving[bench]'`") from error
     canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     kind = path.suffix.removeprefix(".").lower()
     if kind and kind not in canvas.get_supported_filetypes():
@@ -57,6 +59,11 @@ def plot(path: Path, title: str, summaries: Sequence[Summary]) -> None:
     axes[1].set(xlabel="step", ylabel="requests a second")
     for each in axes:
         each.legend()
+    save_plot(figure, path)
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """Writes matplotlib's figure. Raises ConfigError if it cannot."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -49,6 +49,7 @@ class Summary:
     step: str
     requests: int
     failed: int
+    short: int  # good answers with fewer tokens than were asked for
     errors: dict[str, int]
     seconds: float
     requests_per_second: float
@@ -74,6 +75,7 @@ def summarize(step: str, answers: Sequence[Measured], targets: Targets) -> Summa
         step=step,
         requests=len(answers),
         failed=len(answers) - len(good),
+        short=sum(answer.output_tokens < answer.asked_tokens for answer in good),
         errors=dict(Counter(answer.error for answer in answers if answer.error)),
         seconds=seconds,
         requests_per_second=len(good) / seconds if seconds else 0.0,

@@ -1,9 +1,12 @@
-"""The requests of a benchmark: when each is sent, its prompt as token ids, and the length of its answer."""
+"""The requests of a benchmark: when each is sent, its prompt and images, and the length of its answer."""
 
+import io
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from PIL import Image
 
 from baton.errors import ConfigError
 from baton.files import read_file
@@ -23,6 +26,21 @@ class Planned:
     at_seconds: float
     token_ids: tuple[int, ...]
     output_tokens: int
+    images: tuple[bytes, ...] = ()  # PNG files
+
+    @property
+    def text(self) -> str:
+        """The prompt as text, beside images: a character for each id."""
+        return "".join(map(chr, self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images of a request: how many, squares of how many pixels, and which share of them was sent before."""
+
+    number: int = 0
+    pixels: tuple[int, int] = (256, 256)  # the least and the most
+    repeated: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +77,46 @@ def read_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def at_rate(rate: float, requests: int, lengths: Lengths, seed: int) -> list[Planned]:
-    """Requests that arrive at random (Poisson), `rate` a second on average."""
-    source = random.Random(seed)
-    planned, at = [], 0.0
-    for _ in range(requests):
-        planned.append(_planned(source, at, lengths))
-        at += source.expovariate(rate)
-    return planned
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts of these lengths with these images. Equal seeds plan the same times and lengths.
 
+    `prompts` is a second seed, of the contents: servers that are compared get equal lengths, and none of them a prompt
+    that another one, or the same one under another name, has in its cache.
+    """
 
-def all_at_once(requests: int, lengths: Lengths, seed: int) -> list[Planned]:
-    """Requests without times, to be sent as others end."""
-    source = random.Random(seed)
-    return [_planned(source, 0.0, lengths) for _ in range(requests)]
+    lengths: Lengths
+    images: Images = Images()
+    prompts: int = 0
+
+    def at_rate(self, rate: float, requests: int, seed: int) -> list[Planned]:
+        """Requests that arrive at random (Poisson), `rate` a second on average."""
+        times = random.Random(f"{seed}/times")
+        at, planned = 0.0, []
+        for each in self.all_at_once(requests, seed):
+            planned.append(replace(each, at_seconds=at))
+            at += times.expovariate(rate)
+        return planned
+
+    def all_at_once(self, requests: int, seed: int) -> list[Planned]:
+        """Requests without times, to be sent as others end."""
+        lengths, contents = random.Random(seed), random.Random(f"{seed}/{self.prompts}")
+        pictures = self._pictures(requests * self.images.number, contents)
+        planned = []
+        for number in range(requests):
+            prompt, answer = self.lengths.draw(lengths)
+            ids = tuple(contents.randrange(*_IDS) for _ in range(prompt))
+            images = pictures[number * self.images.number : (number + 1) * self.images.number]
+            planned.append(Planned(0.0, ids, answer, tuple(images)))
+        return planned
+
+    def _pictures(self, number: int, source: random.Random) -> list[bytes]:
+        """PNG files; those that are repeated are of the ones before them."""
+        made: list[bytes] = []
+        for _ in range(number):
+            is_repeated = made and source.random() < self.images.repeated
+            made.append(source.choice(made) if is_repeated else _picture(source, self.images.pixels))
+        return made
 
 
 def of_trace(trace: Sequence[TracedRequest], speedup: float, block_tokens: int, most_output: int) -> list[Planned]:
@@ -87,6 +131,9 @@ def of_trace(trace: Sequence[TracedRequest], speedup: float, block_tokens: int, 
     ]
 
 
-def _planned(source: random.Random, at: float, lengths: Lengths) -> Planned:
-    prompt, answer = lengths.draw(source)
-    return Planned(at, tuple(source.randrange(*_IDS) for _ in range(prompt)), answer)
+def _picture(source: random.Random, pixels: tuple[int, int]) -> bytes:
+    """A square of coloured stripes, as small a file as that of a drawing."""
+    side, file = source.randint(*pixels), io.BytesIO()
+    stripes = Image.frombytes("RGB", (8, 8), source.randbytes(8 * 8 * 3))
+    stripes.resize((side, side), Image.Resampling.NEAREST).save(file, "PNG")
+    return file.getvalue()

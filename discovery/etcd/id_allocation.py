@@ -5,18 +5,16 @@ import random
 
 import structlog
 
-from baton.errors import BatonError, Unavailable
+from baton.errors import Unavailable
+from discovery.allocation import KeptId
 from discovery.etcd.client import EtcdClient, EtcdLease, LeaseLost
 from discovery.keys import end_of
-from discovery.renewal import ANSWER_SECONDS, renew_forever
-from discovery.retry import retry_until
-from runtime.aio import timeout
 
 _log = structlog.get_logger(__name__)
 
 
-class EtcdAllocatedId:
-    """An AllocatedId in etcd. Call `begin`, then run `keep` in a task, then call `end`.
+class EtcdAllocatedId(KeptId):
+    """An AllocatedId in etcd.
 
     A key is created and never overwritten, so two processes cannot hold the same id. After losing its lease a process
     takes the same id if it is free, or else another one. During an outage of etcd the id stays valid: etcd cannot give
@@ -24,35 +22,14 @@ class EtcdAllocatedId:
     """
 
     def __init__(self, client: EtcdClient, prefix: bytes, limit: int, ttl_seconds: float) -> None:
+        super().__init__(limit, ttl_seconds)
         self._client = client
         self._prefix = prefix
-        self._limit = limit
-        self._ttl_seconds = ttl_seconds
         self._lease: EtcdLease | None = None
-        self._value: int | None = None
 
-    @property
-    def value(self) -> int:
-        assert self._value is not None
-        return self._value
-
-    async def begin(self, timeout_seconds: float) -> None:
-        """Allocates an id. Raises as `Registry.allocate_id` does."""
-        await retry_until(self._take, timeout_seconds, "no id allocated")
-
-    async def keep(self) -> None:
-        """Renews the lease until cancelled, and allocates again if it was lost. Raises nothing."""
-        await renew_forever(self._renew, self._ttl_seconds, _report)
-
-    async def end(self) -> None:
-        """Frees the id; if etcd does not answer, its lease expires."""
-        if self._lease is None:
-            return
-        try:
-            async with timeout(ANSWER_SECONDS):
-                await self._client.revoke(self._lease)
-        except (BatonError, TimeoutError) as error:
-            _log.warning("allocated id left to expire", error=str(error))
+    async def _free(self) -> None:
+        assert self._lease is not None
+        await self._client.revoke(self._lease)
 
     async def _renew(self) -> None:
         try:
@@ -75,7 +52,3 @@ class EtcdAllocatedId:
                 self._lease, self._value = lease, one
                 return
         raise Unavailable(f"all {self._limit} ids are in use")
-
-
-def _report(error: str) -> None:
-    _log.warning("allocated id not renewed", error=error)

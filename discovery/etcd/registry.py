@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from copy import copy
 
 from typing_extensions import Self
 
@@ -14,6 +15,9 @@ from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
 from discovery.renewal import renewed
 from discovery.retry import retry_until
+
+# Shorter than a worker's: until it is over the others have a part of the quotas whose home has died.
+ROUTER_LEASE_SECONDS = 4.0
 
 
 class EtcdRegistry:
@@ -35,6 +39,14 @@ class EtcdRegistry:
         self._start_timeout_seconds = config.start_timeout_seconds
         self._lease_ttl_seconds = lease_ttl_seconds
         self._outage_grace_seconds = lease_ttl_seconds if outage_grace_seconds is None else outage_grace_seconds
+
+    @property
+    def routers(self) -> "EtcdRegistry":
+        """See `Registry.routers`. It shares the connection."""
+        registry = copy(self)
+        registry._keys = WorkerKeys(self._keys.namespace, "routers")
+        registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)
+        return registry
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import structlog
 
-from baton.errors import BatonError, Unavailable
+from baton.errors import Unavailable
+from discovery.allocation import KeptId
 from discovery.file.folder import SharedFolder, Version
 from discovery.file.lifetimes import Lifetimes
-from discovery.renewal import ANSWER_SECONDS, renew_forever
-from discovery.retry import retry_until
-from runtime.aio import timeout
 
 _log = structlog.get_logger(__name__)
 
 
-class FileAllocatedId:
-    """An AllocatedId in a folder. Call `begin`, then run `keep` in a task, then call `end`.
+class FileAllocatedId(KeptId):
+    """An AllocatedId in a folder. It waits up to a lease for the ids of processes that are gone.
 
     A file is created and never overwritten, so two processes cannot create the same one. The file of a process that is
     gone is removed once it has not changed for a lease. A process that stood still for longer than its lease may find
@@ -24,37 +22,15 @@ class FileAllocatedId:
     """
 
     def __init__(self, folder: SharedFolder, ids: Path, limit: int, ttl_seconds: float) -> None:
+        super().__init__(limit, ttl_seconds)
         self._folder = folder
         self._ids = ids
-        self._limit = limit
-        self._ttl_seconds = ttl_seconds
         self._token = secrets.token_hex(8).encode()
         self._lifetimes = Lifetimes(ttl_seconds)
-        self._value: int | None = None
 
-    @property
-    def value(self) -> int:
-        assert self._value is not None
-        return self._value
-
-    async def begin(self, timeout_seconds: float) -> None:
-        """Allocates an id; waits up to a lease for the ids of processes that are gone. Raises as `allocate_id` does."""
-        await retry_until(self._take, timeout_seconds, "no id allocated")
-
-    async def keep(self) -> None:
-        """Renews the file until cancelled, and allocates again if it was lost. Raises nothing."""
-        await renew_forever(self._renew, self._ttl_seconds, _report)
-
-    async def end(self) -> None:
-        """Frees the id; if the folder does not answer, its lease expires."""
-        if self._value is None:
-            return
-        try:
-            async with timeout(ANSWER_SECONDS):
-                if await self._is_ours():
-                    await self._folder.remove(self._path(self.value))
-        except (BatonError, TimeoutError) as error:
-            _log.warning("allocated id left to expire", error=str(error))
+    async def _free(self) -> None:
+        if await self._is_ours():
+            await self._folder.remove(self._path(self.value))
 
     async def _renew(self) -> None:
         if await self._is_ours() and await self._folder.touch(self._path(self.value)):
@@ -82,7 +58,3 @@ class FileAllocatedId:
 
     def _path(self, value: int) -> Path:
         return self._ids / str(value)
-
-
-def _report(error: str) -> None:
-    _log.warning("allocated id not renewed", error=error)

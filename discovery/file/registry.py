@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from copy import copy
 from pathlib import Path
 
 from typing_extensions import Self
@@ -43,6 +44,14 @@ class FileRegistry:
         self._grace_seconds = lease_ttl_seconds if outage_grace_seconds is None else outage_grace_seconds
         self._poll_seconds = poll_seconds
         self._start_timeout_seconds = start_timeout_seconds
+
+    @property
+    def routers(self) -> "FileRegistry":
+        """See `Registry.routers`. It shares the folder and its thread."""
+        registry = copy(self)
+        registry._keys = WorkerKeys(self._keys.namespace, "routers")
+        registry._workers = self._folder.path(registry._keys.prefix)
+        return registry
 
     async def __aenter__(self) -> Self:
         return self

@@ -62,7 +62,7 @@ class ServedCall(CallContext):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has a status, or its caller has gone."""
+        """True if it has a status, or its caller has gone."""
         return self._is_over
 
     def start(self, method: Method | None) -> "asyncio.Task[None]":
@@ -219,7 +219,7 @@ class ServedCall(CallContext):
             self._run_callbacks()
 
     def done(self) -> bool:
-        """Whether the status is on its way."""
+        """True if the status is on its way."""
         return self._is_done
 
     def peer(self) -> str:
@@ -227,6 +227,6 @@ class ServedCall(CallContext):
         return str(self._owner.stream.peer())
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
-        """Who the caller has proven to be."""
+        """The identities that the caller has proven, by property."""
         found: Mapping[str, Sequence[bytes]] = self._owner.stream.auth_context()
         return found

@@ -103,7 +103,7 @@ class _Stream:
     # What its calls ask.
 
     def begin(self, path: str, request: bytes) -> pb.CallStart:
-        """What begins a call, to be filled, and then sent by `send`; the call itself is added to `calls`."""
+        """The message that begins a call, to be filled and sent by `send`; the call itself is added to `calls`."""
         self._waiting_bytes += len(request)
         if self._waiting_bytes > _MESSAGE_BYTES:
             self._waiting.append(pb.MultiplexRequest())
@@ -121,14 +121,12 @@ class _Stream:
             self._write_now()
 
     def cancel(self, call: int) -> None:
-        """See Link."""
         if self.calls.forget(call):
             self._waiting[-1].cancelled.append(call)
             self._has_waiting = True
             self._schedule()
 
     def pause(self, call: int, *, is_paused: bool) -> None:
-        """See Link."""
         (self._waiting[-1].paused if is_paused else self._waiting[-1].resumed).append(call)
         self._has_waiting = True
         self._schedule()
@@ -140,7 +138,7 @@ class _Stream:
     # Its life.
 
     async def run(self) -> None:
-        """Until the stream is lost, or cancelled; then all of its calls have ended."""
+        """Runs until the stream is lost, or cancelled; then all of its calls have ended."""
         error: BatonError = Unavailable("the stream of calls ended")
         try:
             async with self._open(self.calls.push) as peer:
@@ -264,7 +262,7 @@ class _CallChannel(aio.Channel):
         response_deserializer: Any = None,
         **_options: Any,
     ) -> Callable[..., Any]:
-        """What starts calls of a method, as grpc.aio's multi-callables do."""
+        """A function that starts calls of a method, as grpc.aio's multi-callables do."""
         of_tokens = _of_tokens if path in _GIVES_TOKENS else _no_tokens
 
         def start(request: Any, *, timeout: float | None = None, metadata: Any = None, **_options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a stream of calls reaches its peer: on a channel of grpc.aio, or on an HTTP/2 connection of our own."""
+"""The transport of a stream of calls: a channel of grpc.aio, or an HTTP/2 connection of our own."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -101,7 +101,6 @@ class _GrpcioStream:
         self._push = push
 
     async def write(self, message: pb.MultiplexRequest) -> None:
-        """See PeerStream."""
         try:
             await self._call.write(message)
         except (aio.BaseError, asyncio.InvalidStateError):
@@ -109,7 +108,6 @@ class _GrpcioStream:
             return
 
     async def end(self) -> BatonError:
-        """See PeerStream."""
         try:
             async for response in stream(self._call):
                 self._push(response)
@@ -123,15 +121,12 @@ class _Http2Stream:
         self._call = call
 
     async def write(self, message: pb.MultiplexRequest) -> None:
-        """See PeerStream."""
         await self._call.write(message.SerializeToString())
 
     def write_now(self, message: pb.MultiplexRequest) -> bool:
-        """See PeerStream."""
         return self._call.write_now(message.SerializeToString())
 
     async def end(self) -> BatonError:
-        """See PeerStream."""
         status = await self._call.status
         if status.code() is StatusCode.OK:
             return Unavailable("the stream of calls ended")

@@ -1,4 +1,4 @@
-"""What the calls of one stream have to send, and the next message of it."""
+"""The queue of responses of one stream's calls, and the next message made of it."""
 
 import asyncio
 from collections.abc import Sequence

@@ -86,7 +86,7 @@ class _Stream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, requests: AsyncIterator[pb.MultiplexRequest]) -> None:
-        """Until the caller ends the stream, or leaves; then no call runs any more."""
+        """Runs until the caller ends the stream, or leaves; then no call runs any more."""
         writing = asyncio.create_task(self._write())
         reading = asyncio.create_task(self._read(requests))
         try:

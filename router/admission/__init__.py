@@ -1,7 +1,11 @@
-"""Admission control: which requests may run on workers, and when. docs/admission.md describes it.
+"""Admission control: which requests may run on workers, and when. docs/admission.md and docs/tenancy.md describe it.
 
 controller.py  AdmissionController: quotas, queue and deadline of each request
-quotas.py      token buckets and concurrency of each tenant
-queue.py       the priority queue of each model
+quotas.py      the tenants' quotas, as this router uses them
+ledger.py      the buckets of the tenants whose home is this router
+queue.py       the requests of each model that run or wait
+fair_queue.py  the order of those that wait: fair to tenants, or by priority
+places.py      the places on workers, which all routers share
+peers.py       the other routers, as admission control sees them
 predictor.py   how long a request would take
 """

@@ -1,24 +1,36 @@
 """Admits requests to the workers: within quotas, when there is room, and if the deadline can be met."""
 
+import asyncio
+import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from baton.errors import DeadlineUnreachable, QuotaExceeded
+from baton.engine.v1 import peer_pb2
+from baton.errors import DeadlineUnreachable, QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import timing_pb2
+from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.ledger import THIS_ROUTER
+from router.admission.peers import ALONE, Peers
+from router.admission.places import PlaceLenders, SharedPlaces, key_of
 from router.admission.predictor import Fleet, LatencyPredictor, RequestEstimate
 from router.admission.queue import AdmissionQueue
 from router.admission.quotas import Quotas
-from router.config import AdmissionConfig
+from router.config import AdmissionConfig, Fairness
 from router.context import Deadline, RequestContext
 from router.routing.latency import Clock
 from router.telemetry import metrics
+from runtime.aio import timeout
 
 _GENERATING = "decode"  # the role whose speed is predicted
-_UNLIMITED: AbstractContextManager[None] = nullcontext()
+_UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
+_WATCH_SECONDS = 5.0
+# An ask waits so long for others to join it.
+_GATHERED_SECONDS = 0.002
+_NOT_HOME = peer_pb2.PlacesLoan(not_home=True)
 
 
 class ChangingFleet(Fleet, Protocol):
@@ -35,18 +47,31 @@ class ChangingFleet(Fleet, Protocol):
 class AdmissionController:
     """One queue for each model and role. Without a concurrency limit no request waits.
 
-    `follow` must run while requests come: it admits waiting requests when workers join or become healthy.
+    `follow` must run while requests come: it admits waiting requests when workers join or become healthy; with `peers`
+    also `share`, which borrows places from them.
     """
 
     def __init__(
-        self, fleet: ChangingFleet, config: AdmissionConfig, quotas: Quotas, clock: Clock = time.monotonic
+        self,
+        fleet: ChangingFleet,
+        config: AdmissionConfig,
+        quotas: Quotas,
+        clock: Clock = time.monotonic,
+        *,
+        fairness: Fairness = "none",
+        peers: Peers = ALONE,
     ) -> None:
-        self._quotas = quotas
+        self.quotas = quotas
         self._fleet = fleet
         self._config = config
         self.clock = clock
+        self._fairness = fairness
+        self._peers = peers
         self._predictor = LatencyPredictor(fleet, clock)
         self._queues: dict[tuple[str, str], AdmissionQueue] = {}
+        self._places: dict[tuple[str, str], SharedPlaces] = {}
+        self._lenders = PlaceLenders(clock)
+        self._needs_places = asyncio.Event()
         # How many ready workers complete requests, as of a version of the fleet.
         self._able: dict[tuple[str, str], int] = {}
         self._able_at = -1
@@ -62,16 +87,63 @@ class AdmissionController:
         """The number of waiting requests of a model."""
         return sum(queue.waiting for (name, _), queue in self._queues.items() if name == model)
 
-    def track_tenant(self, ctx: RequestContext) -> AbstractContextManager[None]:
-        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded when it is entered."""
-        return _UNLIMITED if self._quotas.is_unlimited else self._track_tenant(ctx)
+    @property
+    def queues(self) -> Iterable[AdmissionQueue]:
+        """Those of all models and roles that are in use."""
+        return self._queues.values()
 
-    @contextmanager
-    def _track_tenant(self, ctx: RequestContext) -> Iterator[None]:
-        with ExitStack() as tracking:
+    async def watch_tenants(self) -> None:
+        """Measures how long tenants wait, until cancelled."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            orders = [queue.order for queue in self._queues.values() if queue.order.tells_tenants]
+            waiting = [(order, tenant) for order in orders for tenant in order.waiting()]
+            metrics.WAITING_TENANTS.set(len(waiting))
+            metrics.LONGEST_TENANT_WAIT.set(max((order.longest_wait(one) for order, one in waiting), default=0.0))
+            metrics.STARVING_TENANTS.set(sum(order.starving() for order in orders if order.count))
+
+    async def share(self) -> None:
+        """Asks the homes for places, and gives back what is not needed, until cancelled."""
+        while True:
+            await self.ask_due()
+            wait = min((places.due_at for places in self._places.values()), default=math.inf) - self.clock()
+            self._needs_places.clear()
             try:
-                tracking.enter_context(self._quotas.track(ctx.qos.tenant, ctx.stats))
-            except QuotaExceeded:
+                async with timeout(min(1.0, max(_GATHERED_SECONDS, wait))):
+                    await self._needs_places.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(_GATHERED_SECONDS)
+
+    async def ask_due(self) -> None:
+        """Asks the homes for places once, where that is due."""
+        now = self.clock()
+        due = [key for key, places in self._places.items() if places.is_due(now)]
+        if due:
+            await asyncio.gather(*(self._ask_places(*key) for key in due))
+
+    async def _ask_places(self, model: str, role: str) -> None:
+        lend = partial(self.lend_places, THIS_ROUTER, routers=self._peers.routers)
+        await self._places[model, role].ask(self._queues[model, role], model, role, lend)
+
+    def lend_places(self, borrower: str, ask: peer_pb2.PlacesAsk, routers: frozenset[str]) -> peer_pb2.PlacesLoan:
+        """Lends places to one of these routers, if this one is their home."""
+        key = key_of(ask.model, ask.role)
+        limit = self._limit(ask.model, ask.role)
+        if not limit or self._peers.home(key) != THIS_ROUTER:
+            return _NOT_HOME
+        return self._lenders.of(key, self._peers.home_since(key)).lend(borrower, ask, limit, routers)
+
+    def track_tenant(self, ctx: RequestContext) -> AbstractAsyncContextManager[None]:
+        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded when it is entered."""
+        return _UNLIMITED if self.quotas.is_unlimited else self._track_tenant(ctx)
+
+    @asynccontextmanager
+    async def _track_tenant(self, ctx: RequestContext) -> AsyncIterator[None]:
+        async with AsyncExitStack() as tracking:
+            try:
+                await tracking.enter_async_context(self.quotas.track(ctx.qos.tenant, ctx.stats))
+            except (QuotaExceeded, QuotaUnavailable):
                 # A refused request has gone through this stage; others go on to be validated in it.
                 with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
                     raise
@@ -86,41 +158,53 @@ class AdmissionController:
         return _Admission(self, ctx, estimate)
 
     @contextmanager
-    def count_running(self, model: str) -> Iterator[None]:
+    def count_running(self, ctx: RequestContext, model: str) -> Iterator[None]:
         """Counts a request that runs on its worker already, and waits for nothing, while the context is open."""
         queue = self._queue(model, _GENERATING)
-        queue.count_running()
+        ticket = queue.order.ticket(ctx.qos.tenant, ctx.qos.priority, 0, generates=True)
+        queue.count_running(ticket)
         try:
             yield
         finally:
-            queue.leave(None)
+            queue.leave(ticket, None)
 
-    async def enter(self, ctx: RequestContext, estimate: RequestEstimate) -> AdmissionQueue:
-        """See `admit`. The request leaves the queue that is returned when it ends."""
+    async def enter(self, ctx: RequestContext, estimate: RequestEstimate) -> tuple[AdmissionQueue, Ticket]:
+        """See `admit`. The request leaves the queue that is returned, by its ticket, when it ends."""
         queue = self._queue(estimate.model, estimate.role)
+        generates = estimate.role == _GENERATING
+        ticket = queue.order.ticket(ctx.qos.tenant, ctx.qos.priority, estimate.prompt_tokens, generates=generates)
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
-            await self._enter(ctx, estimate, queue)
-        return queue
+            await self._enter(ctx, estimate, queue, ticket)
+        return queue, ticket
 
     def learn(self, ctx: RequestContext, estimate: RequestEstimate) -> None:
         """Learns from a complete request how long answers are."""
         if estimate.role == _GENERATING:
             self._predictor.learn(estimate, ctx.stats.completion_tokens)
 
-    async def _enter(self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue) -> None:
+    async def _enter(
+        self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue, ticket: Ticket
+    ) -> None:
         """Waits until the queue counts the request as running."""
-        qos = ctx.qos
         predicts = self._config.predict_deadlines and ctx.deadline.is_callers
         if predicts:
-            self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(qos.priority))
-        with _UNLIMITED if self._quotas.is_unlimited else self._quotas.charge(qos.tenant, estimate.prompt_tokens):
-            if not await _wait_in(queue, qos.priority) or not predicts:
-                return
-            try:
-                self._refuse_hopeless(estimate, ctx.deadline, 0.0)
-            except DeadlineUnreachable:
-                queue.leave(None)
-                raise
+            self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(ticket))
+        if self.quotas.is_unlimited:
+            await self._take_place(ctx, estimate, queue, ticket, predicts)
+            return
+        async with self.quotas.charge(ctx.qos.tenant, estimate.prompt_tokens):
+            await self._take_place(ctx, estimate, queue, ticket, predicts)
+
+    async def _take_place(
+        self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue, ticket: Ticket, predicts: bool
+    ) -> None:
+        if not await _wait_in(queue, ticket) or not predicts:
+            return
+        try:
+            self._refuse_hopeless(estimate, ctx.deadline, 0.0)
+        except DeadlineUnreachable:
+            queue.leave(ticket, None)
+            raise
 
     def _refuse_hopeless(self, estimate: RequestEstimate, deadline: Deadline, waiting_seconds: float) -> None:
         running_seconds = self._predictor.seconds(estimate) if estimate.role == _GENERATING else None
@@ -137,13 +221,24 @@ class AdmissionController:
     def _queue(self, model: str, role: str) -> AdmissionQueue:
         queue = self._queues.get((model, role))
         if queue is None:
-            # Models come and go: do not keep the queues that are unused.
-            self._queues = {name: kept for name, kept in self._queues.items() if not kept.is_unused}
-            limit = partial(self._limit, model, role)
-            config = self._config
-            queue = AdmissionQueue(limit, config.max_waiting, config.outage_seconds, clock=self.clock)
-            self._queues[model, role] = queue
+            self._forget_unused()
+            places = SharedPlaces(self._peers, key_of(model, role), self._needs_places.set, self.clock)
+            queue = AdmissionQueue(
+                partial(self._limit, model, role),
+                self._config.max_waiting,
+                self._config.outage_seconds,
+                order=FairQueue(self._fairness, self.clock),
+                places=places,
+                clock=self.clock,
+            )
+            self._queues[model, role], self._places[model, role] = queue, places
         return queue
+
+    def _forget_unused(self) -> None:
+        """Models come and go: do not keep the queues that are unused. Borrowed places are given back first."""
+        for key, queue in list(self._queues.items()):
+            if queue.is_unused and not self._places[key].held:
+                del self._queues[key], self._places[key]
 
     def _limit(self, model: str, role: str) -> int | None:
         """How many requests may run, from the number of ready workers that complete them. None: any number."""
@@ -174,9 +269,10 @@ class AdmissionController:
 class _Admission:
     """What `AdmissionController.admit` returns. Not a generator: each request has one."""
 
-    __slots__ = ("_controller", "_ctx", "_entered", "_estimate", "_queue")
+    __slots__ = ("_controller", "_ctx", "_entered", "_estimate", "_queue", "_ticket")
 
     _queue: AdmissionQueue
+    _ticket: Ticket
     _entered: float
 
     def __init__(self, controller: AdmissionController, ctx: RequestContext, estimate: RequestEstimate) -> None:
@@ -185,7 +281,7 @@ class _Admission:
         self._estimate = estimate
 
     async def __aenter__(self) -> None:
-        self._queue = await self._controller.enter(self._ctx, self._estimate)
+        self._queue, self._ticket = await self._controller.enter(self._ctx, self._estimate)
         self._entered = self._controller.clock()
 
     async def __aexit__(
@@ -195,17 +291,22 @@ class _Admission:
             if error is None:
                 self._controller.learn(self._ctx, self._estimate)
         finally:
-            self._queue.leave(self._controller.clock() - self._entered)
+            stats, seconds = self._ctx.stats, self._controller.clock() - self._entered
+            if self._estimate.is_part:
+                # The whole request's answer counts that of each part.
+                self._queue.leave(self._ticket, seconds, self._estimate.prompt_tokens)
+            else:
+                self._queue.leave(self._ticket, seconds, stats.cached_tokens, stats.completion_tokens)
 
 
-async def _wait_in(queue: AdmissionQueue, priority: int) -> bool:
+async def _wait_in(queue: AdmissionQueue, ticket: Ticket) -> bool:
     """Returns whether the request had to wait."""
-    if queue.enter_now():
+    if queue.enter_now(ticket):
         metrics.QUEUE_SECONDS.observe(0.0)
         return False
     started = time.perf_counter()
     try:
-        await queue.enter(priority)
+        await queue.enter(ticket)
     finally:
         metrics.QUEUE_SECONDS.observe(time.perf_counter() - started)
     return True

@@ -30,12 +30,16 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestEstimate:
-    """The size of a request. `max_tokens` is None if only the model ends the answer. Workers of `role` complete it."""
+    """The size of a request. `max_tokens` is None if only the model ends the answer. Workers of `role` complete it.
+
+    With `is_part` it is one more answer to a request, whose tenant is charged by the whole.
+    """
 
     model: str
     prompt_tokens: int
     max_tokens: int | None
     role: str = "decode"
+    is_part: bool = False
 
 
 class _Lengths:

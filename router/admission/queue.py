@@ -1,14 +1,12 @@
-"""The requests of one model that run or wait: by priority, then in the order of arrival."""
+"""The requests of one model that run or wait, in the order of fair_queue.py."""
 
 import asyncio
-import heapq
-import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import BatonError, NoWorker, Overloaded
+from router.admission.fair_queue import FairQueue, Ticket
 from router.routing.latency import Average, Clock
 from router.telemetry import metrics
 
@@ -30,15 +28,32 @@ def _call_later(seconds: float, call: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(seconds, call)
 
 
-@dataclass(order=True, slots=True)
-class _Waiter:
-    rank: int  # the lowest goes first
-    number: int
-    granted: "asyncio.Future[None]" = field(compare=False)
+class Places(Protocol):
+    """How many of a fleet's places this router may use."""
+
+    def usable(self, limit: int) -> int:
+        """Of so many that all routers have together."""
+
+    def changed(self) -> None:
+        """Notes that requests wait for more places, or have left some."""
+
+
+class OwnPlaces:
+    """Places that no other router uses."""
+
+    def usable(self, limit: int) -> int:
+        """All of them."""
+        return limit
+
+    def changed(self) -> None:
+        """Does nothing."""
+
+
+_OWN_PLACES = OwnPlaces()
 
 
 class AdmissionQueue:
-    """A priority queue. `limit` returns how many requests may run now: None for any number, 0 without a worker.
+    """Admits requests. `limit` returns how many may run now in the fleet: None for any number, 0 without a worker.
 
     During an outage, when the limit is 0, requests wait for `outage_seconds`. After that the waiting ones are refused
     with NoWorker, and new ones pass: routing then refuses them with the reason for each worker. Call `update` whenever
@@ -51,6 +66,8 @@ class AdmissionQueue:
         max_waiting: int,
         outage_seconds: float = 10.0,
         *,
+        order: FairQueue | None = None,
+        places: Places = _OWN_PLACES,
         clock: Clock = time.monotonic,
         call_later: CallLater = _call_later,
     ) -> None:
@@ -58,17 +75,17 @@ class AdmissionQueue:
         self._max_waiting = max_waiting
         self._outage_seconds = outage_seconds
         self._call_later = call_later
-        self._waiting: list[_Waiter] = []
-        self._numbers = itertools.count()
+        self.order = order or FairQueue(clock=clock)
+        self._places = places
         self._running = 0
-        self._run_seconds = Average(clock=clock)
+        self._run_seconds, self._run_work = Average(clock=clock), Average(clock=clock)
         self._outage: Timer | None = None
         self._outage_is_long = False
 
     @property
     def is_unused(self) -> bool:
         """Whether no request runs or waits."""
-        return not self._running and not self._waiting
+        return not self._running and not self.order.count
 
     @property
     def running(self) -> int:
@@ -78,57 +95,75 @@ class AdmissionQueue:
     @property
     def waiting(self) -> int:
         """The number of waiting requests."""
-        return len(self._waiting)
+        return self.order.count
 
-    def expected_seconds(self, priority: int) -> float:
-        """The expected wait for a request of this priority; 0 if unknown."""
+    @property
+    def limit(self) -> int | None:
+        """How many requests may run in the fleet."""
+        return self._limit()
+
+    def expected_seconds(self, ticket: Ticket) -> float:
+        """The expected wait for a request; 0 if unknown."""
         limit = self._limit()
-        if not limit or (self._running < limit and not self._waiting):
+        if not limit or (not self.order.count and self._has_room(limit)):
             return 0.0
-        ahead = sum(waiter.rank <= -priority for waiter in self._waiting)
-        return (ahead + 1) * (self._run_seconds.value or 0.0) / limit
+        places = max(1, self._places.usable(limit))
+        return (self.order.work_ahead(ticket) + ticket.work) * self._seconds_of_work / places
 
-    def enter_now(self) -> bool:
+    @property
+    def _seconds_of_work(self) -> float:
+        """How long a place is taken by a unit of work; 0 if unknown."""
+        return (self._run_seconds.value or 0.0) / (self._run_work.value or 1.0)
+
+    def enter_now(self, ticket: Ticket) -> bool:
         """Counts a request as running if it need not wait. Returns whether it does; call `leave` at its end."""
         limit = self._limit()
         self._update(limit)
-        if self._waiting or not self._has_room(limit):
+        if self.order.count or not self._has_room(limit):
             return False
         self._running += 1
+        self.order.begin(ticket)
         return True
 
-    def count_running(self) -> None:
+    def count_running(self, ticket: Ticket) -> None:
         """Counts a request that runs already, whatever the limit; call `leave` at its end."""
         self._running += 1
+        self.order.begin(ticket)
 
-    async def enter(self, priority: int) -> None:
+    async def enter(self, ticket: Ticket) -> None:
         """Waits until the request may run; call `leave` at its end.
 
         Raises Overloaded if too many wait, now or later, and NoWorker if an outage lasts too long.
         """
-        waiter = _Waiter(-priority, next(self._numbers), asyncio.get_running_loop().create_future())
-        self._make_room(waiter)
-        heapq.heappush(self._waiting, waiter)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket.granted = granted
+        self._make_room(ticket)
+        self.order.push(ticket)
         self.update()
+        self._places.changed()
         metrics.WAITING.inc()
         try:
-            await waiter.granted
+            await granted
         except asyncio.CancelledError:
-            if waiter.granted.cancelled():
-                self._remove(waiter)
-            elif waiter.granted.exception() is None:
+            if granted.cancelled():
+                self.order.discard(ticket)
+            elif granted.exception() is None:
                 # Admitted and cancelled at the same moment.
-                self._running -= 1
-                self.update()
+                self.leave(ticket, None)
             raise
         finally:
             metrics.WAITING.dec()
 
-    def leave(self, seconds: float | None) -> None:
+    def leave(self, ticket: Ticket, seconds: float | None, cached_tokens: int = 0, answer_tokens: int = 0) -> None:
         """Notes the end of a request after this time; None if it did not use a worker."""
-        if seconds is not None:
-            self._run_seconds.add(seconds)
         self._running -= 1
+        if seconds is None:
+            self.order.undo(ticket)
+        else:
+            self._run_seconds.add(seconds)
+            if self.order.tells_tenants:
+                self._run_work.add(ticket.work)
+            self.order.end(ticket, cached_tokens, answer_tokens)
         self.update()
 
     def update(self) -> None:
@@ -137,14 +172,18 @@ class AdmissionQueue:
 
     def _update(self, limit: int | None) -> None:
         self._note_outage(limit == 0)
-        while self._waiting and self._has_room(limit):
-            waiter = heapq.heappop(self._waiting)
-            if not waiter.granted.done():
-                self._running += 1
-                waiter.granted.set_result(None)
+        while self.order.count and self._has_room(limit):
+            ticket = self.order.pop()
+            assert ticket.granted is not None
+            if ticket.granted.done():
+                # Cancelled, which its task has not noticed yet.
+                self.order.undo(ticket)
+                continue
+            self._running += 1
+            ticket.granted.set_result(None)
 
     def _has_room(self, limit: int | None) -> bool:
-        return limit is None or self._outage_is_long or self._running < limit
+        return limit is None or self._outage_is_long or self._running < self._places.usable(limit)
 
     def _note_outage(self, has_no_worker: bool) -> None:
         if not has_no_worker:
@@ -160,37 +199,38 @@ class AdmissionQueue:
             self.update()
             return
         self._outage_is_long = True
-        waiting, self._waiting = self._waiting, []
-        for waiter in waiting:
-            _refuse(waiter, NoWorker(f"no decode worker has been ready for {self._outage_seconds:g} s"))
+        for ticket in self.order.clear():
+            _refuse(ticket, NoWorker(f"no decode worker has been ready for {self._outage_seconds:g} s"))
 
-    def _make_room(self, waiter: _Waiter) -> None:
-        """Evicts the waiter with the lowest priority, or refuses the new one."""
-        if len(self._waiting) < self._max_waiting:
+    def _make_room(self, ticket: Ticket) -> None:
+        """Evicts the request that has the least claim to wait, or refuses the new one."""
+        if self.order.count < self._max_waiting:
             return
-        error = Overloaded(
-            f"{len(self._waiting)} requests are waiting already", retry_after_seconds=self._retry_seconds()
-        )
-        last = max(self._waiting, default=waiter)
+        last = self.order.to_evict(ticket)
+        error = self._overloaded(last)
         metrics.REFUSALS.labels(error.reason).inc()
-        if last.rank <= waiter.rank:
+        if last is ticket:
             raise error
-        self._remove(last)
+        self.order.discard(last)
         _refuse(last, error)
 
-    def _remove(self, waiter: _Waiter) -> None:
-        # Numbers differ, so waiters are equal only if they are the same.
-        if waiter in self._waiting:
-            self._waiting.remove(waiter)
-            heapq.heapify(self._waiting)
+    def _overloaded(self, refused: Ticket) -> Overloaded:
+        message, tenant = f"{self.order.count} requests are waiting already", refused.tenant
+        if not self.order.tells_tenants:
+            return Overloaded(message, retry_after_seconds=self._retry_seconds())
+        name = tenant.name or "default"
+        message += f"; {tenant.count} of them are of tenant {name}, more than of any other that could make room"
+        seconds = self._retry_seconds(self.order.work_ahead(refused))
+        return Overloaded(message, retry_after_seconds=seconds, subject=name)
 
-    def _retry_seconds(self) -> float:
-        run_seconds = self._run_seconds.value
-        if run_seconds is None:
+    def _retry_seconds(self, work: float | None = None) -> float:
+        """When there may be room: once so much work is done, or all that waits."""
+        if self._run_seconds.value is None:
             return _RETRY_SECONDS
-        return min(_LONGEST_RETRY_SECONDS, max(0.1, len(self._waiting) * run_seconds / max(1, self._limit() or 0)))
+        seconds = self.order.count * self._run_seconds.value if work is None else work * self._seconds_of_work
+        return min(_LONGEST_RETRY_SECONDS, max(0.1, seconds / max(1, self._limit() or 0)))
 
 
-def _refuse(waiter: _Waiter, error: BatonError) -> None:
-    if not waiter.granted.done():
-        waiter.granted.set_exception(error)
+def _refuse(ticket: Ticket, error: BatonError) -> None:
+    if ticket.granted is not None and not ticket.granted.done():
+        ticket.granted.set_exception(error)

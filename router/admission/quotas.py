@@ -1,136 +1,355 @@
-"""Quotas of tenants: token buckets for requests and tokens, and a limit on concurrent requests."""
+"""Quotas of tenants, which all routers of a fleet share: each tenant's home lends the others what they use.
 
+What a router has borrowed it uses without asking. While the home cannot be reached, each router has its part of the
+quota, for a while.
+"""
+
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
 
-from baton.errors import QuotaExceeded
+from baton.engine.v1 import peer_pb2
+from baton.errors import BatonError, QuotaExceeded, QuotaUnavailable
+from router.admission.ledger import LOAN_SECONDS, THIS_ROUTER, Ledger, TokenBucket
+from router.admission.peers import ALONE, Peers
 from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
 from router.telemetry import metrics
 from router.telemetry.stats import RequestStats
 
-# Beyond this number tenants without debts are forgotten, since anyone can make up names.
+# Beyond this number tenants without running requests and debts are forgotten; see ledger.py.
 _MOST_TENANTS = 10_000
-# How many are examined for each new tenant, which bounds the cost of one request.
 _LOOKED_AT = 4
-
-_BUSY_SECONDS = 1.0  # the advice to retry when too many requests run
-
-
-class TokenBucket:
-    """A token bucket: fills by `rate` a second, up to `burst_seconds` of it. A rate of 0 is no limit."""
-
-    def __init__(self, rate: float, burst_seconds: float, clock: Clock = time.monotonic) -> None:
-        self._rate = rate
-        self._clock = clock
-        self._size = max(1.0, rate * burst_seconds)
-        self._level = self._size
-        self._filled_at = clock()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it is filled to its size."""
-        self._fill()
-        return not self._rate or self._level >= self._size
-
-    def lacks_seconds(self, amount: float) -> float:
-        """The time until `amount` can be taken. An amount above the size can be taken from a full bucket."""
-        if not self._rate:
-            return 0.0
-        self._fill()
-        return max(0.0, (min(amount, self._size) - self._level) / self._rate)
-
-    def take(self, amount: float) -> None:
-        """Takes an amount. The level may become negative, and later requests wait for it to fill."""
-        if self._rate:
-            self._fill()
-            self._level -= amount
-
-    def give_back(self, amount: float) -> None:
-        """Undoes a `take`."""
-        if self._rate:
-            self._fill()
-            self._level = min(self._size, self._level + amount)
-
-    def _fill(self) -> None:
-        now = self._clock()
-        self._level = min(self._size, self._level + (now - self._filled_at) * self._rate)
-        self._filled_at = now
+_CHUNK_SECONDS = 0.1  # of its demand, which a router borrows beside what it needs
+_SETTLE_SECONDS = 0.25  # until what was used beyond a loan is told
+_MOST_SETTLED = 1024  # tenants at once
+_COUNT_SECONDS = 2.0  # after which the number of running requests is told again
+_REFUSED_SECONDS = 0.05  # for which a refusal is repeated without asking
+_WHY = {
+    peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
+    peer_pb2.QUOTA_KIND_CONCURRENT: "as many requests are running as may",
+}
+_NO_QUOTA = QuotaConfig()
+_UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a request uses at once."""
+
+    requests: int = 0
+    tokens: int = 0
+    beginning: int = 0
+
+
+_NOTHING = _Need()
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """This router's part of a quota while the home cannot be reached."""
+
+    since: float
+    requests: TokenBucket
+    tokens: TokenBucket
+    concurrent: int
+
+
+@dataclass(slots=True, eq=False)
 class _Tenant:
-    def __init__(self, quota: QuotaConfig, clock: Clock) -> None:
-        self.concurrent = quota.concurrent
-        self.requests = TokenBucket(quota.requests_per_second, quota.burst_seconds, clock)
-        self.tokens = TokenBucket(quota.tokens_per_second, quota.burst_seconds, clock)
-        self.running = 0
+    """A tenant at this router, with what is left of its last loan."""
+
+    name: str
+    quota: QuotaConfig
+    is_limited: bool
+    running: int = 0
+    requests: float = 0.0
+    tokens: float = 0.0
+    expires_at: float = 0.0
+    spent: float = 0.0  # tokens beyond the loan, of which the home has not heard
+    is_told: bool = True  # whether the home knows how many requests run
+    demand: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # began, tokens since and in the second before
+    share: _Share | None = None
+    refusal: tuple[float, _Need, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_idle(self) -> bool:
-        return not self.running and self.requests.is_full and self.tokens.is_full
+        return not self.running and not self.spent and not self.lock.locked()
 
 
 class Quotas:
-    """The quotas of all tenants."""
+    """The quotas of all tenants, as this router uses them. `follow` must run if there are other routers."""
 
-    def __init__(self, config: QuotasConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: QuotasConfig, clock: Clock = time.monotonic, peers: Peers = ALONE) -> None:
+        self.ledger = Ledger(config, clock)
+        self.is_unlimited = config.are_none  # for every tenant
         self._config = config
         self._clock = clock
+        self._peers = peers
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # least recently seen first
-        self.is_unlimited = config == QuotasConfig()  # for every tenant
+        self._unsettled: dict[str, _Tenant] = {}
+        self._running: dict[str, _Tenant] = {}  # those whose number of running requests is limited
+        self._counted_at = clock()
 
     @property
     def remembered(self) -> int:
         """The number of remembered tenants."""
-        return len(self._tenants)
+        return max(len(self._tenants), self.ledger.remembered)
 
-    def track(self, name: str, stats: RequestStats) -> AbstractContextManager[None]:
-        """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded."""
-        return nullcontext() if self.is_unlimited else self._track(name, stats)
+    def track(self, name: str, stats: RequestStats) -> AbstractAsyncContextManager[None]:
+        """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded, QuotaUnavailable."""
+        return _UNLIMITED if self.is_unlimited else self._track(name, stats)
 
-    @contextmanager
-    def _track(self, name: str, stats: RequestStats) -> Iterator[None]:
+    @asynccontextmanager
+    async def _track(self, name: str, stats: RequestStats) -> AsyncIterator[None]:
         tenant = self._find(name)
-        if 0 < tenant.concurrent <= tenant.running:
-            raise _exceeded(name, f"{tenant.running} requests are running, which is the limit", _BUSY_SECONDS)
-        if lacking := tenant.requests.lacks_seconds(1):
-            raise _exceeded(name, "the rate of requests is exceeded", lacking)
-        tenant.requests.take(1)
-        tenant.running += 1
+        tenant.running += 1  # before anything is awaited: the tenant must not be forgotten
+        if tenant.quota.concurrent:
+            self._running[name] = tenant
         try:
+            await self._use(tenant, _Need(requests=1, beginning=1))
             yield
         finally:
             tenant.running -= 1
-            tenant.tokens.take(stats.completion_tokens)
+            if not tenant.running:
+                self._running.pop(name, None)
+            self._note_spent(tenant, stats.completion_tokens)
 
-    def charge(self, name: str, prompt_tokens: int) -> AbstractContextManager[None]:
-        """Takes a prompt's tokens, and gives them back if the body fails. Raises QuotaExceeded."""
-        return nullcontext() if self.is_unlimited else self._charge(name, prompt_tokens)
+    def charge(self, name: str, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
+        """Takes a prompt's tokens, and gives them back if the body fails. Raises QuotaExceeded, QuotaUnavailable."""
+        return _UNLIMITED if self.is_unlimited else self._charge(name, prompt_tokens)
 
-    @contextmanager
-    def _charge(self, name: str, prompt_tokens: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def _charge(self, name: str, prompt_tokens: int) -> AsyncIterator[None]:
         tenant = self._find(name)
-        if lacking := tenant.tokens.lacks_seconds(prompt_tokens):
-            raise _exceeded(name, f"the rate of tokens is exceeded by a prompt of {prompt_tokens}", lacking)
-        tenant.tokens.take(prompt_tokens)
+        await self._use(tenant, _Need(tokens=prompt_tokens))
         is_done = False
         try:
             yield
             is_done = True
         finally:
             if not is_done:
-                tenant.tokens.give_back(prompt_tokens)
+                self._give_back(tenant, prompt_tokens)
+
+    async def follow(self) -> None:
+        """Tells other homes what was used beyond loans, and gives back what is left of them, until cancelled."""
+        while True:
+            await asyncio.sleep(_SETTLE_SECONDS)
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Tells the homes once."""
+        now = self._clock()
+        if now >= self._counted_at + _COUNT_SECONDS:
+            self._counted_at = now
+            self._unsettled.update(self._running)
+            for tenant in self._running.values():
+                tenant.is_told = False
+        names = list(self._unsettled)[:_MOST_SETTLED]
+        tenants = [self._unsettled.pop(name) for name in names]
+        await asyncio.gather(*(self._settle(tenant) for tenant in tenants))
+
+    async def _settle(self, tenant: _Tenant) -> None:
+        if self._peers.home(tenant.name) == THIS_ROUTER:
+            self._use_here(tenant, _NOTHING)
+            return
+        async with tenant.lock:
+            left_seconds = tenant.expires_at - self._clock()
+            if tenant.spent or not tenant.is_told or 0 < left_seconds < 2 * _SETTLE_SECONDS:
+                await self._ask(tenant, _NOTHING)
+            if tenant.spent or not tenant.is_told or (left_seconds > 0 and (tenant.requests > 0 or tenant.tokens > 0)):
+                self._unsettled[tenant.name] = tenant
+
+    def left(self, names: Iterable[str]) -> Iterator[tuple[str, float | None, float | None]]:
+        """Requests and tokens that are left to these tenants, and to those with quotas of their own; None without a
+        limit. Only of tenants whose home is here.
+        """
+        for name in {*names, *islice(self._config.tenants, _MOST_SETTLED)}:
+            account = self.ledger.known(name)
+            if account is not None and self._peers.home(name) == THIS_ROUTER:
+                requests, tokens = account.requests, account.tokens
+                yield name, requests.level if requests.rate else None, tokens.level if tokens.rate else None
+
+    # One use.
+
+    async def _use(self, tenant: _Tenant, need: _Need) -> None:
+        """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
+        if not tenant.is_limited:
+            return
+        if self._peers.home(tenant.name) == THIS_ROUTER:
+            self._raise_unless(self._use_here(tenant, need), tenant, need)
+            return
+        self._note_demand(tenant, need)
+        if self._use_loan(tenant, need):
+            return
+        async with tenant.lock:
+            if self._use_loan(tenant, need):
+                return
+            self._repeat_refusal(tenant, need)
+            loan = await self._ask(tenant, need)
+            if loan is None:
+                self._use_share(tenant, need)
+            else:
+                self._raise_unless(loan, tenant, need)
+
+    def _use_here(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan:
+        if tenant.spent or tenant.share:
+            self._spend_here(tenant)
+        ask = peer_pb2.QuotaAsk(
+            tenant=tenant.name,
+            requests=need.requests,
+            tokens=need.tokens,
+            running=tenant.running - need.beginning,
+            beginning=need.beginning,
+        )
+        return self.ledger.lend(THIS_ROUTER, ask, self._peers.home_since(tenant.name))
+
+    def _spend_here(self, tenant: _Tenant) -> None:
+        """Charges the account here for what was used, also under an earlier home."""
+        account = self.ledger.account(tenant.name, self._peers.home_since(tenant.name))
+        account.tokens.take(tenant.spent)
+        tenant.spent = tenant.requests = tenant.tokens = 0.0
+        tenant.share = None
+
+    def _use_loan(self, tenant: _Tenant, need: _Need) -> bool:
+        quota, has_expired = tenant.quota, self._clock() >= tenant.expires_at
+        if has_expired or (need.beginning and quota.concurrent):
+            return False
+        if quota.requests_per_second and need.requests > tenant.requests:
+            return False
+        if quota.tokens_per_second and need.tokens > tenant.tokens:
+            return False
+        tenant.requests -= need.requests
+        tenant.tokens -= need.tokens
+        return True
+
+    async def _ask(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan | None:
+        """Gives the last loan back and asks for another one; None if the home does not answer. Holds the lock."""
+        asked_at = self._clock()
+        is_valid = asked_at < tenant.expires_at
+        more = max(tenant.demand[1], tenant.demand[2]) * _CHUNK_SECONDS
+        ask = peer_pb2.QuotaAsk(
+            tenant=tenant.name,
+            left_requests=max(0.0, tenant.requests) if is_valid else 0.0,
+            left_tokens=max(0.0, tenant.tokens) if is_valid else 0.0,
+            spent_tokens=tenant.spent,
+            requests=need.requests,
+            tokens=need.tokens,
+            more_requests=0.1 * tenant.quota.requests_per_second if need.requests or need.tokens else 0.0,
+            more_tokens=more if need.requests or need.tokens else 0.0,
+            running=max(0, tenant.running - need.beginning),
+            beginning=need.beginning,
+        )
+        tenant.requests = tenant.tokens = 0.0
+        tenant.spent, is_told, tenant.is_told = 0.0, False, True
+        try:
+            loan = await self._peers.lend(self._peers.home(tenant.name), ask)
+            is_told = not loan.not_home
+        except BatonError:
+            loan = None
+        finally:
+            if not is_told:
+                tenant.spent += ask.spent_tokens
+                tenant.is_told = False
+        if loan is None or loan.not_home:
+            return None
+        tenant.share = None
+        tenant.requests, tenant.tokens = loan.more_requests, loan.more_tokens
+        tenant.expires_at = asked_at + LOAN_SECONDS
+        if not loan.granted:
+            tenant.refusal = (self._clock() + _REFUSED_SECONDS, need, loan)
+        elif tenant.requests or tenant.tokens:
+            self._unsettled[tenant.name] = tenant
+        return loan
+
+    def _use_share(self, tenant: _Tenant, need: _Need) -> None:
+        """Uses this router's part of the quota. Raises QuotaUnavailable after a while, unless all is allowed then."""
+        share = tenant.share = tenant.share or self._share_of(tenant)
+        if self._clock() - share.since > self._config.unreachable_seconds:
+            if self._config.unreachable == "allow":
+                metrics.QUOTA_FALLBACKS.labels("allowed").inc()
+                return
+            metrics.QUOTA_FALLBACKS.labels("refused").inc()
+            metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
+            raise QuotaUnavailable(f"the router that has the quota of tenant {tenant.name!r:.140} cannot be reached")
+        lacking = max(share.requests.lacks_seconds(need.requests), share.tokens.lacks_seconds(need.tokens))
+        if share.concurrent and need.beginning and tenant.running > share.concurrent:
+            raise _exceeded(tenant.name, _WHY[peer_pb2.QUOTA_KIND_CONCURRENT], 1.0)
+        if lacking:
+            why = "its part of the quota is exceeded, as the router that has the whole cannot be reached"
+            raise _exceeded(tenant.name, why, lacking)
+        metrics.QUOTA_FALLBACKS.labels("own_part").inc()
+        share.requests.take(need.requests)
+        share.tokens.take(need.tokens)
+
+    def _share_of(self, tenant: _Tenant) -> _Share:
+        routers, quota, now = max(1, self._peers.count), tenant.quota, self._clock()
+        requests = TokenBucket(quota.requests_per_second / routers, quota.burst_seconds, self._clock)
+        tokens = TokenBucket(quota.tokens_per_second / routers, quota.burst_seconds, self._clock)
+        # The home may have lent all that there was.
+        requests.empty(now)
+        tokens.empty(now)
+        return _Share(now, requests, tokens, -(-quota.concurrent // routers))
+
+    def _repeat_refusal(self, tenant: _Tenant, need: _Need) -> None:
+        """Raises the last refusal again if it has just been made for no more than this."""
+        if tenant.refusal is None:
+            return
+        until, refused, loan = tenant.refusal
+        if self._clock() >= until:
+            tenant.refusal = None
+        elif refused.requests <= need.requests and refused.tokens <= need.tokens:
+            self._raise_unless(loan, tenant, need)
+
+    def _raise_unless(self, loan: peer_pb2.QuotaLoan, tenant: _Tenant, need: _Need) -> None:
+        if loan.granted:
+            return
+        why = _WHY.get(loan.exceeded, f"the rate of tokens is exceeded by a prompt of {need.tokens}")
+        raise _exceeded(tenant.name, why, max(0.001, loan.retry_after.ToNanoseconds() / 1e9))
+
+    def _note_demand(self, tenant: _Tenant, need: _Need) -> None:
+        now, demand = self._clock(), tenant.demand
+        if now >= demand[0] + 1.0:
+            demand[:] = [now, 0.0, demand[1] if now < demand[0] + 2.0 else 0.0]
+        demand[1] += need.tokens
+
+    def _note_spent(self, tenant: _Tenant, tokens: int) -> None:
+        if not tenant.is_limited or not (tokens or tenant.quota.concurrent):
+            return
+        if self._peers.home(tenant.name) == THIS_ROUTER:
+            tenant.spent += tokens
+            self._spend_here(tenant)
+            if tenant.quota.concurrent:
+                self._use_here(tenant, _NOTHING)
+            return
+        lent = min(tokens, max(0.0, tenant.tokens)) if self._clock() < tenant.expires_at else 0.0
+        tenant.tokens -= lent
+        tenant.spent += tokens - lent
+        tenant.is_told = not tenant.quota.concurrent
+        self._unsettled[tenant.name] = tenant
+
+    def _give_back(self, tenant: _Tenant, tokens: int) -> None:
+        if self._peers.home(tenant.name) == THIS_ROUTER:
+            self.ledger.account(tenant.name, self._peers.home_since(tenant.name)).tokens.give_back(tokens)
+        else:
+            tenant.tokens += tokens
 
     def _find(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._forget_idle()
-            quota = self._config.tenants.get(name, self._config.default)
-            tenant = self._tenants[name] = _Tenant(quota, self._clock)
+            tenant = self._tenants[name] = self._open(name)
         self._tenants.move_to_end(name)
         return tenant
+
+    def _open(self, name: str) -> _Tenant:
+        quota = self.ledger.quota(name)
+        return _Tenant(name, quota, quota != _NO_QUOTA)
 
     def _forget_idle(self) -> None:
         """Forgets idle tenants if there are too many, among the least recently seen."""
@@ -140,6 +359,7 @@ class Quotas:
             name, tenant = next(iter(self._tenants.items()))
             if tenant.is_idle:
                 del self._tenants[name]
+                self._unsettled.pop(name, None)
             else:
                 self._tenants.move_to_end(name)
 

@@ -1,41 +1,26 @@
 """The calls of a request for embeddings: its inputs in parts, each on the least busy worker, or another if it fails."""
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-from opentelemetry.trace import SpanKind
+from functools import partial
 
 from baton.calls import unary
-from baton.engine.v1 import embed_pb2
-from baton.errors import (
-    BatonError,
-    DeadlineExceeded,
-    EngineFailed,
-    FieldViolation,
-    InvalidRequest,
-    NoWorker,
-    Overloaded,
-    Unavailable,
-)
+from baton.engine.v1 import embed_pb2, embed_pb2_grpc
+from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
-from router.routing.filters import Constraints, filter_workers
-from router.routing.retry import Attempts, Retries
-from router.routing.scoring import Preferences, pick, score_workers
-from router.workers.aborts import abort_unanswered
-from router.workers.calls import annotate_worker_errors
-from router.workers.cluster import Cluster
-from router.workers.handle import Waiting, WorkerHandle
-from router.workers.replies import Suspects, check_vectors
-from router.workers.spans import worker_attributes
-from rpc.tracing.span import stage_span
+from router.placement.role_workers import RoleWorkers
+from router.routing.filters import Constraints
+from router.routing.retry import Retries
+from router.workers.handle import WorkerHandle
+from router.workers.replies import check_vectors
+from router.workers.role_calls import Metadata, RoleCall, call_with_retries
+from rpc.violations import renamed
 from runtime.aio import gather_or_cancel
 
-ROLE: Literal["embed"] = "embed"
+ROLE = "embed"
 # Of one part: larger ones would delay other requests, and hold the event loop while they are read.
 _PART_INPUTS = 64
 _PART_TOKENS = 32_768
@@ -62,10 +47,9 @@ class WantedVectors:
 class EmbedCalls:
     """Calls workers for requests for embeddings."""
 
-    def __init__(self, cluster: Cluster, retries: Retries) -> None:
-        self._cluster = cluster
-        self.retries = retries
-        self._turns = itertools.count()
+    def __init__(self, workers: RoleWorkers, retries: Retries) -> None:
+        self._workers = workers
+        self._retries = retries
 
     async def embed(
         self, ctx: RequestContext, wanted: WantedVectors, inputs: Sequence[generate_pb2.TokenIds]
@@ -74,8 +58,9 @@ class EmbedCalls:
 
         Raises NoWorker, or the error of the last attempt.
         """
-        self.retries.earn()
-        room = asyncio.Semaphore(max(1, len(self.ready(wanted.model, frozenset()))))
+        self._retries.earn()
+        ready = self._workers.ready(Constraints(ROLE, wanted.model, context_tokens=0))
+        room = asyncio.Semaphore(max(1, len(ready)))
         found = await gather_or_cancel(self._embed_in_turn(ctx.part(), wanted, part, room) for part in in_parts(inputs))
         return [one for of_part in found for one in of_part]
 
@@ -84,94 +69,50 @@ class EmbedCalls:
     ) -> Sequence[inference_pb2.TextEmbedding]:
         try:
             async with room:
-                return await self._embed_with_retries(ctx, wanted, part)
+                return await call_with_retries(ctx, self._retries, _EmbedCall(self._workers, ctx, wanted, part))
         except InvalidRequest as error:
-            raise _renamed(error, part.first) from error
+            raise renamed(error, partial(_in_client_request, part.first)) from error
         finally:
             ctx.cancellation.close()
 
-    async def _embed_with_retries(
-        self, ctx: RequestContext, wanted: WantedVectors, part: Part
+
+class _EmbedCall(RoleCall[Sequence[inference_pb2.TextEmbedding]]):
+    """The call for one part."""
+
+    role = ROLE
+    tokens = 0
+
+    def __init__(self, workers: RoleWorkers, ctx: RequestContext, wanted: WantedVectors, part: Part) -> None:
+        self.tokens = part.tokens
+        self._workers = workers
+        self._ctx = ctx
+        self._wanted = wanted
+        self._part = part
+
+    def place(self, tried: frozenset[str]) -> WorkerHandle:
+        constraints = Constraints(ROLE, self._wanted.model, context_tokens=0, tried=tried)
+        return self._workers.place(constraints, self.tokens)
+
+    def begin(self, worker: WorkerHandle) -> str:
+        self._ctx.cancellation.add_worker(worker)
+        return self._ctx.call_id
+
+    async def run(
+        self, worker: WorkerHandle, seconds: float, metadata: Metadata
     ) -> Sequence[inference_pb2.TextEmbedding]:
-        attempts, suspects = self.retries.attempts(ROLE), Suspects()
-        failure: BatonError | None = None
-        while True:
-            worker = self._place(wanted.model, part, attempts.tried, failure)
-            try:
-                found = await self._call(ctx, worker, wanted, part, attempts)
-                suspects.answered(worker)
-                return found
-            except (Unavailable, Overloaded, EngineFailed) as error:
-                suspects.add(worker, ROLE, error)
-                attempts.allow(error)
-                failure = error
-            attempts.exclude(worker.record.process)
-            self._place(wanted.model, part, attempts.tried, failure)
-            await attempts.pause(failure, ctx.deadline.remaining_seconds)
-
-    def _place(self, model: str, part: Part, tried: frozenset[str], failure: BatonError | None) -> WorkerHandle:
-        """The least busy worker. Raises the failure of the last one, or NoWorker with the reason for each."""
-        workers = self.ready(model, tried)
-        if not workers:
-            if failure is not None:
-                raise failure
-            reasons = filter_workers(self._cluster.workers, _constraints(model, tried)).reasons()
-            raise NoWorker(f"no {ROLE} worker of {model} is ready: {reasons}")
-        preferences = Preferences(prompt_tokens=max(1, part.tokens), turn=next(self._turns))
-        return pick(score_workers(workers, preferences), preferences)
-
-    def ready(self, model: str, tried: frozenset[str]) -> Sequence[WorkerHandle]:
-        """The workers that are ready for a model, but for the processes that were tried."""
-        return filter_workers(self._cluster.workers, _constraints(model, tried)).eligible
-
-    async def _call(
-        self, ctx: RequestContext, worker: WorkerHandle, wanted: WantedVectors, part: Part, attempts: Attempts
-    ) -> Sequence[inference_pb2.TextEmbedding]:
-        ctx.cancellation.add_worker(worker)
+        wanted, inputs = self._wanted, self._part.inputs
         request = embed_pb2.EmbedRequest(
-            request_id=ctx.call_id,
+            request_id=self._ctx.call_id,
             model=wanted.model,
-            inputs=part.inputs,
+            inputs=inputs,
             dimensions=wanted.dimensions,
             normalize=wanted.normalize,
         )
-        waiting = _Embedding(self, ctx, wanted, part, attempts)
-        with (
-            annotate_worker_errors(ROLE, worker, ctx),
-            stage_span(ROLE, worker_attributes(worker), kind=SpanKind.CLIENT),
-            worker.track_load(part.tokens),
-        ):
-            seconds = ctx.deadline.remaining_seconds
-            metadata = (*ctx.worker_metadata(attempts.number), *ctx.qos.metadata())
-            try:
-                with worker.fail_if_hung(waiting):
-                    response = await unary(worker.embed.Embed(request, timeout=seconds, metadata=metadata))
-            except (asyncio.CancelledError, DeadlineExceeded):
-                await abort_unanswered(worker, ctx.call_id)
-                raise
-            check_vectors(response.embeddings, part.inputs, wanted.dimensions)
+        stub = worker.stub(embed_pb2_grpc.EmbedServiceStub)
+        response = await unary(stub.Embed(request, timeout=seconds, metadata=metadata))
+        check_vectors(response.embeddings, inputs, wanted.dimensions)
         embeddings: Sequence[inference_pb2.TextEmbedding] = response.embeddings
         return embeddings
-
-
-class _Embedding(Waiting):
-    """A part, while it waits for a worker."""
-
-    def __init__(
-        self, calls: EmbedCalls, ctx: RequestContext, wanted: WantedVectors, part: Part, attempts: Attempts
-    ) -> None:
-        self._calls = calls
-        self._ctx = ctx
-        self._model = wanted.model
-        self._attempts = attempts
-        self.awaits_answer, self.tokens = True, part.tokens
-
-    def answer_seconds(self) -> float:
-        return self._calls.retries.answer_seconds(self._ctx.deadline.remaining_seconds)
-
-    def another_can(self, worker: WorkerHandle) -> bool:
-        tried = self._attempts.tried | {worker.record.process}
-        return self._attempts.has_another and bool(self._calls.ready(self._model, tried))
 
 
 def in_parts(inputs: Sequence[generate_pb2.TokenIds]) -> list[Part]:
@@ -187,18 +128,9 @@ def in_parts(inputs: Sequence[generate_pb2.TokenIds]) -> list[Part]:
     return parts
 
 
-def _constraints(model: str, tried: frozenset[str]) -> Constraints:
-    return Constraints(ROLE, model, context_tokens=0, tried=tried)
-
-
-def _renamed(error: InvalidRequest, first: int) -> InvalidRequest:
-    """The worker's error, with the inputs counted as in the client's request."""
-
-    def renamed(violation: FieldViolation) -> FieldViolation:
-        number, bracket, rest = violation.field.removeprefix("inputs[").partition("]")
-        if not bracket or not number.isdecimal():
-            return violation
-        return FieldViolation(f"inputs[{int(number) + first}]{rest}", violation.description)
-
-    violations = [renamed(violation) for violation in error.violations]
-    return InvalidRequest(violations, stage=error.stage, worker_id=error.worker_id)
+def _in_client_request(first: int, violation: FieldViolation) -> FieldViolation:
+    """The violation, with the inputs of a part counted as in the client's request."""
+    number, bracket, rest = violation.field.removeprefix("inputs[").partition("]")
+    if not bracket or not number.isdecimal():
+        return violation
+    return FieldViolation(f"inputs[{int(number) + first}]{rest}", violation.description)

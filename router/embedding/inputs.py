@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2
 from router.text.request_input import unsupported
 from router.text.served_model import ServedModel
+from router.workers.cluster import Cluster
 from rpc.violations import Violations
 
 _LONGEST_REQUEST_ID = 128
@@ -16,6 +17,15 @@ class EmbeddingModel:
 
     model: ServedModel
     rules: model_pb2.EmbeddingRules
+
+
+def find_model(cluster: Cluster, name: str) -> EmbeddingModel:
+    """The model of this name. Raises ModelNotFound, NoWorker, or Unsupported if no worker has an embedder."""
+    model = cluster.model(name)
+    for worker in cluster.workers:
+        if worker.record.model == model.name and worker.model is not None and worker.model.embedding is not None:
+            return EmbeddingModel(worker.model, worker.model.embedding)
+    raise unsupported("embeddings, since no worker has the role embed", model)
 
 
 def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_inputs: int) -> None:

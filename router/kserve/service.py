@@ -15,15 +15,12 @@ from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
 from baton_http2.server.reply import Reply
-from discovery.roles import COMPLETING
-from router.context import ContextFactory
-from router.embedding.pipeline import EmbedPipeline
+from engine_protocol.roles import completing
 from router.kserve.embeddings import embed_request, embed_response
 from router.kserve.metadata import PLATFORM, config, metadata
 from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_request, is_version, reason_of, response
-from router.pipeline import Pipeline
+from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
-from router.workers.cluster import Cluster
 from router.workers.offer import model_message
 from rpc.interceptors.arrival import note_arrival, note_size
 from rpc.interceptors.counting import count_fields
@@ -43,23 +40,18 @@ _LARGE_TEXTS = 64  # vectors of more are packed in a thread
 class KServeServicer:
     """The methods of GRPCInferenceService."""
 
-    def __init__(
-        self, contexts: ContextFactory, pipeline: Pipeline, embed_pipeline: EmbedPipeline, cluster: Cluster
-    ) -> None:
-        self._contexts = contexts
-        self._pipeline = pipeline
-        self._embed_pipeline = embed_pipeline
-        self._cluster = cluster
+    def __init__(self, path: RequestPath) -> None:
+        self._path = path
 
     async def ServerLive(self, _request: pb.ServerLiveRequest, _context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _request: pb.ServerReadyRequest, _context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=any(self._is_ready(model.name) for model in self._cluster.models))
+        return pb.ServerReadyResponse(ready=any(self._is_ready(model.name) for model in self._path.cluster.models))
 
     async def ModelReady(self, request: pb.ModelReadyRequest, _context: Context) -> pb.ModelReadyResponse:
         with suppress(ModelNotFound):
-            model = self._cluster.model(request.name).name
+            model = self._path.cluster.model(request.name).name
             return pb.ModelReadyResponse(ready=is_version(request.version) and self._is_ready(model))
         return pb.ModelReadyResponse(ready=False)
 
@@ -76,8 +68,8 @@ class KServeServicer:
         if self._wants_vectors(request):
             return await self._embed(request, context)
         made, collector = generate_request(request, may_stream=False), UnaryCollector()
-        ctx = self._contexts.create(made, context)
-        await self._pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
+        ctx = self._path.contexts.create(made, context)
+        await self._path.pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
         return _whole(request, collector)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -99,13 +91,13 @@ class KServeServicer:
             if self._wants_vectors(answer.request):
                 await answer.write(await self._embed(answer.request, context))
                 return
-            ctx = self._contexts.create(generate_request(answer.request, may_stream=True), context)
-            await self._pipeline.run(ctx, Reply(answer.send, lambda _trailer: None))
+            ctx = self._path.contexts.create(generate_request(answer.request, may_stream=True), context)
+            await self._path.pipeline.run(ctx, Reply(answer.send, lambda _trailer: None))
         except BatonError as error:
             await answer.fail(error)
 
     async def _embed(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
-        embedded = await self._embed_pipeline.run(embed_request(request), context)
+        embedded = await self._path.embed_pipeline.run(embed_request(request), context)
         if len(embedded.embeddings) > _LARGE_TEXTS:
             return await asyncio.to_thread(embed_response, request, embedded)
         return embed_response(request, embedded)
@@ -118,17 +110,17 @@ class KServeServicer:
         if any(output.name == EMBEDDING for output in request.outputs):
             return True
         with suppress(BatonError):  # an unknown model is the pipeline's to refuse
-            return self._cluster.model(request.model_name).capabilities.embeddings_only
+            return self._path.cluster.model(request.model_name).capabilities.embeddings_only
         return False
 
     def _described(self, name: str, version: str) -> model_pb2.Model:
         check_version(version)
-        return model_message(self._cluster.model(name), self._cluster)
+        return model_message(self._path.cluster.model(name), self._path.cluster)
 
     def _is_ready(self, name: str) -> bool:
         return any(
-            worker.record.model == name and COMPLETING & set(worker.record.roles) and not worker.problem
-            for worker in self._cluster.workers
+            worker.record.model == name and completing() & set(worker.record.roles) and not worker.problem
+            for worker in self._path.cluster.workers
         )
 
 

@@ -21,6 +21,7 @@ from google.protobuf import json_format
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.kserve import inference_pb2 as pb
+from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
 
 OUTPUTS = ("text_output", "finish_reason")
@@ -29,13 +30,8 @@ VERSION = "1"
 FINAL = "triton_final_response"
 # Fields of GenerateRequest by the name of a parameter.
 PARAMETERS: Mapping[str, tuple[str, str]] = {
-    **{
-        name: ("sampling", name)
-        for name in (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "seed", "n",
-        )
-    },
+    **{name: ("sampling", one.name) for one in OPTIONS.values() for name in (one.name, *one.row.kserve)},
+    "n": ("sampling", "n"),
     **{name: ("stopping", name) for name in ("max_tokens", "min_tokens", "ignore_eos", "include_stop")},
     "stop": ("stopping", "stop"),
     "stop_words": ("stopping", "stop"),
@@ -43,7 +39,6 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "include_stop_str_in_output": ("stopping", "include_stop"),
     "logit_bias": ("sampling", "logit_bias"),
     "bad_words": ("sampling", "bad_words"),
-    "random_seed": ("sampling", "seed"),
     "session_key": ("routing", "session_key"),
     "cache_salt": ("routing", "cache_salt"),
     "guided_json": ("guided", "json_schema"),
@@ -51,7 +46,7 @@ PARAMETERS: Mapping[str, tuple[str, str]] = {
     "guided_grammar": ("guided", "grammar"),
     "guided_choice": ("guided", "choice"),
     "guided_structural_tags": ("guided", "structural_tags"),
-}  # fmt: skip
+}
 # Fields that hold several values. As parameters, which cannot, they are the text of JSON.
 _TEXT_LISTS = ("stop", "bad_words")
 _FLAGS = ("ignore_eos", "include_stop")

@@ -20,23 +20,21 @@ from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
 from baton_http2.input_budget import InputBudget
 from baton_http2.server.reply import Reply
-from router.context import ContextFactory
-from router.embedding.pipeline import EmbedPipeline
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
-from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, now, whole
-from router.openai.completions import CompletionRequest
+from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, whole
+from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
 from router.openai.fields import SamplingFields, read
 from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
-from router.pipeline import Pipeline
+from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
+from router.text import request_input
 from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
-from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
 from rpc.interceptors.arrival import note_arrival, note_size
@@ -84,10 +82,7 @@ class OpenAIApp:
 
     def __init__(
         self,
-        contexts: ContextFactory,
-        pipeline: Pipeline,
-        embed_pipeline: EmbedPipeline,
-        cluster: Cluster,
+        path: RequestPath,
         *,
         access: Access | None,
         tracer: Tracer,
@@ -95,10 +90,7 @@ class OpenAIApp:
         max_body_bytes: int,
         input: InputBudget,
     ) -> None:
-        self._contexts = contexts
-        self._pipeline = pipeline
-        self._embed_pipeline = embed_pipeline
-        self._cluster = cluster
+        self._path = path
         self._access = access
         self._tracer = tracer
         self._texts = texts
@@ -193,7 +185,31 @@ class OpenAIApp:
 
     async def _completions(self, call: HttpCall, _path: str) -> None:
         body, request = await self._read(call, CompletionRequest, CompletionRequest.generate_request)
-        await self._choices(call, body, request, "text")
+        if body.echo:
+            await self._echoed(call, body, request)
+        else:
+            await self._choices(call, body, request, "text")
+
+    async def _echoed(self, call: HttpCall, body: CompletionRequest, request: generate_pb2.GenerateRequest) -> None:
+        """The prompt with the answer, and with the log probabilities of both."""
+        answering = Answering("text", f"cmpl-{call.request_id}", self._token_text(body.model), now())
+        collector = UnaryCollector()
+        await self._run(call, request, collector)
+
+        def content() -> bytes:
+            made = whole(answering, collector)
+            prompt = self._echo(request, answering.token_text)
+            prompt.put_before(made, collector.response.token.prompt_logprobs)
+            return json.dumps(made).encode()
+
+        await call.respond(200, await asyncio.to_thread(content))
+
+    def _echo(self, request: generate_pb2.GenerateRequest, token_text: TokenText) -> EchoedPrompt:
+        model = self._path.cluster.model(request.model)
+        ids = request_input.tokenize(request, model)
+        if model.tokenizer is None:
+            return EchoedPrompt(" ".join(map(str, ids)), ids, token_text)
+        return EchoedPrompt(request.prompt or model.tokenizer.decode(ids, keep_special_tokens=True), ids, token_text)
 
     async def _choices(
         self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind
@@ -221,22 +237,22 @@ class OpenAIApp:
     async def _embeddings(self, call: HttpCall, _path: str) -> None:
         body, request = await self._read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request)
         async with call.while_connected():
-            response = await self._embed_pipeline.run(request, call)
+            response = await self._path.embed_pipeline.run(request, call)
         content = await asyncio.to_thread(embeddings.whole, response, body.encoding_format)
         await call.respond(200, content)
 
     async def _models(self, call: HttpCall, _path: str) -> None:
         models: list[dict[str, Any]] = []
-        for model in self._cluster.models:
+        for model in self._path.cluster.models:
             models.append(self._described(model))
-            adapters = loras_of_model(self._cluster.workers, model.name).values()
+            adapters = loras_of_model(self._path.cluster.workers, model.name).values()
             models += [self._described(model, adapter) for adapter in adapters]
         await call.respond(200, json.dumps({"object": "list", "data": models}).encode())
 
     async def _model(self, call: HttpCall, path: str) -> None:
         name = path.removeprefix("/v1/models/")
-        model = self._cluster.model(name)
-        adapter = self._cluster.lora(generate_pb2.GenerateRequest(model=name), model)
+        model = self._path.cluster.model(name)
+        adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
         await call.respond(200, json.dumps(self._described(model, adapter)).encode())
 
     def _described(self, model: ServedModel, adapter: lora_pb2.LoraAdapter | None = None) -> dict[str, Any]:
@@ -271,10 +287,10 @@ class OpenAIApp:
         self, call: HttpCall, request: generate_pb2.GenerateRequest, stream: "AnswerStream | UnaryCollector"
     ) -> None:
         """Runs the request in the pipeline. An error after the response has begun ends it."""
-        ctx = self._contexts.create(request, call)
+        ctx = self._path.contexts.create(request, call)
         try:
             async with call.while_connected():
-                await self._pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+                await self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
         except BatonError as error:
             if not call.response_status or isinstance(stream, UnaryCollector):
                 raise
@@ -286,7 +302,7 @@ class OpenAIApp:
         """Names the tokens of a model in logprobs. The model is looked up when it is needed: it may not exist."""
 
         def text(token_id: int) -> str:
-            tokenizer = self._cluster.model(name).tokenizer
+            tokenizer = self._path.cluster.model(name).tokenizer
             return tokenizer.decode([token_id], keep_special_tokens=True) if tokenizer else str(token_id)
 
         return text

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -51,7 +51,10 @@ class Answering:
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for one in delta.logprobs],
-            "top_logprobs": [{self.token_text(top.token_id): top.logprob for top in one.top} for one in delta.logprobs],
+            "top_logprobs": [
+                named_logprobs(self.token_text, [top.token_id for top in one.top], [top.logprob for top in one.top])
+                for one in delta.logprobs
+            ],
             "text_offset": offsets,
         }
 
@@ -220,6 +223,14 @@ def usage(used: generate_pb2.Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
         "completion_tokens_details": details,
     }
+
+
+def named_logprobs(token_text: TokenText, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
+    """Alternatives by their texts, the likeliest first. Of those with one text, as parts of characters, it is kept."""
+    named: dict[str, float] = {}
+    for token_id, logprob in zip(ids, logprobs, strict=True):
+        named.setdefault(token_text(token_id), logprob)
+    return named
 
 
 def finish_reason(reason: sampling_pb2.FinishReason.ValueType, *, has_calls: bool) -> str:

@@ -1,12 +1,14 @@
 """Fields that the endpoints share. Unknown fields are refused, and so are values that would have to be ignored."""
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import generate_pb2
+from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
 from router.openai.errors import UnsupportedField
 
@@ -135,18 +137,36 @@ class StructuredOutputs(Fields):
             raise InvalidRequest.of(field, "is not JSON") from None
 
 
-class SamplingFields(Fields):
+# Of options that take more values here than in a request: their type, and what a request has for a value.
+_TYPES: Mapping[str, Any] = {
+    "seed": Annotated[int, Field(ge=-(2**63), lt=2**64)],
+    "top_k": Annotated[int, Field(ge=-1, le=_UINT32)],
+}
+_READ: Mapping[str, Callable[[int], int]] = {
+    "seed": lambda seed: seed % 2**64,
+    "top_k": lambda top_k: max(0, top_k),  # vLLM's -1 keeps all
+}
+
+if TYPE_CHECKING:
+    OptionFields = Fields
+else:
+    OptionFields = create_model(
+        "OptionFields",
+        __base__=Fields,
+        **{
+            one.name: (_TYPES.get(one.name, Number if one.kind is float else Uint32) | None, None)
+            for one in OPTIONS.values()
+        },
+    )
+
+
+class SamplingFields(OptionFields):
     """Sampling and length. The second half are fields that OpenAI's API does not have, as in vLLM."""
 
     model: str = Field(default="", max_length=1024)
-    temperature: Number | None = None
-    top_p: Number | None = None
     n: Uint32 | None = None
     stop: str | list[str] | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
     logit_bias: dict[TokenId, Number] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -158,9 +178,6 @@ class SamplingFields(Fields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    top_k: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
     min_tokens: Uint32 | None = None
     stop_token_ids: list[Uint32] | None = None
     bad_words: list[str] | None = None
@@ -183,12 +200,10 @@ class SamplingFields(Fields):
     def request(self, request_id: str) -> generate_pb2.GenerateRequest:
         """A request with these fields, and without input."""
         made = generate_pb2.GenerateRequest(request_id=request_id, model=self.model)
-        _copy(self, made.sampling, "temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "min_p")
-        _copy(self, made.sampling, "repetition_penalty")
-        if self.seed is not None:
-            made.sampling.seed = self.seed % 2**64
-        if self.top_k is not None:
-            made.sampling.top_k = max(0, self.top_k)  # vLLM's -1 keeps all
+        for name in OPTIONS:
+            if (value := getattr(self, name)) is not None:
+                setattr(made.sampling, name, _READ[name](value) if name in _READ else value)
+        _copy(self, made.sampling, "n")
         for token_id, bias in (self.logit_bias or {}).items():
             made.sampling.logit_bias[int(token_id)] = bias
         made.sampling.bad_words.extend(self.bad_words or [])

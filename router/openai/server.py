@@ -33,6 +33,14 @@ _CUT_SECONDS = 1.0
 _CROWDED = 0.9
 _POLL_SECONDS = 0.01
 _MAX_HEAD_BYTES = 64 * 1024
+# Requests that wait for an answer to the one before, and chunks of bodies that come in one read of 256 KiB: the work
+# of each takes as long as that of thousands of bytes.
+_MOST_PIPELINED = 16
+_MOST_CHUNKS = 2048
+
+
+class _TooManyPieces(Exception):
+    """Ends the parsing of what has come, and the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class _BoundedHttp(HttpToolsProtocol):
     """
 
     _head_bytes = 0
+    _chunks = 0
     # Since when a request is received whose end has not come, and since when none runs; in the loop's time.
     _receiving_since: float | None = None
     _idle_since = 0.0
@@ -78,6 +87,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
+        self._chunks = 0
         if self._receiving_since is None:
             self._receiving_since = self.loop.time()
         super().data_received(data)
@@ -86,10 +96,15 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise _TooManyPieces
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
+        self._chunks += 1
+        if self._chunks > _MOST_CHUNKS:
+            raise _TooManyPieces
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import structlog
 
 from baton.errors import BatonError, NoWorker
-from discovery.roles import COMPLETING
+from engine_protocol.roles import completing
 from router.config import PickerConfig
 from router.explain import RoutingRequests
 from router.picker.body import read_request
@@ -104,4 +104,4 @@ class EndpointPicker:
 
 
 def _completes(worker: WorkerHandle) -> bool:
-    return worker.state == "ready" and bool(COMPLETING & set(worker.record.roles))
+    return worker.state == "ready" and bool(completing() & set(worker.record.roles))

@@ -1,14 +1,13 @@
 """Chooses the encoder version for a request's media, and encode workers, dedicated ones first."""
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import NoWorker
 from router.config import RoutingConfig
-from router.routing.filters import Constraints, Filtered, filter_workers
-from router.routing.scoring import Preferences, pick, score_workers
+from router.placement.role_workers import RoleWorkers
+from router.routing.filters import Constraints
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 
@@ -30,9 +29,8 @@ class Encoders:
     """Chooses among the workers that encode, by their load."""
 
     def __init__(self, cluster: Cluster, config: RoutingConfig) -> None:
-        self._cluster = cluster
+        self._workers = RoleWorkers(cluster)
         self._is_inline_allowed = config.inline_encode
-        self._turns = itertools.count()
         self._newest: dict[tuple[str, str], EncoderVersion] = {}
 
     def choose(self, model: str) -> EncoderVersion:
@@ -41,7 +39,7 @@ class Encoders:
         While no worker encodes it is the last known one, whose embeddings may be cached.
         """
         decoding = Constraints("decode", model, context_tokens=0)
-        readers = Counter(worker.embedding_layout for worker in self._filter(decoding).eligible)
+        readers = Counter(worker.embedding_layout for worker in self._workers.ready(decoding))
         if not readers:
             raise self._none(decoding)
         encoding = Constraints("encode", model, context_tokens=0)
@@ -66,17 +64,12 @@ class Encoders:
         workers = self._candidates(constraints)
         if not workers:
             raise self._none(constraints)
-        preferences = Preferences(prompt_tokens=1, turn=next(self._turns))
-        return pick(score_workers(workers, preferences), preferences)
+        return self._workers.among(workers, 1)
 
     def _candidates(self, constraints: Constraints) -> Sequence[WorkerHandle]:
-        dedicated = self._filter(replace(constraints, is_dedicated=True)).eligible
-        return dedicated or (self._filter(constraints).eligible if self._is_inline_allowed else ())
-
-    def _filter(self, constraints: Constraints) -> Filtered[WorkerHandle]:
-        return filter_workers(self._cluster.workers, constraints)
+        dedicated = self._workers.ready(replace(constraints, is_dedicated=True))
+        return dedicated or (self._workers.ready(constraints) if self._is_inline_allowed else ())
 
     def _none(self, constraints: Constraints) -> NoWorker:
         is_dedicated = constraints.role == "encode" and not self._is_inline_allowed
-        reasons = self._filter(replace(constraints, is_dedicated=is_dedicated)).reasons()
-        return NoWorker(f"no {constraints.role} worker of {constraints.model} is ready: {reasons}")
+        return self._workers.none_ready(replace(constraints, is_dedicated=is_dedicated))

@@ -29,7 +29,9 @@ from router.resume.finding import StreamFinder
 from router.resume.handle import Handle, answer_call_id, owner_sha256
 from router.resume.keep import Continued, Keep, keep_seconds
 from router.resume.replay import ReplayedCompletion
+from router.stream.reply import end_reply
 from router.stream.writer import StreamWriter
+from router.telemetry.spans import set_request_attributes
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.served_model import ServedModel
@@ -93,8 +95,11 @@ class Resumer:
             answers = await self._attach_all(request, attached)
             if answers:
                 ctx = self._context(request, answers[0])
-                work = partial(self._answer_adopted, answers)
-                await self._pipeline.run_listed(ctx, call.reply(), work)
+                reply = call.reply()
+                describe = partial(set_request_attributes, ctx.request)
+                answer = partial(self._answer_adopted, answers, ctx, reply)
+                ended = partial(end_reply, reply, ctx.timings)
+                await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
                 return
         if not message.HasField("request"):
             raise StreamLost("nothing is left of this answer: resume it with its request, or send that again")
@@ -231,13 +236,17 @@ class Resumer:
         model = self._pipeline.cluster.model(answers[0].decode.worker.record.model)
         ctx.stats.model = model.name
         admission = self._pipeline.admission
-        with admission.track_tenant(ctx), admission.count_running(model.name):
-            if len(answers) == 1:
-                completion, prompt = await self._replay(answers[0], ctx, model)
-                async with self._pipeline.writer(ctx, reply) as stream:
-                    await self._go_on(answers[0], ctx, prompt, completion, stream)
-                return
+        async with admission.track_tenant(ctx):
+            with admission.count_running(ctx, model.name):
+                await self._answer(answers, ctx, model, reply)
+
+    async def _answer(self, answers: Sequence[_Adopted], ctx: RequestContext, model: ServedModel, reply: Reply) -> None:
+        if len(answers) > 1:
             await self._answer_several(answers, ctx, model, reply)
+            return
+        completion, prompt = await self._replay(answers[0], ctx, model)
+        async with self._pipeline.writer(ctx, reply) as stream:
+            await self._go_on(answers[0], ctx, prompt, completion, stream)
 
     async def _answer_several(
         self, answers: Sequence[_Adopted], ctx: RequestContext, model: ServedModel, reply: Reply

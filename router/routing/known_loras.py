@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from baton.errors import InvalidReply
 from baton.inference.v1 import lora_pb2
+
+# A router keeps an inventory for as long as its worker is there, and looks through it for each request of an adapter.
+_MOST_ADAPTERS = 4096
+_MOST_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +21,12 @@ class KnownLoras:
 
     @classmethod
     def of(cls, inventory: lora_pb2.LoraInventory) -> "KnownLoras":
-        """Reads a worker's report."""
+        """Reads a worker's report. Raises InvalidReply if it is too large to keep."""
+        count = len(inventory.loaded) + len(inventory.available)
+        if count > _MOST_ADAPTERS:
+            raise InvalidReply(f"an inventory of {count} adapters; the most is {_MOST_ADAPTERS}")
+        if (size := inventory.ByteSize()) > _MOST_BYTES:
+            raise InvalidReply(f"an inventory of adapters of {size} bytes; the most is {_MOST_BYTES}")
         adapters = (*inventory.loaded, *inventory.available)
         loaded = frozenset(map(_key, inventory.loaded))
         return cls(loaded, adapters, frozenset(map(_key, adapters)), is_reported=True)

@@ -2,7 +2,9 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -12,13 +14,36 @@ from typing import Any
 from baton.errors import ConfigError
 from discovery.location import steps_apart
 from router.config import RoutingConfig
-from router.routing.policy import Candidates, Placement, Policy, RoutingRequest, W
+from router.routing.policy import Candidates, IgnoredProgress, Placement, Policy, RoutingRequest, W
 from router.routing.prefix.cost import Nearness, Priors, priors_of
 from router.routing.prefix.predicted import PredictedSeconds
-from router.routing.scoring import Preferences, pick, score_workers
+from router.routing.scoring import Preferences, Scored, pick, score_workers
 from runtime.timing_profile import read_timing_profile
 
 _GROUP = "baton.policies"
+
+
+class _ComingDecode(IgnoredProgress):
+    """Counts a request at the worker that will decode it, until its prompt is computed: from then on that worker's own
+    load counts it.
+    """
+
+    def __init__(self, coming: Counter[str], process: str) -> None:
+        self._coming = coming
+        self._process = process
+        coming[process] += 1
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        del cached_tokens
+        self.close()
+
+    def close(self) -> None:
+        if not self._process:
+            return
+        self._coming[self._process] -= 1
+        if not self._coming[self._process]:
+            del self._coming[self._process]
+        self._process = ""
 
 
 class LeastLoaded:
@@ -32,6 +57,7 @@ class LeastLoaded:
         self._session_slack = session_slack
         self._prefers_near = prefers_near
         self._turns = {"prefill": itertools.count(), "decode": itertools.count()}
+        self._coming: Counter[str] = Counter()  # requests that will decode once others have computed their prompts
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
         """Chooses the decode worker first, then a prefill worker that can hand over to it."""
@@ -39,12 +65,15 @@ class LeastLoaded:
         able = candidates.prefill_for(decode)
         if self._prefers_near and len(able) > 1:
             able = self._nearest(decode, able, request)
-        prefill = self._pick("prefill", request, able) if able else None
-        return Placement(decode, prefill, partial(_explain, request, candidates))
+        explain = partial(_explain, request, candidates)
+        if not able:
+            return Placement(decode, None, explain)
+        prefill = self._pick("prefill", request, able)
+        return Placement(decode, prefill, explain, progress=_ComingDecode(self._coming, decode.record.process))
 
     def _nearest(self, decode: W, able: Sequence[W], request: RoutingRequest) -> list[W]:
         """Of the workers that are not much busier than the least busy one, those that are nearest."""
-        scored = score_workers(able, Preferences(request.prompt_tokens))
+        scored = self._scored(able, Preferences(request.prompt_tokens))
         most = min(option.score for option in scored) + self._session_slack
         free = [option.choice for option in scored if option.score <= most]
         steps = [steps_apart(worker.record.known_location, decode.record.known_location) for worker in free]
@@ -55,7 +84,14 @@ class LeastLoaded:
         if len(workers) == 1:
             return workers[0]
         preferences = Preferences(request.prompt_tokens, request.session_key, self._session_slack, turn)
-        return pick(score_workers(workers, preferences), preferences)
+        return pick(self._scored(workers, preferences), preferences)
+
+    def _scored(self, workers: Sequence[W], preferences: Preferences) -> list[Scored[W]]:
+        scored = score_workers(workers, preferences)
+        if not self._coming:
+            return scored
+        coming = self._coming
+        return [replace(option, score=option.score + coming[option.choice.record.process]) for option in scored]
 
 
 class RoundRobin:

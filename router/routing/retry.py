@@ -6,7 +6,7 @@ import time
 
 from baton.errors import BatonError, Draining, Overloaded
 from discovery.backoff import Backoff
-from discovery.roles import Role
+from engine_protocol.roles import Role
 from router.config import RetryConfig
 from router.telemetry import metrics
 

@@ -1,4 +1,4 @@
-"""What a client has not been sent yet, and the message that it becomes: any tokens, with all that comes with them."""
+"""The unsent part of an answer, and the message that it becomes: any tokens, with all that comes with them."""
 
 import asyncio
 from collections.abc import Callable
@@ -51,18 +51,18 @@ class UnsentAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens wait."""
+        """The number of tokens that wait."""
         return len(self._token_ids)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         waits = self._started or self._token_ids or self._text or self._fill_finished
         return not (waits or self._parsed.has_any)
 
     @property
     def sends_at_once(self) -> bool:
-        """Whether the next token becomes a message of its own, as it comes."""
+        """True if the next token becomes a message of its own, as it comes."""
         return self._first_token_sent is None and self._due_tokens <= 1 and self.is_empty
 
     # What waits.

@@ -41,6 +41,7 @@ class ClientLane:
         "_start",
         "_unsent",
         "is_behind",
+        "settle",
         "wire",
     )
 
@@ -66,13 +67,14 @@ class ClientLane:
         self._completion: Completion | None = None
         self._meter: TokenMeter | None = None
         self._ended: Callable[[], None] | None = None
+        self.settle: Callable[[float], None] = _no_meter  # times and counts a token that was pushed
         self._ids: list[int] = []
         self._fields = _NO_FIELDS
         self._ending_ids: frozenset[int] = frozenset()
 
     @property
     def has_room(self) -> bool:
-        """Whether tokens may be added: not too many wait."""
+        """True if tokens may be added: not too many wait."""
         return self._unsent.num_tokens < self._max_waiting_tokens and not self._is_lost
 
     # Tokens of a call, one by one: see TokenSink.
@@ -83,12 +85,14 @@ class ClientLane:
         `ended` is called at the one that finishes it. The owner detaches it, also after a failure.
         """
         self._completion, self._meter, self._ended = completion, meter, ended
+        self.settle = meter.push
         self._ids, self._ending_ids = completion.token_ids, completion.ending_ids
         self._fields = completion.serialized
 
     def detach(self) -> None:
         """Takes no more tokens of the call. What was attached refers to this."""
         self._completion = self._meter = self._ended = None
+        self.settle = _no_meter
         self._plain_left = 0
 
     def push(self, token_id: int) -> bool:
@@ -100,13 +104,8 @@ class ClientLane:
                 return True
         return self._push_general(token_id)
 
-    def settle(self, now: float) -> None:
-        """Times and counts a token that was pushed; `now` is in seconds of time.monotonic."""
-        if self._meter is not None:
-            self._meter.push(now)
-
     def _push_plain(self, token_id: int, field: bytes) -> None:
-        """What `_push_general` does, for a plain token: the same bytes, without an object of protobuf's."""
+        """Sends a plain token as `_push_general` does: the same bytes, without an object of protobuf's."""
         wire, sequence = self.wire, self._sequence
         assert wire is not None
         self._plain_left -= 1
@@ -197,10 +196,14 @@ class ClientLane:
         self.is_behind = self.wire is None
 
     def _count_plain(self, completion: Completion) -> int:
-        """How many tokens may be plain now: none that would end the completion by its length."""
+        """The number of tokens that may be plain now: none that would end the completion by its length."""
         if self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
             return 0
         return completion.max_tokens - 1 - len(self._ids)
+
+
+def _no_meter(_now: float) -> None:
+    """Counts nothing: no call is attached."""
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""What a client asks for beside its tokens: their pace, and the timings at the end."""
+"""Options of a client's reply beside its tokens: their pace, and the timings at the end."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ def timings_trailer(stages: tuple[StageTiming, ...]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How tokens become messages: the first one is sent at once, later ones `min_tokens` together.
+    """The pace of messages: the first token is sent at once, later ones `min_tokens` together.
 
     Fewer are sent when `max_delay_seconds` have passed since the first of them, and at the end.
     """
@@ -45,7 +45,7 @@ class Pace:
 
     @classmethod
     def of(cls, response: generate_pb2.ResponseOptions) -> "Pace":
-        """What a request asks for."""
+        """The pace that a request asks for."""
         if response.min_tokens_per_message <= 1:
             return AT_ONCE
         delay = response.max_delay

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge
 
-from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded
+from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import generate_pb2
-from discovery.roles import ROLES
+from engine_protocol.roles import roles
 from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
 from runtime.metrics import REGISTRY
 
@@ -22,6 +22,24 @@ RUNNING = FrequentCounter(
     "baton_router_running_requests", "Requests that are running.", (), REGISTRY, is_gauge=True
 ).labels()
 WAITING = Gauge("baton_router_waiting_requests", "Requests that wait for admission.", registry=REGISTRY)
+WAITING_TENANTS = Gauge("baton_router_waiting_tenants", "Tenants with requests that wait.", registry=REGISTRY)
+LONGEST_TENANT_WAIT = Gauge(
+    "baton_router_longest_tenant_wait_seconds",
+    "The longest time for which a tenant's next request has waited.",
+    registry=REGISTRY,
+)
+STARVING_TENANTS = Gauge(
+    "baton_router_starving_tenants",
+    "Tenants that have waited for over ten seconds, and got less than half of an even share in the last minute.",
+    registry=REGISTRY,
+)
+QUOTA_FALLBACKS = Counter(
+    "baton_router_quota_fallbacks_total",
+    "Uses of a quota without its home, which could not be reached.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+PEERS = Gauge("baton_router_peers", "Routers that share quotas and places, this one included.", registry=REGISTRY)
 TTFT = FrequentHistogram(
     "baton_router_time_to_first_token_seconds",
     "From a request's arrival to its first token.",
@@ -162,7 +180,7 @@ EMBEDDING_CACHE_EVICTIONS = Counter(
 def observe_workers(workers: Iterable[tuple[str, str]]) -> None:
     """Sets the number of workers by role and state. A worker counts once for each of its roles."""
     counts = Count(workers)
-    for role in ROLES:
+    for role in roles():
         for state in WORKER_STATES:
             WORKERS.labels(role, state).set(counts[role, state])
 
@@ -176,14 +194,16 @@ def observe_unpaired(roles: Iterable[str]) -> None:
 
 def _begin_at_zero() -> None:
     """Creates the series at zero, since a series that begins at one shows no increase."""
-    for stage in ROLES:
+    for stage in roles():
         RETRIES.labels(stage)
-    for faulty in (*ROLES, "kv_events"):
+    for faulty in (*roles(), "kv_events", "loras"):
         WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
-    for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded):
+    for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable):
         REFUSALS.labels(kind.reason)
+    for outcome in ("own_part", "refused", "allowed"):
+        QUOTA_FALLBACKS.labels(outcome)
     for reason in ("closed", "draining", "full", "idle", "lost", "relief"):
         EMBEDDING_CACHE_EVICTIONS.labels(reason)
     for reports in ("load", "kv_events"):

@@ -9,7 +9,7 @@ from baton.inference.v1 import sampling_pb2, timing_pb2
 from router.telemetry import metrics
 from router.telemetry.spans import set_result_attributes
 from router.telemetry.stages import name_of
-from router.telemetry.stats import RequestStats
+from router.telemetry.stats import GENERATE, RequestStats
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
 from runtime.frequent_metrics import Count
@@ -158,9 +158,9 @@ class MeasuredLatencies:
 
 
 def request_class(stats: RequestStats) -> str:
-    """The label `request_class`: embed, image, short, medium or long; unknown before the prompt is tokenized."""
-    if stats.operation == "embed":
-        return "embed"
+    """The label `request_class`: a role such as embed, or image, short, medium, long; unknown until it is tokenized."""
+    if stats.operation != GENERATE:
+        return stats.operation
     if stats.media_tokens:
         return "image"
     if not stats.prompt_tokens:
@@ -221,7 +221,7 @@ def _ended(model: str, measured_as: str, outcome: str, reason: str) -> Count:
 
 def _reason(stats: RequestStats) -> str:
     """The error's reason, or the finish reason."""
-    if stats.outcome != OK or stats.operation == "embed":
+    if stats.outcome != OK or stats.operation != GENERATE:
         return stats.outcome
     return _finish_name(stats.finish_reason)
 

@@ -1,22 +1,10 @@
 """The attributes of a router's spans: OpenTelemetry's for generative AI, and the request's result."""
 
-from typing import Literal
-
 from baton.enum_names import value_name
 from baton.inference.v1 import embed_pb2, generate_pb2, sampling_pb2
-from router.telemetry.stats import RequestStats
+from baton.sampling_options import OPTIONS, given
+from router.telemetry.stats import GENERATE, RequestStats
 from rpc.tracing.span import AttributeValue, Span
-
-_Param = Literal["temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "n"]
-
-_PARAMS: dict[_Param, str] = {
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "n": "gen_ai.request.choice.count",
-}
 
 _FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_LENGTH: "length",
@@ -34,11 +22,12 @@ def set_request_attributes(request: generate_pb2.GenerateRequest, span: Span) ->
         "gen_ai.operation.name": "chat" if request.HasField("chat") else "text_completion",
         "gen_ai.provider.name": "baton",
     }
-    given = {
-        name: getattr(request.sampling, field) for field, name in _PARAMS.items() if request.sampling.HasField(field)
-    }
-    # Singles on the wire: 0.7 is what the client wrote, and not 0.699999988079071.
-    attributes.update({name: round(value, 6) for name, value in given.items()})
+    for name, value in given(request.sampling).items():
+        if OPTIONS[name].row.is_semantic:
+            # Singles on the wire: 0.7 is what the client wrote, and not 0.699999988079071.
+            attributes[f"gen_ai.request.{name}"] = round(value, 6)
+    if request.sampling.HasField("n"):
+        attributes["gen_ai.request.choice.count"] = request.sampling.n
     if request.sampling.HasField("seed"):
         # Attributes are signed; a seed may be larger.
         attributes["gen_ai.request.seed"] = request.sampling.seed & (2**63 - 1)
@@ -88,7 +77,7 @@ def set_result_attributes(stats: RequestStats, span: Span) -> None:
 
 
 def _topology(stats: RequestStats) -> str:
-    if stats.operation == "embed":
+    if stats.operation != GENERATE:
         return ""
     return value_name(generate_pb2.Topology, stats.topology)
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.telemetry.timings import Timings
 from rpc.status import OK
 
+GENERATE = "generate"
 _MOST_DRAFTED = 2**27  # of one answer: the field has 32 bits, and a request may have several answers
 
 
@@ -18,7 +18,7 @@ class RequestStats:
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
-    operation: Literal["generate", "embed"] = "generate"
+    operation: str = GENERATE  # or a role, whose answers have no tokens, no topology and no reason to end
     model: str = ""
     outcome: str = "CANCELLED"
     prompt_tokens: int = 0

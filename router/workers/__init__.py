@@ -1,6 +1,7 @@
 """The workers as this router sees them.
 
 calls.py    WorkerCalls: the Prefill, Decode and Release calls of one request
+role_calls.py  a call of a role to one worker after another, until one has answered
 handle.py   WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
 corrected_load.py  CorrectedLoad: a worker's load between its reports
 cluster.py  Cluster: all registered workers, and the models that they serve

@@ -5,14 +5,23 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanContext, SpanKind
 from typing_extensions import Self
 
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
-from baton.errors import BatonError, DeadlineExceeded, Draining, LoraNotHere, NoWorker, Unavailable
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    LoraNotHere,
+    NoWorker,
+    Overloaded,
+    Unavailable,
+)
 from baton.inference.v1 import timing_pb2
 from engine_protocol.multiplex.separate_call import StreamingCall
 from router.context import RequestContext
@@ -25,6 +34,10 @@ from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
 from rpc.best_effort import best_effort
 from rpc.tracing.span import Span, optional_attempt, stage_span
+
+# Another worker may succeed. Errors about the request itself are never among these.
+RETRYABLE = (Unavailable, Overloaded, EngineFailed)
+Answer = TypeVar("Answer")
 
 _ONLY_RANK: AbstractContextManager[None] = nullcontext()
 
@@ -86,13 +99,10 @@ class WorkerCalls:
         )
         seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(1)
         try:
-            with (
-                _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0),
-                worker.fail_if_hung(waiting),
-            ):
-                response = await unary(worker.decode.Allocate(request, timeout=seconds, metadata=metadata))
-        except (asyncio.CancelledError, DeadlineExceeded):
-            await abort_unanswered(worker, self._ctx.call_id)
+            with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
+                call: Any = worker.decode.Allocate(request, timeout=seconds, metadata=metadata)
+                response = await answer_of(unary(call), worker, self._ctx.call_id, waiting)
+        except DeadlineExceeded:
             raise
         except BatonError as error:
             raise DestinationLost(error) from error
@@ -156,18 +166,15 @@ class WorkerCalls:
             is_done = False
             work = prompts.begin(tokens)
             try:
-                with worker.fail_if_hung(waiting):
-                    call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
-                    try:
-                        sent()
-                    except BaseException:
-                        call.cancel()
-                        raise
-                    response: prefill_pb2.PrefillResponse = await unary(call)
+                call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
+                try:
+                    sent()
+                except BaseException:
+                    call.cancel()
+                    raise
+                answer: Awaitable[prefill_pb2.PrefillResponse] = unary(call)
+                response = await answer_of(answer, worker, self._ctx.call_id, waiting)
                 is_done = True
-            except (asyncio.CancelledError, DeadlineExceeded):
-                await abort_unanswered(worker, self._ctx.call_id)
-                raise
             finally:
                 prompts.end(work, is_done=is_done)
             if calling.span.is_recording:
@@ -305,6 +312,16 @@ class _Calling:
             _annotate(found, name_of(self._stage), worker)
             if found is not error:
                 raise found from error
+
+
+async def answer_of(answer: Awaitable[Answer], worker: WorkerHandle, call_id: str, waiting: Waiting) -> Answer:
+    """Waits for the answer to a call unless the worker is found to hang. Stops a call whose answer will not be read."""
+    try:
+        with worker.fail_if_hung(waiting):
+            return await answer
+    except (asyncio.CancelledError, DeadlineExceeded):
+        await abort_unanswered(worker, call_id)
+        raise
 
 
 @contextmanager

@@ -26,13 +26,13 @@ from discovery.latest import Latest
 from discovery.location import Domain
 from discovery.pairing import partly_unpaired, unpaired
 from discovery.registry import Registry, WorkerRecord
-from discovery.roles import COMPLETING, ROLES
 from engine_protocol.multiplex.peer_stream import StreamDialer
+from engine_protocol.roles import completing, roles
 from router.config import ProbeConfig
 from router.telemetry import metrics
 from router.text.served_model import ServedModel
 from router.workers.handle import WorkerHandle, connect
-from router.workers.loras import SEPARATOR, find_lora, loras_of_model, split_name
+from router.workers.loras import SEPARATOR, find_lora, has_lora, split_name
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
 from runtime.lasting import lasting
@@ -107,7 +107,7 @@ class Cluster:
         if not name and served:
             raise InvalidRequest.of("model", f"is missing; served are {_names(served)}")
         for base, adapter in split_name(name):
-            if base in self._models and adapter in loras_of_model(self.workers, base):
+            if base in self._models and has_lora(self.workers, base, adapter):
                 return self._models[base]
         if not name or any(worker.record.model == name for worker in self.workers):
             raise NoWorker(f"no worker is ready yet: {self._problems()}")
@@ -129,7 +129,7 @@ class Cluster:
             if worker.state == "ready":
                 models[worker.record.model].update(worker.record.roles)
         return {
-            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in ROLES},
+            "roles": {role: {state: counts[role, state] for state in metrics.WORKER_STATES} for role in roles()},
             "models": {name: sorted(models[name]) for name in sorted(models)},
         }
 
@@ -221,7 +221,7 @@ class Cluster:
                 self._models[worker.record.model] = worker.model
         self._note_unpaired()
         metrics.observe_workers(_roles_and_states(self.workers))
-        self._ready.set(any(COMPLETING & set(worker.record.roles) and not worker.problem for worker in self.workers))
+        self._ready.set(any(completing() & set(worker.record.roles) and not worker.problem for worker in self.workers))
         # Wakes the present waiters; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import structlog
 from google.protobuf.duration_pb2 import Duration
@@ -17,8 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.calls import stream, unary
 from baton.engine.v1 import (
     decode_pb2_grpc,
-    embed_pb2_grpc,
-    encode_pb2_grpc,
     handoff_pb2_grpc,
     prefill_pb2_grpc,
     worker_pb2,
@@ -62,6 +60,7 @@ _SLOW_TOKENS_PER_SECOND = 200.0
 _ASKED_AT_ONCE = 16
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
+Stub = TypeVar("Stub")
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
 
 
@@ -97,8 +96,8 @@ class WorkerHandle:
     ) -> None:
         """`shared` is for the calls of requests."""
         self.record = record
-        self.encode = encode_pb2_grpc.EncodeServiceStub(channel)
-        self.embed = embed_pb2_grpc.EmbedServiceStub(channel)
+        self._channel = channel
+        self._stubs: dict[Any, Any] = {}
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(shared)
         self.decode = decode_pb2_grpc.DecodeServiceStub(shared)
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(shared)
@@ -129,6 +128,13 @@ class WorkerHandle:
         self._idle.set()
         self.leaving = asyncio.Event()
         self.unpaired = ""  # why no other worker of its model fits it for a handoff; empty if one does
+
+    def stub(self, kind: Callable[[aio.Channel], Stub]) -> Stub:
+        """The stub of a service that is not called for each request of a client."""
+        if kind not in self._stubs:
+            self._stubs[kind] = kind(self._channel)
+        found: Stub = self._stubs[kind]
+        return found
 
     @property
     def embedding_layout(self) -> str:
@@ -470,7 +476,7 @@ async def connect(
                 "worker_card": partial(worker.read_card, load_card),
             }
             if LORA in record.capabilities:
-                watches["worker_loras"] = partial(watch_loras, worker.control, worker.note_loras)
+                watches["worker_loras"] = partial(watch_loras, record.worker_id, worker.control, worker.note_loras)
             tasks = [group.create_task(lasting(name, watch)) for name, watch in watches.items()]
             try:
                 yield worker

@@ -99,10 +99,10 @@ class LoraOperations:
         try:
             with worker.keep_open():
                 answer = await call(worker, seconds)
+            worker.note_loras(KnownLoras.of(answer.inventory))
         except BatonError as error:
             error.worker_id = error.worker_id or worker.record.worker_id
             return error
-        worker.note_loras(KnownLoras.of(answer.inventory))
         inventory: lora_pb2.LoraInventory = answer.inventory
         return inventory
 

@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.inference.v1 import lora_pb2, model_pb2, server_info_pb2
 from baton.version import __version__
-from discovery.roles import ROLES
+from engine_protocol.roles import roles
 from router.config import RouterConfig
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
@@ -105,8 +105,10 @@ def model_message(
         capabilities=served.capabilities,
         embedding=embedding,
     )
-    for role in ROLES:
-        setattr(made, f"{role}_workers", _count(ready, role))
+    for role in roles():
+        made.workers[role] = count = _count(ready, role)
+        if (field := f"{role}_workers") in model_pb2.Model.DESCRIPTOR.fields_by_name:
+            setattr(made, field, count)
     return made
 
 

@@ -104,7 +104,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLoad:
-    """The load of an encoder, in media, or of an embedder, in calls."""
+    """The load of a part of an engine: of an encoder in media, of others in calls."""
 
     running: int
     waiting: int
@@ -117,30 +117,35 @@ class EncodeEngine(Protocol):
         """Returns one embedding for each medium, in order. Cancelling drops the media that have not begun."""
 
 
-class Encoder(EncodeEngine, Protocol):
-    """A vision encoder in one process. An async context manager: entering loads and warms up, leaving frees.
+class EnginePart(Protocol):
+    """The part of an engine that serves a role without KV, in one process.
 
-    Raises InvalidRequest for a medium that cannot be decoded, Overloaded when the bounded queue is full, and
-    EngineFailed when computing fails. After a fatal error every call raises EngineFailed, and `healthy` is false.
+    An async context manager: entering loads and warms up, leaving frees. Its calls raise Overloaded when the bounded
+    queue is full, and EngineFailed when computing fails. After a fatal error every call raises EngineFailed, and
+    `healthy` is false.
     """
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the model. `layout` is that of embeddings, and `images.encoder_fingerprint` is set.
-
-        The fingerprint covers the weights, the processor and its version: encoders with the same fingerprint make equal
-        embeddings of a medium.
-        """
+        """The facts of the model."""
 
     @property
     def healthy(self) -> bool: ...
 
     @property
     def responsive(self) -> bool:
-        """True while the engine answers (Engine)."""
+        """False also while it takes far longer to answer than usual: it should get no work until it answers."""
 
     def load(self) -> EncoderLoad:
         """Cheap and safe to call from the event loop at any time."""
+
+
+class Encoder(EnginePart, EncodeEngine, Protocol):
+    """A vision encoder. Raises InvalidRequest for a medium that cannot be decoded.
+
+    In its facts `layout` is that of embeddings, and `images.encoder_fingerprint` is set. The fingerprint covers the
+    weights, the processor and its version: encoders with the same fingerprint make equal embeddings of a medium.
+    """
 
 
 class PromptProgress(Protocol):
@@ -257,7 +262,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> Generation:
-        """What `decode` generates, which can be pulled too. An engine whose `decode` returns that overrides it."""
+        """The generation of `decode`, which can be pulled too. An engine whose `decode` returns one overrides it."""
         return ClosingStream(self.decode(source, sampling))
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> HeldKv:

@@ -71,7 +71,7 @@ class ClosingStream(Generation):
         self._reading = asyncio.create_task(self._read(ready))
 
     def pull(self) -> tuple[Sequence[int], Finished | None]:
-        """What is new. Raises what the generator has raised."""
+        """The new tokens, and the end. Raises the generator's error."""
         if self._error is not None:
             raise self._error
         ids, self._ids = self._ids, []

@@ -1,9 +1,9 @@
 """The kinds of engines, of Baton and of other distributions. Imports only the chosen one."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
@@ -25,15 +25,15 @@ Follow = Callable[[Any, RankProgress, asyncio.Event], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """The configuration, opening and description of a kind of engine. Both open functions get an instance of `config`.
+    """The configuration, opening and description of a kind of engine. Open functions get an instance of `config`.
 
-    They return context managers; entering one loads the model. They raise ConfigError for a wrong setting.
+    They return context managers; entering one loads the model. They raise ConfigError for a wrong setting. `parts` are
+    what roles without KV need, by the name that their RoleKind has for it.
     """
 
     config: type[EngineConfig]
     open_engine: Callable[[Any, EngineContext], AbstractAsyncContextManager[Engine]]
-    open_encoder: Callable[[Any, EngineContext], AbstractAsyncContextManager[Encoder]] | None = None
-    open_embedder: Callable[[Any, EngineContext], AbstractAsyncContextManager[TextEmbedder]] | None = None
+    parts: Mapping[str, Callable[[Any, EngineContext], AbstractAsyncContextManager[Any]]] = field(default_factory=dict)
     describe: Callable[[Any], list[str]] | None = None  # lines for --print-config, beyond the settings themselves
     follow: Follow | None = None  # for configurations with `is_follower`
 
@@ -72,19 +72,11 @@ def open_engine(config: EngineConfig, context: EngineContext) -> AbstractAsyncCo
     return engine_kind(config.kind).open_engine(config, context)
 
 
-def open_encoder(config: EngineConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
-    """Returns the engine's encoder; entering it loads it. Raises ConfigError if the kind has none."""
-    opens = engine_kind(config.kind).open_encoder
+def open_part(name: str, config: EngineConfig, context: EngineContext) -> AbstractAsyncContextManager[Any]:
+    """Returns a part of the engine, such as its encoder; entering it loads it. Raises ConfigError if it has none."""
+    opens = engine_kind(config.kind).parts.get(name)
     if opens is None:
-        raise ConfigError(f"roles: the {config.kind} engine does not encode")
-    return opens(config, context)
-
-
-def open_embedder(config: EngineConfig, context: EngineContext) -> AbstractAsyncContextManager[TextEmbedder]:
-    """Returns the engine's embedder; entering it loads it. Raises ConfigError if the kind has none."""
-    opens = engine_kind(config.kind).open_embedder
-    if opens is None:
-        raise ConfigError(f"roles: the {config.kind} engine makes no embeddings of texts")
+        raise ConfigError(f"roles: the {config.kind} engine has no {name}")
     return opens(config, context)
 
 
@@ -199,9 +191,14 @@ def _describe_vllm(config: VllmConfig) -> list[str]:
 
 ENGINES: dict[str, EngineKind] = {
     "pytorch": EngineKind(
-        PyTorchConfig, _open_pytorch, _open_pytorch_encoder, _open_pytorch_embedder, follow=_follow_pytorch
+        PyTorchConfig,
+        _open_pytorch,
+        {"encoder": _open_pytorch_encoder, "embedder": _open_pytorch_embedder},
+        follow=_follow_pytorch,
     ),
-    "simulated": EngineKind(SimulatedConfig, _open_simulated, _open_simulated_encoder, _open_simulated_embedder),
-    "trtllm": EngineKind(TrtllmConfig, _open_trtllm, _open_trtllm_encoder, describe=_describe_trtllm),
+    "simulated": EngineKind(
+        SimulatedConfig, _open_simulated, {"encoder": _open_simulated_encoder, "embedder": _open_simulated_embedder}
+    ),
+    "trtllm": EngineKind(TrtllmConfig, _open_trtllm, {"encoder": _open_trtllm_encoder}, describe=_describe_trtllm),
     "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_vllm),
 }

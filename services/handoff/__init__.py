@@ -10,5 +10,6 @@ fetcher.py         the reader's side where engines transfer KV themselves
 spans.py           spans of the stages, from the engine's own times
 destinations.py    the blocks of such engines that are allocated before the prompt is computed
 remote_lease.py    a lease as its reader keeps, confirms or gives it up
+opening.py         the reader's side before handoffs: pools of registered peers, opened ahead
 peers.py           channels to owners, and their pools
 """

@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 _SWEEP_SECONDS = 5.0
 _IDLE_SECONDS = 300.0
+_MOST_ENDPOINTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,16 @@ class OwnerConnection:
     def __init__(self, address: str, dial: Dial) -> None:
         self.users = 0
         self.used_at = time.monotonic()
+        self.forgotten = asyncio.Event()
         self._channel = dial(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
         self._opening = asyncio.Lock()
         self._pools: dict[str, Pool] = {}
 
     async def pool(self, leased: LeasedBlocks, transports: Sequence[Transport], layout: KvLayout) -> Pool:
-        """Returns a reader of the pool with this layout. Raises StaleEpoch, LayoutMismatch, and HandoffLost for other
-        failures.
+        """Returns a reader of the pool with this layout; `leased` may be without a lease.
+
+        Raises StaleEpoch, LayoutMismatch, and HandoffLost for other failures.
         """
         async with self._opening:
             if layout.digest not in self._pools:
@@ -122,6 +125,7 @@ class Peers:
         """Forgets a peer, so that the next use opens it again: its process may have ended."""
         peer = self._peers.pop((leased.address, leased.epoch), None)
         if peer is not None:
+            peer.forgotten.set()
             self._forgotten.append(peer)
 
     async def _sweep(self) -> None:
@@ -152,10 +156,10 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
     """Opens the first of the owner's endpoints that works here."""
     known = {transport.name: transport for transport in transports}
     refusals = []
-    for endpoint in offer.endpoints:
+    for endpoint in offer.endpoints[:_MOST_ENDPOINTS]:
         name = transport_of(endpoint)
         if name not in known:
-            refusals.append(f"{name}: not supported here")
+            refusals.append(f"{name[:80]}: not supported here")
             continue
         try:
             reader = await known[name].open(endpoint, shape)
@@ -164,4 +168,4 @@ async def _open(offer: handoff_pb2.GetPoolResponse, transports: Sequence[Transpo
             continue
         log.info("opened a pool", owner=offer.worker_id, transport=name, refused=refusals)
         return Pool(shape, name, reader)
-    raise HandoffLost(f"the pool of {offer.worker_id} cannot be read: {'; '.join(refusals)}")
+    raise HandoffLost(f"the pool of {offer.worker_id[:80]} cannot be read: {'; '.join(refusals)}")

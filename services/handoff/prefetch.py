@@ -17,7 +17,7 @@ from services.engines.kv import Reservation, packed_ids
 from services.engines.prompt import MediaSpan, Prompt
 from services.engines.request_context import current_freed_kv
 from services.handoff.peers import OwnerConnection, Peers, Pool
-from services.handoff.remote_handoff import Handoff, LeasedBlocks, check_blocks
+from services.handoff.remote_handoff import Handoff, LeasedBlocks, check_blocks, without_lease
 from services.handoff.remote_lease import ReaderLease
 from services.requests.calls import RunningCall
 from services.telemetry.timings import as_seconds
@@ -76,7 +76,7 @@ class Prefetcher:
         """
         if self._engine.memory is None:
             raise Unsupported(f"the {self._engine.facts.engine} engine reads no KV before its handoff")
-        leased = LeasedBlocks("", followed.worker_id, followed.epoch, followed.address, 0.0, "", 0, ())
+        leased = without_lease(followed.worker_id, followed.epoch, followed.address)
         async with self._peers.use(leased) as peer:
             request = handoff_pb2.FollowRequest(request_id=followed.request_id, epoch=followed.epoch)
             async with aclosing(stream(peer.stub.Follow(request))) as responses:

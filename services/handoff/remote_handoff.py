@@ -38,6 +38,11 @@ class Handoff(LeasedBlocks):
     lora_digest: str = ""  # of the adapter that computed it
 
 
+def without_lease(worker_id: str, epoch: int, address: str) -> LeasedBlocks:
+    """A worker that may hand over later: no blocks, and no lease yet."""
+    return LeasedBlocks("", worker_id, epoch, address, 0.0, "", 0, ())
+
+
 def read_handoff(message: handoff_pb2.KvHandoff) -> Handoff:
     """Returns a handoff from its message; `check_handoff` and `check_blocks` check its numbers.
 

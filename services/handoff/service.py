@@ -49,8 +49,9 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: Any) -> handoff_pb2.GetPoolResponse:
         self._identity.require_epoch(request.epoch)
         pool = self._pool_of(request.layout_digest)
-        self._leases.require_holder(request.handoff_id, certificate())
-        self._leases.require_held(request.handoff_id, request.layout_digest)
+        if request.handoff_id:
+            self._leases.require_holder(request.handoff_id, certificate())
+            self._leases.require_held(request.handoff_id, request.layout_digest)
         return _pool_response(pool)
 
     async def Renew(self, request: handoff_pb2.RenewRequest, context: Any) -> handoff_pb2.RenewResponse:

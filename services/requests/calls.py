@@ -1,13 +1,13 @@
 """The calls that run on this worker: admitted once each, counted, and stopped by request id or by a drain."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from functools import cache
 
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, RequestExists
 from baton.inference.v1 import timing_pb2
-from discovery.roles import ROLE_KINDS, Role
+from engine_protocol.roles import Role, role_kinds
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
 from services.engines.request_context import set_traceparent, track_freed_kv
@@ -17,7 +17,8 @@ from services.telemetry import metrics
 from services.telemetry.timings import CallClock
 
 # A worker that decodes also reads KV before a request's Decode, in a call of its own.
-CallKind = Role | Literal["prefetch"]
+CallKind = str
+_PREFETCH = "prefetch"
 
 
 class RunningCall:
@@ -66,7 +67,7 @@ class Calls:
         reason = BatonError.reason
         try:
             self._admit(kind, request_id, model)
-            call = self._calls[kind, request_id] = RunningCall(_FIRST_STAGES[kind])
+            call = self._calls[kind, request_id] = RunningCall(first_stages()[kind])
             set_traceparent(current_span().traceparent)
             try:
                 call.faults = self._faults.read(metadata, _role(kind), request_id)
@@ -91,7 +92,7 @@ class Calls:
 
     def find(self, request_id: str) -> list[RunningCall]:
         """Returns the calls of a request, in the order of the stages."""
-        return [call for kind in _FIRST_STAGES if (call := self._calls.get((kind, request_id)))]
+        return [call for kind in first_stages() if (call := self._calls.get((kind, request_id)))]
 
     async def stop_all(self, error: BatonError) -> None:
         """Stops all calls, and waits for their end."""
@@ -112,14 +113,14 @@ class Calls:
             raise RequestExists(f"request {request_id} is already in {kind} on worker {self._identity.worker_id}")
 
 
-_FIRST_STAGES: dict[CallKind, "timing_pb2.Stage.ValueType"] = {
-    **{kind.name: kind.stage for kind in ROLE_KINDS},
-    "prefetch": timing_pb2.STAGE_HANDOFF_WAIT,
-}
+@cache
+def first_stages() -> Mapping[CallKind, "timing_pb2.Stage.ValueType"]:
+    """The stage that a call begins with, in the order of a request's calls."""
+    return {kind.name: kind.stage for kind in role_kinds().values()} | {_PREFETCH: timing_pb2.STAGE_HANDOFF_WAIT}
 
 
 def _role(kind: CallKind) -> Role:
-    return "decode" if kind == "prefetch" else kind
+    return "decode" if kind == _PREFETCH else kind
 
 
 def aborted(request_id: str) -> Cancelled:

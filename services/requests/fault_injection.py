@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import structlog
 
 from baton.errors import BatonError, HandoffLost, InvalidRequest, PermissionDenied, Unavailable, Unsupported
-from discovery.roles import Role
-from engine_protocol.fault_injection import FAULT_KEY, Action, Fault, InjectionPoint, WorkerPoint, parse
+from engine_protocol.fault_injection import FAULT_KEY, Action, Fault, InjectionPoint, parse
+from engine_protocol.roles import Role
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY
 from services.engines.kv import BlockMemory
 
@@ -31,13 +31,13 @@ class Faults:
         """The numbers of generated tokens after which a fault is planned."""
         return sorted({fault.token for fault in self._faults if fault.point == "decode"})
 
-    async def inject(self, point: WorkerPoint, token: int = 1) -> None:
+    async def inject(self, point: InjectionPoint, token: int = 1) -> None:
         """Injects the faults that are planned for this point. Raises the error that a dropped message leads to."""
         for fault in self._faults:
             if fault.point == point and fault.token == token:
                 await _inject(fault)
 
-    def has(self, action: Action, point: WorkerPoint) -> bool:
+    def has(self, action: Action, point: InjectionPoint) -> bool:
         """True if a fault is planned that the caller has to carry out itself."""
         return any((fault.action, fault.point) == (action, point) for fault in self._faults)
 

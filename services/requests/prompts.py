@@ -1,11 +1,10 @@
 """Prompts, sampling parameters and tokens, between messages and values; checked against the model's limits."""
 
-from typing import Literal
-
 from baton.engine.v1 import decode_pb2, prefill_pb2, prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from engine_protocol.sampling_rules import RANGES, Parameter, check_params
+from baton.sampling_options import given
+from engine_protocol.sampling_rules import check_params
 from grammars.guide import read_guide
 from rpc.violations import Violations
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
@@ -18,8 +17,6 @@ FINISH_REASONS = {
     FinishReason.STOP_TOKEN: sampling_pb2.FINISH_REASON_STOP_TOKEN,
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
-
-_PASSED_ON: tuple[Parameter | Literal["top_k", "seed"], ...] = (*RANGES, "top_k", "seed")
 
 
 def read_prompt(
@@ -67,7 +64,7 @@ def read_sampling(message: prompt_pb2.Sampling) -> Sampling:
         guide=read_guide(message.guided) if message.HasField("guided") else None,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        **{name: getattr(params, name) for name in _PASSED_ON if params.HasField(name)},
+        **given(params),
     )
 
 

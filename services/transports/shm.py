@@ -89,7 +89,7 @@ class ShmTransport(Transport):
         if not shm.host_id or shm.host_id != host_id():
             raise TransportUnavailable("the pool is in the memory of another host, container or user")
         if not _PATH.fullmatch(shm.path):
-            raise TransportUnavailable(f"{shm.path} is not a file of another process")
+            raise TransportUnavailable(f"{shm.path[:80]} is not a file of another process")
         if shm.size < shape.num_bytes:
             raise TransportUnavailable(f"{shm.size} bytes are too few for {shape.num_blocks} blocks")
         mapping = asyncio.get_running_loop().run_in_executor(self._threads, _map, shm.path, shape.num_bytes)

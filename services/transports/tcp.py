@@ -28,6 +28,7 @@ from services.transports.frames import COUNT, ID_LENGTH, MAGIC, is_silent, limit
 from services.transports.secure import OwnerTls, ReaderTls
 from services.transports.tcp_server import serve_pool
 
+_LONGEST_HOST = 253  # characters of a name in DNS
 _CONNECT_SECONDS = 5.0
 # The longest silence of an owner during an answer.
 _SILENCE_SECONDS = 10.0
@@ -62,13 +63,15 @@ class TcpTransport(Transport):
     async def open(self, endpoint: Endpoint, shape: PoolShape) -> "TcpPool":
         """Connects. The owner knows its pool's shape and checks every request. See Transport."""
         del shape
+        if not 0 < len(endpoint.tcp.host) <= _LONGEST_HOST or not 0 < endpoint.tcp.port < 2**16:
+            raise TransportUnavailable(f"{endpoint.tcp.host[:80]!r}:{endpoint.tcp.port} is no address")
         pool = TcpPool(endpoint.tcp, self._tls)
         with contextlib.ExitStack() as undo:
             undo.callback(pool.close)
             try:
                 pool.give_back(await pool.connect())
-            except (OSError, asyncio.TimeoutError) as error:
-                why = str(error) or f"nothing within {_CONNECT_SECONDS:g} s"
+            except (OSError, ValueError, asyncio.TimeoutError) as error:  # ValueError: no name by the rules of DNS
+                why = str(error)[:200] or f"nothing within {_CONNECT_SECONDS:g} s"
                 raise TransportUnavailable(
                     f"cannot connect to {endpoint.tcp.host}:{endpoint.tcp.port}: {why}"
                 ) from error
@@ -89,7 +92,7 @@ class TcpPool:
         """Receives in a thread. See PoolReader."""
         try:
             connection = self._take() or await self.connect()
-        except (OSError, asyncio.TimeoutError) as error:
+        except (OSError, ValueError, asyncio.TimeoutError) as error:
             raise TransferFailed(f"cannot connect: {error}") from error
         request = _Request(connection, transfer)
         submitted = self._threads.submit(request.run)

@@ -20,7 +20,7 @@ def test_a_generation_shows_its_options_and_their_meaning() -> None:
     assert list(signature.parameters)[:4] == ["request", "images", "model", "max_tokens"]
     assert signature.parameters["timeout_seconds"].default is None
     assert signature.return_annotation == "Generation"
-    assert "temperature: 0 takes the most likely token" in str(inspect.getdoc(Client.generate))
+    assert "temperature: Sampling temperature; 0 is greedy." in str(inspect.getdoc(Client.generate))
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])

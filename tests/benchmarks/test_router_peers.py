@@ -19,7 +19,7 @@ from benchmarks.peers.cores import Cores
 from benchmarks.peers.environments import COMPILED, DYNAMO, HTTP, checkout_hash, install_compiled
 from benchmarks.peers.measure import LaterTokens, LoadPlan, Measured, Sample, Spread
 from benchmarks.peers.report import Run, plot, ratio, report
-from benchmarks.peers.routers import EACH, EIGHT, Baton, Bench, Router, baton, engines, relay
+from benchmarks.peers.routers import EACH, EIGHT, PEERS, Baton, Bench, Router, baton, engines
 from benchmarks.peers.workers import workers
 from cli.local.ports import free_port
 
@@ -53,7 +53,7 @@ def a_run(*others: Measured) -> Run:
 
 def test_the_page_holds_baton_to_its_bars() -> None:
     vllm = measured(Router("vllm-router", 2, {}, Path("other")), paced=[sample(50.0, 1, 1, 1), sample(40.0, 1, 1, 1)])
-    page = report(a_run(vllm), Path("nowhere"))
+    page = report(a_run(vllm))
     assert "| Baton (http2) | CPU of a token, 64 streams paced, to vllm-router's | 0.95 | 1 | yes |" in page
     assert "| Baton (http2) | added to TTFT p50 at 64 streams paced, ms | 1.50 | 1 | **no** |" in page
     assert "| Baton (http2) | added to a later token's p50 at 64 streams paced, ms | 0.50 | 0.3 | **no** |" in page
@@ -61,10 +61,13 @@ def test_the_page_holds_baton_to_its_bars() -> None:
 
 
 def test_the_page_names_what_ran_and_what_is_left_out() -> None:
-    page = report(a_run(), Path("nowhere"))
+    smg = measured(Router("smg", 2, {}, Path("other"), version="1.13.0"), paced=[sample(50.0, 1, 1, 1)] * 2)
+    page = report(a_run(smg))
     assert "- Baton (http2): CPython 3.11 with PGO, no compiled modules." in page
     assert "- Left out: Dynamo: no Python 3.10." in page
-    assert "vllm-router 0.1.17" in page
+    assert "From PyPI: smg 1.13.0." in page
+    # Each figure has the version that it is of.
+    assert "| a token, 64 streams paced | smg 1.13.0 | 50.0 |" in page
     assert "to vllm-router's" not in page
 
 
@@ -170,7 +173,7 @@ async def test_a_router_that_is_not_installed_is_an_error_of_its_own(tmp_path: P
     assert not HTTP.is_complete(tmp_path)
     assert not DYNAMO.is_complete(tmp_path)
     with pytest.raises(OSError, match="not installed"):
-        async with relay(bench(tmp_path), "vllm-router", ()):
+        async with PEERS["smg"](bench(tmp_path), ()):
             pass
 
 

@@ -169,7 +169,7 @@ async def test_numbers_that_are_no_settings_are_refused_where_they_are_parsed(
 async def test_a_plot_without_matplotlib_says_what_to_install(baton: Baton) -> None:
     outcome = await baton("bench", "sweep", "--rate", "1", "--plot", "x.png", "--address", "127.0.0.1:1")
     assert outcome.code == 2
-    assert "pip install 'baton[bench]'" in outcome.err
+    assert "pip install 'baton-serving[bench]'" in outcome.err
 
 
 async def test_a_profile_gives_a_simulated_engine_and_a_router_the_speed_of_the_measured_one(

@@ -10,25 +10,25 @@ from router.config import QuotaConfig, QuotasConfig
 from router.telemetry.stats import RequestStats
 
 
-def serve(which: Quotas, name: str) -> None:
+async def serve(which: Quotas, name: str) -> None:
     """One request from its begin to its end."""
-    with which.track(name, RequestStats("r")), which.charge(name, 0):
+    async with which.track(name, RequestStats("r")), which.charge(name, 0):
         pass
 
 
-def test_names_that_are_made_up_cost_a_request_the_same_however_many_there_are() -> None:
-    def seconds_for(count: int) -> float:
+async def test_names_that_are_made_up_cost_a_request_the_same_however_many_there_are() -> None:
+    async def seconds_for(count: int) -> float:
         """What a new tenant costs, after so many that all owe something."""
         default = QuotaConfig(requests_per_second=0.001, burst_seconds=1000)
         which = Quotas(QuotasConfig(default=default), ManualClock())
         for number in range(count):
-            serve(which, f"early {number}")
+            await serve(which, f"early {number}")
         costs = []
         for number in range(1000):
             started = time.perf_counter()
-            serve(which, f"late {number}")
+            await serve(which, f"late {number}")
             costs.append(time.perf_counter() - started)
         return statistics.median(costs)
 
-    few, many = seconds_for(100), seconds_for(12_000)
+    few, many = await seconds_for(100), await seconds_for(12_000)
     assert many < 10 * few

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc import aio
 from support.cluster.fleet import Fleet, FleetPlan, fleet
+from support.eventually import eventually
 from support.faults.load import requests_of
 from support.servers.envoy import Envoy, running_envoy
 from support.servers.etcd import EtcdServer
@@ -49,9 +50,10 @@ async def test_routers_restart_behind_envoy_and_no_stream_fails(shared_etcd: Etc
         channels = [await stack.enter_async_context(open_channel(envoy.address)) for _ in range(CONNECTIONS)]
         stubs = [InferenceServiceStub(channel) for channel in channels]
         async with requests_of(stubs, at_once=STREAMS, max_tokens=20, attempts=1) as loading:
-            await asyncio.sleep(2)
+            await eventually(lambda: loading.right > STREAMS)
             exit_codes = [await restart(running, envoy, name) for name in ("router-0", "router-1")]
-            await asyncio.sleep(2)
+            before = loading.right
+            await eventually(lambda: loading.right > before + STREAMS)
         print(f"\n{loading.right} streams right, {len(loading.wrong)} wrong, over two restarts of routers")
         assert loading.wrong == []
         assert loading.right > STREAMS

@@ -257,7 +257,7 @@ async def test_nothing_that_listens_is_unavailable() -> None:
             pass
 
 
-@pytest.mark.parametrize("address", ["nowhere", "unix:/run/worker", "host:99999"])
+@pytest.mark.parametrize("address", ["nowhere", "unix:/run/worker", "host:99999", f"{'a' * 300}:1", "a..b:1"])
 async def test_an_address_that_is_none_is_unavailable(address: str) -> None:
     with pytest.raises(ConnectFailed):
         async with open_call(Peer(address), PATH, Taken().take):

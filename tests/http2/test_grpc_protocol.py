@@ -3,11 +3,17 @@
 import gzip
 import sys
 import zlib
+from typing import Any
 
+import grpc
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame
 from support.http2.peer import Answer, Peer, head, message, peer_of
 from support.http2.server import echoing
+
+from rpc.channels import open_channel
+from rpc.health import Health
+from rpc.server import Service, serve
 
 OK, CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND = 0, 1, 3, 4, 5
 RESOURCE_EXHAUSTED, ABORTED, UNIMPLEMENTED, INTERNAL, DATA_LOSS = 8, 10, 12, 13, 15
@@ -287,3 +293,28 @@ async def test_an_error_without_interceptors_has_a_status_too(method: str) -> No
 async def test_a_servicer_that_cancels_itself_does_not_leave_the_call_without_a_status() -> None:
     # The errors interceptor answers it, except on Python 3.10, which cannot tell it from a cancelled call.
     assert (await answer_to(head("cancel_itself"))).status == (INTERNAL if sys.version_info >= (3, 11) else CANCELLED)
+
+
+async def test_a_large_request_is_parsed_from_the_buffer_that_it_was_received_in() -> None:
+    """A copy would hold the interpreter's lock for tens of milliseconds."""
+    size = 3 * 2**20
+    buffers: list[tuple[type, int]] = []
+
+    def parse(wire: bytes | bytearray) -> bytes:
+        buffers.append((type(wire), wire.count(b"x")))
+        return b""
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        return request
+
+    def add(_servicer: object, server: Any) -> None:
+        method = grpc.unary_unary_rpc_method_handler(answer, request_deserializer=parse)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Parsing", {"Parse": method})])
+
+    service = Service("test.Parsing", add, None)
+    async with (
+        serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0, kind="http2") as server,
+        open_channel(server.address) as channel,
+    ):
+        assert await channel.unary_unary("/test.Parsing/Parse")(b"x" * size, timeout=60) == b""
+    assert buffers == [(bytearray, size)]

@@ -1,12 +1,16 @@
 """The HTTP server of a process: metrics and health."""
 
 import asyncio
+import socket
+import threading
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
 
 import pytest
 from prometheus_client import Counter
 from support.clients.scraping import get_health, scrape
+from support.eventually import eventually
 
 from baton.errors import ConfigError
 from runtime.metrics import REGISTRY
@@ -101,3 +105,14 @@ def test_a_process_that_has_ended_does_not_serve() -> None:
             503,
             {"status": "NOT_SERVING", "problem": "the process has ended"},
         )
+
+
+async def test_idle_connections_take_few_threads_and_keep_nobody_out() -> None:
+    before = threading.active_count()
+    with serve_monitor("127.0.0.1:0") as monitor, ExitStack() as stack:
+        monitor.answer_with(lambda: {"status": "SERVING"})
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(("127.0.0.1", monitor.port), timeout=10))
+        code, _ = await asyncio.to_thread(get_health, f"127.0.0.1:{monitor.port}")
+        assert code == 200
+        await eventually(lambda: threading.active_count() - before < 100)

@@ -57,7 +57,7 @@ def hang_engine(worker: Worker, going_on: threading.Event) -> Callable[[], bool]
 
 
 def hang_module(worker: Worker, going_on: threading.Event) -> Callable[[], bool]:
-    part = worker.engines.embedder or (worker.engines.encoding and worker.engines.encoding.encoder)
+    part = worker.engines.part("embedder") or (worker.engines.encoding and worker.engines.encoding.encoder)
     assert isinstance(part, PyTorchEmbedder | PyTorchEncoder)
     module = part._model.module if isinstance(part, PyTorchEmbedder) else part.module
     hanging = threading.Event()
@@ -84,7 +84,7 @@ async def test_an_idle_engine_that_hangs_is_not_serving_within_the_interval_and_
     seconds, going_on = 4.0, threading.Event()
     async with served((role,), canary_seconds=seconds, canary_patience_seconds=60.0) as worker:
         # One test has been answered.
-        part = worker.engine or worker.engines.embedder or worker.engines.encoding.encoder  # type: ignore[union-attr]
+        part = worker.engine or worker.engines.part("embedder") or worker.engines.encoding.encoder  # type: ignore[union-attr]
         await eventually(lambda: part._canary._slowest_seconds is not None)  # type: ignore[union-attr]
         hanging, began = hang(worker, going_on), time.monotonic()
         try:
@@ -127,7 +127,7 @@ async def test_before_a_test_was_answered_an_engine_has_the_whole_patience() -> 
 @pytest.mark.parametrize("role", ["decode", "embed", "encode"])
 async def test_no_metric_counts_the_tests_of_an_embedded_engine(role: str) -> None:
     async with served((role,), canary_seconds=0.02, canary_patience_seconds=60.0) as worker:
-        part = worker.engine or worker.engines.embedder or worker.engines.encoding.encoder  # type: ignore[union-attr]
+        part = worker.engine or worker.engines.part("embedder") or worker.engines.encoding.encoder  # type: ignore[union-attr]
         tests = 0
         ask = part._canary._ask  # type: ignore[union-attr]
 

@@ -5,5 +5,6 @@
 | load | streams and requests, and the times of their tokens |
 | grpc_client | clients of Baton's routers, and of its workers without a router |
 | http_client | a client of completions over HTTP/1.1 |
+| long_prompts | clients of one long prompt at a time |
 | steps | when the engines' steps were |
 """

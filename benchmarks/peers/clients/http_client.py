@@ -17,6 +17,12 @@ _KEPT: Final = len(_DONE) - 1
 class Connection(asyncio.Protocol):
     """One connection, one request after the other."""
 
+    @classmethod
+    async def open(cls, port: int) -> "Connection":
+        """A connection to a port of this host."""
+        _, connection = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
+        return connection
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
@@ -62,16 +68,20 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends a router its load, on connections that are kept and used again. See LoadClient."""
+    """Sends a router its load, on connections that are kept and used again. See LoadClient.
 
-    def __init__(self, port: int) -> None:
+    `served` is the name that the router knows the engine's models by, if it knows but one.
+    """
+
+    def __init__(self, port: int, served: str = "") -> None:
         self._port = port
+        self._served = served
         self._idle: list[Connection] = []
         self._opened: list[Connection] = []
 
     async def answer(self, model: str, tokens: int) -> Answer:
         connection = self._idle.pop() if self._idle else await self._open()
-        asked = {"model": model, "prompt": next(PROMPTS), "max_tokens": tokens}
+        asked = {"model": self._served or model, "user": model, "prompt": next(PROMPTS), "max_tokens": tokens}
         body = json.dumps({**asked, "stream": True, "ignore_eos": True}).encode()
         answer = await connection.answer(body, tokens)
         self._idle.append(connection)
@@ -82,6 +92,6 @@ class HttpClient:
             connection.close()
 
     async def _open(self) -> Connection:
-        _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
+        connection = await Connection.open(self._port)
         self._opened.append(connection)
         return connection

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton import AsyncClient
 from baton.errors import InvalidRequest
+from cli.arguments.cluster import other_roles
 from cli.local.lifecycle import start, stop
 from cli.local.logs import last_lines
 from cli.local.plan import ClusterOptions, gpu_warning, has_vision, model_folder
@@ -46,7 +47,7 @@ def cluster_options(arguments: argparse.Namespace) -> ClusterOptions:
         encode=int(mode == "epd") if arguments.encode is None else arguments.encode,
         prefill=int(mode != "agg") if arguments.prefill is None else arguments.prefill,
         decode=arguments.decode,
-        embed=arguments.embed,
+        others={role: count for role in other_roles() if (count := getattr(arguments, role))},
         engine=arguments.engine,
         model=str(Path(arguments.model).resolve()) if arguments.model else "",
         routers=max(1, arguments.routers),
@@ -146,10 +147,10 @@ def _explain(state: ClusterState) -> int:
 def _words(options: ClusterOptions) -> str:
     model = f", model {Path(options.model).name}" if options.model else ""
     encode = f"{options.encode} encode, " if options.encode else ""
-    embed = f"{options.embed} embed, " if options.embed else ""
+    others = "".join(f"{count} {role}, " for role, count in options.others.items())
     routers = "1 router" if options.routers == 1 else f"{options.routers} routers"
     edge = f"{routers} behind Envoy" if options.envoy else routers
-    workers = f"{encode}{options.prefill} prefill, {options.decode} decode, {embed}"
+    workers = f"{encode}{options.prefill} prefill, {options.decode} decode, {others}"
     return f"{edge}, {workers}engine {options.engine}{model}"
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from baton.errors import ConfigError
-from runtime.config import Section
+from runtime.config import Section, leaves
 
 _SECTION = "engine.args"
 _OVERRIDE = "engine.override_engine_args"
@@ -37,7 +37,7 @@ class MergedArguments(Generic[Arguments]):
 
     def describe(self) -> list[str]:
         """Every value, as lines of `key = value  # source`."""
-        return [f"{key} = {json.dumps(value)}  # {self.source(key)}" for key, value in _leaves(self.value)]
+        return [f"{key} = {json.dumps(value)}  # {self.source(key)}" for key, value in leaves(self.value)]
 
     def forced(self, key: str, value: bool | int) -> "MergedArguments[Arguments]":
         """The same arguments with a value that a check has set."""
@@ -131,12 +131,3 @@ def _keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
-
-
-def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

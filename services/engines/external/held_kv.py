@@ -75,7 +75,7 @@ class HeldHandoffs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalPrefill:
-    """What a prefill answered. `engine_state` is empty if the first token ended the request, so that no KV is held."""
+    """The answer of a prefill. `engine_state` is empty if the first token ended the request, so that no KV is held."""
 
     first_token: int
     logprob: TokenLogprob | None

@@ -15,6 +15,7 @@ config.py         the engine's configuration
 facts.py          what it says of a loaded model
 stall_detector.py detects a thread that hangs
 failures.py       PyTorch's exceptions as errors: a device that failed, short memory, another failure
+part.py           the skeleton of the encoder and the embedder
 batch_loop.py     a thread that computes all jobs that wait together, for the encoder and the embedder
 
 runners/          a step of the model: tensors of the batch, CUDA graphs

@@ -81,6 +81,10 @@ class BatchLoop(ABC, Generic[AnyJob]):
         """The time since the thread's last progress."""
         return self._stall_detector.quiet_seconds
 
+    async def test(self) -> None:
+        """Computes something small. Raises EngineFailed."""
+        raise NotImplementedError
+
     async def _test(self, job: AnyJob) -> None:
         """Waits for a job that is a test. Raises EngineFailed."""
         self._check_failure()

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from baton.errors import FieldViolation, InvalidRequest
+from baton.sampling_options import OPTIONS
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
 
@@ -25,11 +26,6 @@ def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
     rules = (
         ("sampling.max_tokens", sampling.max_tokens >= 1, "must be at least 1"),
         ("sampling.min_tokens", sampling.min_tokens >= 0, "must not be negative"),
-        ("sampling.temperature", sampling.temperature >= 0.0, "must not be negative"),
-        ("sampling.top_p", 0.0 < sampling.top_p <= 1.0, "must be above 0 and at most 1"),
-        ("sampling.top_k", sampling.top_k >= 0, "must not be negative"),
-        ("sampling.min_p", 0.0 <= sampling.min_p <= 1.0, "must be between 0 and 1"),
-        ("sampling.repetition_penalty", sampling.repetition_penalty > 0.0, "must be above 0"),
         (
             "sampling.logit_bias",
             _within(sampling.logit_bias, facts),
@@ -58,6 +54,10 @@ def check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
         ("logprobs", 0 <= (sampling.logprobs or 0) <= facts.max_logprobs, f"must be at most {facts.max_logprobs}"),
     )
     violations = [FieldViolation(field, text) for field, holds, text in rules if not holds]
+    for option in OPTIONS.values():
+        value = getattr(sampling, option.name)
+        if value is not None and (problem := option.problem(value)):
+            violations.append(FieldViolation(f"sampling.{option.name}", problem))
     if violations:
         raise InvalidRequest(violations)
 

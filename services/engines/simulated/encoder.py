@@ -13,7 +13,7 @@ import numpy
 from typing_extensions import Self
 
 from baton.errors import ConfigError, EngineFailed, Overloaded
-from services.engines.base import EmbeddingRules, EncoderLoad, ModelFacts
+from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts
 from services.engines.embedding import Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
 from services.engines.simulated.config import SimulatedConfig
@@ -21,21 +21,23 @@ from services.engines.simulated.facts import kv_layout, model_facts
 from services.engines.simulated.tokens import Vocabulary, vocabulary_of
 
 
-class SimulatedEncoder:
-    """An Encoder without a model. Encodes one image after the other, in the order of arrival."""
+class _SimulatedPart(EnginePart):
+    """A part without a model, which computes one thing after the other, in the order of arrival."""
 
     def __init__(self, config: SimulatedConfig) -> None:
-        if not config.image_tokens:
-            raise ConfigError("engine.image_tokens: is 0, so that the simulated model has no images to encode")
         self._config = config
         self._turn = asyncio.Lock()
         self._unfinished = 0
+
+    def _new_facts(self, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:
+        layout = kv_layout(self._config, vocabulary)
+        return model_facts(self._config, vocabulary, layout, load_seconds)
 
     async def __aenter__(self) -> Self:
         started = time.monotonic()
         vocabulary = vocabulary_of(self._config)
         await asyncio.sleep(self._config.load_seconds)
-        self._facts = _facts(self._config, vocabulary, time.monotonic() - started)
+        self._facts = self._new_facts(vocabulary, time.monotonic() - started)
         return self
 
     async def __aexit__(
@@ -53,13 +55,28 @@ class SimulatedEncoder:
 
     @property
     def responsive(self) -> bool:
-        """Always."""
         return True
 
     def load(self) -> EncoderLoad:
-        """Returns the images being encoded, at most one, and those that wait."""
+        """Returns what is being computed, at most one, and what waits."""
         running = int(self._turn.locked())
         return EncoderLoad(running, max(0, self._unfinished - running))
+
+
+class SimulatedEncoder(_SimulatedPart):
+    """An Encoder without a model."""
+
+    def __init__(self, config: SimulatedConfig) -> None:
+        if not config.image_tokens:
+            raise ConfigError("engine.image_tokens: is 0, so that the simulated model has no images to encode")
+        super().__init__(config)
+
+    def _new_facts(self, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:
+        config, facts = self._config, super()._new_facts(vocabulary, load_seconds)
+        assert facts.images is not None
+        text = f"simulated {config.image_tokens} {config.image_hidden_size}"
+        images = replace(facts.images, encoder_fingerprint=hashlib.sha256(text.encode()).hexdigest())
+        return replace(facts, layout=images.embedding_layout, images=images, data_parallel_ranks=1)
 
     async def encode(self, media: Sequence[Media]) -> list[Embedding]:
         """Returns one embedding for each image. See EncodeEngine."""
@@ -79,46 +96,13 @@ class SimulatedEncoder:
         return Embedding(digest, shape, "float32", embedding_data(digest, shape))
 
 
-class SimulatedEmbedder:
-    """A TextEmbedder without a model. Computes one call after the other, in the order of arrival."""
+class SimulatedEmbedder(_SimulatedPart):
+    """A TextEmbedder without a model."""
 
-    def __init__(self, config: SimulatedConfig) -> None:
-        self._config = config
-        self._turn = asyncio.Lock()
-        self._unfinished = 0
-
-    async def __aenter__(self) -> Self:
-        started = time.monotonic()
-        vocabulary = vocabulary_of(self._config)
-        await asyncio.sleep(self._config.load_seconds)
-        rules = EmbeddingRules(self._config.embed_dimensions, self._config.context_tokens, "last", normalize=True)
-        layout = kv_layout(self._config, vocabulary)
-        facts = model_facts(self._config, vocabulary, layout, time.monotonic() - started)
-        self._facts = replace(facts, embedding=rules)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Frees nothing."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def healthy(self) -> bool:
-        return True
-
-    @property
-    def responsive(self) -> bool:
-        """Always."""
-        return True
-
-    def load(self) -> EncoderLoad:
-        """Returns the calls being computed, at most one, and those that wait."""
-        running = int(self._turn.locked())
-        return EncoderLoad(running, max(0, self._unfinished - running))
+    def _new_facts(self, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:
+        config = self._config
+        rules = EmbeddingRules(config.embed_dimensions, config.context_tokens, "last", normalize=True)
+        return replace(super()._new_facts(vocabulary, load_seconds), embedding=rules)
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[Vector]:
         """Returns a vector for each input. See TextEmbedder."""
@@ -131,14 +115,6 @@ class SimulatedEmbedder:
             return [_vector(one, self._config.embed_dimensions) for one in inputs]
         finally:
             self._unfinished -= 1
-
-
-def _facts(config: SimulatedConfig, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:
-    facts = model_facts(config, vocabulary, kv_layout(config, vocabulary), load_seconds)
-    assert facts.images is not None
-    fingerprint = hashlib.sha256(f"simulated {config.image_tokens} {config.image_hidden_size}".encode()).hexdigest()
-    images = replace(facts.images, encoder_fingerprint=fingerprint)
-    return replace(facts, layout=images.embedding_layout, images=images, data_parallel_ranks=1)
 
 
 def _vector(ids: Sequence[int], dimensions: int) -> Vector:

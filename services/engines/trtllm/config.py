@@ -149,7 +149,7 @@ class EngineArguments(Section):
 
     @property
     def can_hand_over(self) -> bool:
-        """Whether KV can leave or enter this engine."""
+        """True if KV can leave or enter this engine."""
         return self.cache_transceiver_config is not None
 
 

@@ -6,24 +6,20 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any
 
 from typing_extensions import Self
 
-from baton.errors import EngineFailed, HandoffLost, Unsupported
+from baton.errors import EngineFailed, HandoffLost
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.base import Engine, EngineLoad, ModelFacts
-from services.engines.canary import Canary
+from services.engines.base import EngineLoad
 from services.engines.context import EngineContext
+from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.external.held_kv import HeldHandoffs
 from services.engines.generation import ClosingStream, Generation
-from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_freed_kv
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.held_kv import TrtllmKv
 from services.engines.trtllm.loading import load, shut_down
@@ -45,11 +41,12 @@ from services.engines.trtllm.requests.request_builder import RequestBuilder
 from services.engines.trtllm.resolved_args import ResolvedArgs
 
 _PLAIN_TIMEOUT_SECONDS = 60.0
-_CANARY_SALT = "baton-canary"
 
 
-class TrtllmEngine(Engine):
+class TrtllmEngine(ExternalEngine):
     """An Engine that transfers KV itself. See docs/tensorrt-llm.md for its limits."""
+
+    _requests: InflightRequests
 
     def __init__(self, config: TrtllmConfig, effective: ResolvedArgs, package: Package, purpose: EngineContext) -> None:
         self._config = config
@@ -67,44 +64,22 @@ class TrtllmEngine(Engine):
         self._llm = await asyncio.to_thread(load, self._config, self._effective, self._package)
         self._facts = replace(facts, load_seconds=time.monotonic() - started)
         size = facts.layout.block_tokens
-        self._held_handoffs = HeldHandoffs(self._transfer_seconds, size)
+        self._held = HeldHandoffs(self._transfer_seconds, size)
         self._builder = RequestBuilder(self._config, self._args, self._package, self._facts, self._node)
         patience = Patience(self._config.slow_reader_seconds, self._config.abort_seconds, self._transfer_seconds)
         limits = InflightLimits(self._args.max_batch_size + self._config.max_waiting, size, patience)
         native = NativeMetrics(self._package, self._facts.name)
-        self._inflight = InflightRequests(self._llm, self._package, limits, native.note_request)
-        listeners = Listeners(self._inflight.progressed, self._observe)
+        self._requests = InflightRequests(self._llm, self._package, limits, native.note_request)
+        listeners = Listeners(self._requests.progressed, self._observe)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(shut_down, self._llm)
-            stack.push_async_callback(self._inflight.close)
-            stack.callback(self._held_handoffs.close)
+            stack.push_async_callback(self._requests.close)
+            stack.callback(self._held.close)
             await self._warm_up()
             monitor = Monitor(self._llm, self._package.version, self._args.kv_cache_config, native, listeners)
             self._monitor = await stack.enter_async_context(monitor)
-            interval, seconds = self._config.canary_seconds, self._config.canary_patience_seconds
-            canary = Canary(self._warm_up, self._quiet_seconds, interval, seconds)
-            self._canary = await stack.enter_async_context(canary)
+            await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
             self._open = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.healthy:
-            await self._held_handoffs.outlived(self.fetch_seconds)
-        await self._open.aclose()
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def llm(self) -> Any:
-        """TensorRT-LLM's own LLM. Raises NotOpened before it is loaded."""
-        return self._llm
-
-    @property
-    def kv_transfer(self) -> "TrtllmEngine":
         return self
 
     @property
@@ -114,17 +89,12 @@ class TrtllmEngine(Engine):
     @property
     def healthy(self) -> bool:
         """By its own check and by its progress, since an engine may hang and still report that it is healthy."""
-        if self._inflight.failure is not None or self._inflight.stalled_seconds > self._config.stall_seconds:
+        if self._requests.failure is not None or self._requests.stalled_seconds > self._config.stall_seconds:
             return False
         if self._canary.is_overdue:
             return False
         check = getattr(self._llm, "_check_health", None)
         return bool(check()) if check is not None else True
-
-    @property
-    def responsive(self) -> bool:
-        """False also while a test request takes far longer than usual."""
-        return self.healthy and not self._canary.is_late
 
     @property
     def fetch_seconds(self) -> float:
@@ -134,13 +104,13 @@ class TrtllmEngine(Engine):
     def load(self) -> EngineLoad:
         """Returns requests and held KV by our own count, and the queue and the blocks as the engine reports them."""
         statistics = self._monitor.statistics
-        held = self._held_handoffs.blocks
+        held = self._held.blocks
         total = (
             statistics.blocks_total or (self._args.kv_cache_config.max_tokens or 0) // self._facts.layout.block_tokens
         )
-        waiting = min(statistics.waiting, len(self._inflight))
+        waiting = min(statistics.waiting, len(self._requests))
         tokens = statistics.waiting_tokens if waiting else 0
-        return EngineLoad(len(self._inflight) - waiting, waiting, tokens, total, self._inflight.blocks + held, held)
+        return EngineLoad(len(self._requests) - waiting, waiting, tokens, total, self._requests.blocks + held, held)
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
         """Yields the changes of its prefix cache. See TellsKv."""
@@ -149,30 +119,22 @@ class TrtllmEngine(Engine):
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> TrtllmKv:
         """Computes the prompt and one id; the KV waits inside the engine. See PrefillEngine."""
         self._builder.check(prompt, is_computed=True)
-        self._builder.check_handoff(prompt, sampling, self._held_handoffs.tokens)
+        self._builder.check_handoff(prompt, sampling, self._held.tokens)
         budget = self._builder.budget(prompt, sampling)
         hands_over = budget.max_tokens > 1
         generation = self._submit(prompt, await self._builder.prefill(prompt, sampling, budget))
         kv: TrtllmKv | None = None
         try:
-            while not generation.has_ended:
-                await generation.changed.wait()
-                generation.changed.clear()
+            await generation.reached()
             prefilled = results.prefilled(generation, prompt, sampling, self._facts, hands_over=hands_over)
-            kv = TrtllmKv(prefilled, self._held_handoffs)
+            kv = TrtllmKv(prefilled, self._held)
             return kv
         finally:
             if kv is None:
                 await self._drop(generation)
             if hands_over and results.holds_kv(generation):
                 # Also for a request that has ended or was cancelled: the engine holds KV until it is fetched.
-                self._held_handoffs.hold(kv or generation, generation.tokens)
-
-    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
-        """Generates to the end. See DecodeEngine."""
-        if isinstance(source, PulledKv):
-            raise Unsupported("the trtllm engine decodes no pulled blocks: it fetches KV itself")
-        return self._whole(source, sampling)
+                self._held.hold(kv or generation, generation.tokens)
 
     async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and generates from it. See TransfersKv."""
@@ -188,14 +150,12 @@ class TrtllmEngine(Engine):
             undo.push_async_callback(self._drop, generation)
             await self._arrival(generation)
             undo.pop_all()
-        return ClosingStream(self._events(generation, prompt, sampling, fetched=True), partial(self._drop, generation))
+        return ClosingStream(self._yielded(generation, prompt, sampling, fetched=True), partial(self._drop, generation))
 
     async def _arrival(self, generation: InflightGeneration) -> None:
         try:
             async with timeout(self._transfer_seconds):
-                while not (generation.has_begun or generation.has_ended):
-                    await generation.changed.wait()
-                    generation.changed.clear()
+                await generation.reached(lambda: generation.has_begun)
         except TimeoutError as error:
             raise HandoffLost(f"the KV did not arrive within {self._transfer_seconds} s") from error
         if generation.error is not None:
@@ -213,28 +173,19 @@ class TrtllmEngine(Engine):
         request = await self._builder.whole(prompt, sampling, budget)
         generation = self._submit(prompt, replace(request, is_test=is_test))
         try:
-            async for event in self._events(generation, prompt, sampling, fetched=False):
+            async for event in self._yielded(generation, prompt, sampling, fetched=False):
                 yield event
         finally:
             await self._drop(generation)
 
-    async def _events(
+    def _yielded(
         self, generation: InflightGeneration, prompt: Prompt, sampling: Sampling, *, fetched: bool
     ) -> AsyncGenerator[Tokens | Finished, None]:
-        while True:
-            await generation.changed.wait()
-            generation.changed.clear()
-            if generation.error is not None:
-                raise generation.error
-            has_ended = generation.has_ended
-            if tokens := generation.pull():
-                yield tokens
-            if has_ended:
-                yield results.finished(generation, prompt, sampling, self._facts, fetched=fetched)
-                return
+        finish = partial(results.finished, generation, prompt, sampling, self._facts, fetched=fetched)
+        return self._events(generation, finish)
 
     def _submit(self, prompt: Prompt, request: EngineRequest) -> InflightGeneration:
-        generation = self._inflight.submit(request)
+        generation = self._requests.submit(request)
         if prompt.media and not request.replayed:
             self._check_made(prompt, generation)
         return generation
@@ -250,9 +201,7 @@ class TrtllmEngine(Engine):
         """Aborts a generation and waits for its end, unless that may take as long as a transfer of KV."""
         if generation.has_ended or not self._config.abort:
             return
-        current_freed_kv().give_back(
-            generation.num_tokens, -(-generation.num_tokens // self._facts.layout.block_tokens)
-        )
+        self._give_back(generation)
         generation.abandon()
         if not generation.is_fetching:
             # Within abort_seconds, by the generation's own timer.
@@ -264,20 +213,20 @@ class TrtllmEngine(Engine):
         """
         load = self.load()
         is_full = bool(load.blocks_total) and load.blocks_used >= load.blocks_total
-        waits_for_room = bool(self._held_handoffs.tokens and len(self._inflight))
-        return 0.0 if is_full or waits_for_room else self._inflight.quiet_seconds
+        waits_for_room = bool(self._held.tokens and len(self._requests))
+        return 0.0 if is_full or waits_for_room else self._requests.quiet_seconds
 
     def _observe(self) -> None:
-        metrics.OUTSTANDING.set(len(self._held_handoffs))
-        metrics.OUTSTANDING_TOKENS.set(self._held_handoffs.tokens)
-        metrics.OLDEST_SECONDS.set(self._held_handoffs.oldest_seconds)
+        metrics.OUTSTANDING.set(len(self._held))
+        metrics.OUTSTANDING_TOKENS.set(self._held.tokens)
+        metrics.OLDEST_SECONDS.set(self._held.oldest_seconds)
 
     async def _warm_up(self) -> None:
         """Generates one token, before the engine is ready and as its canary.
 
         Its salt keeps it from sharing cached blocks with clients, and TensorRT-LLM's metrics do not count it.
         """
-        salt = _CANARY_SALT if "cache_salt" in self._package.generate_arguments else ""
+        salt = CANARY_SALT if "cache_salt" in self._package.generate_arguments else ""
         sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
         async for _ in self._whole(Prompt((0,), cache_salt=salt), sampling, is_test=True):
             pass

@@ -1,4 +1,4 @@
-"""What the engine says about its model and how images stand in its prompts, from the checkpoint and the arguments."""
+"""Facts of the engine's model and the form of images in its prompts, from the checkpoint and the arguments."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from services.engines.base import ImageRules, ModelFacts
+from services.engines.external.checkpoint import kv_layout, read_model
 from services.engines.kv import KvLayout, embedding_layout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
@@ -20,7 +21,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def image_rules(folder: Path, model: dict[str, Any]) -> ImageRules | None:
-    """How images stand in prompts; None for a model without images or one whose images cannot be served."""
+    """The form of images in prompts; None for a model without images or one whose images cannot be served."""
     if "vision_config" not in model or problem(model):
         return None
     token_id = int(model.get("image_token_id", model.get("image_token_index", -1)))
@@ -76,8 +77,7 @@ _WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4":
 
 def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
     """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
-    whole = read_json(config.model / "config.json")
-    model = {**whole, **whole.get("text_config", {})}
+    whole, model = read_model(config.model)
     return ModelFacts(
         name=config.name or config.model.name,
         engine="trtllm",
@@ -119,27 +119,9 @@ def encoder_facts(config: TrtllmConfig, args: EngineArguments, package: Package)
 
 
 def _layout(folder: Path, model: dict[str, Any], args: EngineArguments, package: Package) -> KvLayout:
-    """Its digest covers everything that two sides of a handoff must share. The numbers are informative."""
-    kv, heads = args.kv_cache_config, int(model["num_attention_heads"])
-    dtype = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16") if kv.dtype == "auto" else kv.dtype
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
-    layers = int(model["num_hidden_layers"])
-    return KvLayout(
-        model=_fingerprint(folder, args, package),
-        dtype=dtype,
-        num_layers=layers,
-        kv_factor=2,
-        kv_heads=kv_heads,
-        block_tokens=kv.tokens_per_block,
-        head_dim=head_dim,
-        block_bytes=int(layers * 2 * kv_heads * kv.tokens_per_block * head_dim * _WIDTHS.get(dtype, 2.0)),
-    )
-
-
-def _fingerprint(folder: Path, args: EngineArguments, package: Package) -> str:
-    transceiver, speculative = args.cache_transceiver_config, args.speculative_config
-    parts = {
+    """The numbers are informative: both sides must share the identity."""
+    kv, transceiver, speculative = args.kv_cache_config, args.cache_transceiver_config, args.speculative_config
+    identity = {
         "trtllm": str(package.version),
         "weights": fingerprint(folder),
         "transceiver": transceiver.backend if transceiver else None,
@@ -147,7 +129,8 @@ def _fingerprint(folder: Path, args: EngineArguments, package: Package) -> str:
         "speculative": speculative.model_dump(mode="json") if speculative else None,
         "lora": args.enable_lora,
     }
-    return json.dumps(parts, sort_keys=True)
+    dtype = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16") if kv.dtype == "auto" else kv.dtype
+    return kv_layout(identity, model, dtype, kv.tokens_per_block, _WIDTHS.get(dtype, 2.0))
 
 
 def _required_ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:

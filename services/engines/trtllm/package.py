@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from baton.errors import ConfigError
+from services.engines.external.package import PackageSource
 
 NAME = "tensorrt_llm"
-_OLDEST = Version("1.2.0")
-_END = Version("1.4.0.dev0")
 _PROCESSES = 64
 # Our log levels in TensorRT-LLM's words. A level set in the environment takes precedence.
 _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
-_HOW = (
+_SOURCE = PackageSource(
+    "trtllm",
+    "TensorRT-LLM",
+    NAME,
     "it runs on Linux with NVIDIA GPUs, CUDA 13 and MPI; install it from NVIDIA's package index "
-    "(docs/tensorrt-llm.md), or choose engine.kind pytorch"
+    "(docs/tensorrt-llm.md), or choose engine.kind pytorch",
+    Version("1.2.0"),
+    Version("1.4.0.dev0"),
+    "1.2 and 1.3",
 )
 
 
@@ -44,7 +49,7 @@ class Package:
     @property
     def encoder(self) -> Any:
         """`MultimodalEncoder`."""
-        return _import(f"{NAME}.llmapi.mm_encoder").MultimodalEncoder
+        return _SOURCE.load("llmapi.mm_encoder").MultimodalEncoder
 
     @property
     def metrics_collector(self) -> Any:
@@ -56,16 +61,16 @@ class Package:
 
     def on_rank(self, rank: int) -> Any:
         """SchedulingParams that pin a request to one attention-DP rank."""
-        params = _import(f"{NAME}.scheduling_params").SchedulingParams
+        params = _SOURCE.load("scheduling_params").SchedulingParams
         return params(attention_dp_rank=rank, attention_dp_relax=False)
 
     def shared_tensor(self) -> Any:
         """`SharedTensorContainer`, which makes and reads handles on embeddings."""
-        return _import(f"{NAME}._torch.shared_tensor").SharedTensorContainer
+        return _SOURCE.load("_torch.shared_tensor").SharedTensorContainer
 
     def new_handoff_id(self, node: int) -> int:
         """A handoff id that is unique across nodes. The arguments of its generator differ between versions."""
-        make = _import(f"{NAME}.llmapi.disagg_utils").get_global_disagg_request_id
+        make = _SOURCE.load("llmapi.disagg_utils").get_global_disagg_request_id
         names = set(inspect.signature(make).parameters)
         if {"node_id", "process_id"} <= names:
             return int(make(**dict(zip(("node_id", "process_id"), divmod(node, _PROCESSES), strict=True))))
@@ -82,41 +87,23 @@ def open_package(backend: str = "pytorch", log_level: str = "info") -> Package:
     os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TLLM_LOG_LEVEL", _LOG_LEVELS[log_level])
     with contextlib.redirect_stdout(sys.stderr):
-        package = _import(NAME)
-        version = _supported(package)
-        llmapi = _import(f"{NAME}.llmapi")
-        llm = _import(f"{NAME}._torch.auto_deploy").LLM if backend == "autodeploy" else package.LLM
+        package = _SOURCE.load()
+        version = _SOURCE.version_of(package)
+        llmapi = _SOURCE.load("llmapi")
+        llm = _SOURCE.load("_torch.auto_deploy").LLM if backend == "autodeploy" else package.LLM
         params = llmapi.DisaggregatedParams
         return Package(
             version=version,
             llm=llm,
             sampling_params=package.SamplingParams,
             disaggregated_params=params,
-            logprob=_import(f"{NAME}.executor.result").Logprob,
-            request_error=_import(f"{NAME}.executor.utils").RequestError,
+            logprob=_SOURCE.load("executor.result").Logprob,
+            request_error=_SOURCE.load("executor.utils").RequestError,
             llmapi=llmapi,
             handoff_fields=frozenset(field.name for field in dataclasses.fields(params)),
             sampling_arguments=frozenset(inspect.signature(package.SamplingParams).parameters),
             generate_arguments=frozenset(inspect.signature(llm.generate_async).parameters),
         )
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError(f"engine.kind trtllm needs TensorRT-LLM, which cannot be imported ({why}): {_HOW}") from error
-
-
-def _supported(package: ModuleType) -> Version:
-    try:
-        version = Version(str(package.__version__))
-    except (AttributeError, InvalidVersion) as error:
-        raise ConfigError(f"{NAME} does not say its version: {_HOW}") from error
-    if not _OLDEST <= version < _END:
-        raise ConfigError(f"{NAME} {version} is not supported; 1.2 and 1.3 are")
-    return version
 
 
 def visible_gpus() -> int:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -14,15 +13,13 @@ from typing_extensions import Self
 from baton.errors import EngineFailed, HandoffLost, Unsupported
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.base import Engine, EngineLoad, ModelFacts
-from services.engines.canary import Canary
+from services.engines.base import EngineLoad
+from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.generation import Generation
-from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_freed_kv
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.handoff.held import HeldByVllm, VllmHeldKv
@@ -42,12 +39,14 @@ from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
 from services.engines.vllm.requests.stream import RunningStream
 
-_CANARY_SALT = "baton-canary"
 _FIRST_STEP_SECONDS = 300.0
 
 
-class VllmEngine(Engine):
+class VllmEngine(ExternalEngine):
     """An Engine that transfers KV itself. See docs/vllm.md for its limits."""
+
+    _requests: VllmRequests
+    _held: HeldByVllm
 
     def __init__(self, config: VllmConfig, effective: ResolvedVllm, package: VllmPackage, roles: Sequence[str]) -> None:
         self._config = config
@@ -80,8 +79,8 @@ class VllmEngine(Engine):
             async with timeout(_FIRST_STEP_SECONDS):
                 await self._warm_up()
             events = EventReader(sockets, self._args.data_parallel_size, self._facts.layout.block_tokens)
-            self._events = await stack.enter_async_context(events)
-            await stack.enter_async_context(self._new_canary())
+            self._reader = await stack.enter_async_context(events)
+            await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
             stack.enter_context(metrics.VllmFamilies())
             self._open = stack.pop_all()
         return self
@@ -115,26 +114,6 @@ class VllmEngine(Engine):
         self._slots = stack.enter_context(VllmLoraSlots(self._llm, self._package, shapes, options.max_rank))
         self._loras = await stack.enter_async_context(LoraAdapters(options, self._slots))
 
-    def _new_canary(self) -> Canary:
-        seconds, patience = self._config.canary_seconds, self._config.canary_patience_seconds
-        self._canary = Canary(self._warm_up, self._quiet_seconds, seconds, patience)
-        return self._canary
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.healthy:
-            await self._held.outlived(self.fetch_seconds)
-        await self._open.aclose()
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def kv_transfer(self) -> "VllmEngine":
-        return self
-
     @property
     def kv_events(self) -> "VllmEngine | None":
         return self if self._has_events else None
@@ -150,11 +129,6 @@ class VllmEngine(Engine):
         return self._requests.failure is None and not self._llm.errored and not self._canary.is_overdue
 
     @property
-    def responsive(self) -> bool:
-        """False also while a test request takes far longer than usual."""
-        return self.healthy and not self._canary.is_late
-
-    @property
     def fetch_seconds(self) -> float:
         """vLLM's own lease on the blocks of a prefill. See TransfersKv."""
         return self._config.handoff.seconds if self._hands_over else 0.0
@@ -167,11 +141,6 @@ class VllmEngine(Engine):
         total = self._blocks * self._args.data_parallel_size
         return EngineLoad(here - waiting, waiting, tokens, total, min(total, self._requests.blocks + held), held)
 
-    @property
-    def llm(self) -> Any:
-        """vLLM's own AsyncLLM."""
-        return self._llm
-
     def pool_usage(self) -> float:
         """The used part of the pool by vLLM's own count, held blocks included, as of its latest step."""
         return self._statistics.usage
@@ -180,7 +149,7 @@ class VllmEngine(Engine):
         """Yields the changes of its prefix cache. See TellsKv."""
         if not self._has_events:
             raise Unsupported("KV events are off: engine.kv_events or enable_prefix_caching is false")
-        return self._events.changes()
+        return self._reader.changes()
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> VllmHeldKv:
         """Computes the prompt and one id; the KV waits inside vLLM. See PrefillEngine."""
@@ -206,12 +175,6 @@ class VllmEngine(Engine):
             await self._drop(generation)
         request_id = str((generation.kv_transfer or {}).get("remote_request_id", ""))
         return VllmHeldKv(found, request_id, self._held, asked_at + self._config.handoff.seconds)
-
-    def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
-        """Generates to the end. See DecodeEngine."""
-        if isinstance(source, PulledKv):
-            raise Unsupported("the vllm engine decodes no pulled blocks: it fetches KV itself")
-        return self._whole(source, sampling)
 
     async def decode_remote(self, source: RemoteKv, sampling: Sampling) -> Generation:
         """Fetches the KV, and returns when vLLM has generated the tokens that the client has. See TransfersKv.
@@ -288,26 +251,15 @@ class VllmEngine(Engine):
             undo.pop_all()
         return generation
 
-    async def _yielded(
+    def _yielded(
         self, generation: VllmGeneration, prompt: Prompt, sampling: Sampling, *, fetched: bool
     ) -> AsyncGenerator[Tokens | Finished, None]:
-        while True:
-            await generation.changed.wait()
-            generation.changed.clear()
-            if generation.error is not None:
-                raise generation.error
-            has_ended = generation.has_ended
-            if tokens := generation.pull():
-                yield tokens
-            if has_ended:
-                yield finished(generation, prompt, sampling, self._facts, fetched=fetched)
-                return
+        return self._events(generation, partial(finished, generation, prompt, sampling, self._facts, fetched=fetched))
 
     async def _drop(self, generation: VllmGeneration) -> None:
         """Aborts a generation, and returns when its blocks are free."""
         if not generation.has_ended:
-            blocks = -(-generation.num_tokens // self._facts.layout.block_tokens)
-            current_freed_kv().give_back(generation.num_tokens, blocks)
+            self._give_back(generation)
         await self._requests.drop(generation)
 
     async def _check(self, prompt: Prompt, sampling: Sampling) -> None:
@@ -334,7 +286,7 @@ class VllmEngine(Engine):
     async def _warm_up(self) -> None:
         """Generates one token, before the engine is ready and as its canary, with a salt that no client has."""
         sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-        async for _ in self._whole(Prompt((0,), cache_salt=_CANARY_SALT), sampling):
+        async for _ in self._whole(Prompt((0,), cache_salt=CANARY_SALT), sampling):
             pass
 
 

@@ -23,6 +23,7 @@ def open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContex
     package = open_vllm_package()
     if not package.is_cpu:
         check_gpus(effective.value, len(visible_gpus()))
+        check_adapters(config, effective.value)
     return VllmEngine(config, effective, package, context.roles)
 
 
@@ -36,6 +37,14 @@ def check_gpus(args: VllmArguments, gpus: int) -> None:
     needed = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     if 0 < gpus < needed:  # none: another vendor's, which vLLM counts itself
         raise ConfigError(f"vllm: tensor x pipeline x data parallel size is {needed}, and {gpus} GPUs are visible")
+
+
+def check_adapters(config: VllmConfig, args: VllmArguments) -> None:
+    """Raises ConfigError for adapters in float32, which end vLLM's process on GPUs: its kernels assert 16 bits."""
+    if config.lora is not None and args.dtype == "float32":
+        raise ConfigError(
+            "vllm: engine.lora: vLLM computes adapters in 16 bits only on GPUs, and args.dtype is float32"
+        )
 
 
 def check(config: VllmConfig, effective: ResolvedVllm, roles: Sequence[str], lease_seconds: float) -> None:

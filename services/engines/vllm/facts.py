@@ -1,10 +1,10 @@
-"""What the engine says about its model, from the checkpoint and the arguments in effect."""
+"""Facts of the engine's model, from the checkpoint and the arguments in effect."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from services.engines.base import ModelFacts
+from services.engines.external.checkpoint import kv_layout, read_model
 from services.engines.kv import KvLayout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.vllm.config import VllmArguments, VllmConfig
@@ -17,8 +17,7 @@ _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "
 
 def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *, takes_handoffs: bool) -> ModelFacts:
     """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
-    whole = read_json(config.model / "config.json")
-    model = {**whole, **whole.get("text_config", {})}
+    _, model = read_model(config.model)
     return ModelFacts(
         name=config.name or config.model.name,
         engine="vllm",
@@ -45,32 +44,20 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
 
 
 def has_vision(folder: Path) -> bool:
-    """Whether the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
+    """True if the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
     return "vision_config" in read_json(folder / "config.json")
 
 
 def _layout(folder: Path, model: dict[str, Any], args: VllmArguments, package: VllmPackage) -> KvLayout:
-    """Its digest covers everything that two sides of a handoff must share; a handshake compares versions, too."""
-    heads = int(model["num_attention_heads"])
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
-    layers, dtype = int(model["num_hidden_layers"]), _dtype(model, args)
+    """A handshake compares versions, too."""
     identity = {
         "vllm": str(package.version),
         "connector": package.connector_version,
         "weights": fingerprint(folder),
         "quantization": args.quantization,
     }
-    return KvLayout(
-        model=json.dumps(identity, sort_keys=True),
-        dtype=dtype,
-        num_layers=layers,
-        kv_factor=2,
-        kv_heads=kv_heads,
-        block_tokens=args.block_size,
-        head_dim=head_dim,
-        block_bytes=layers * 2 * kv_heads * args.block_size * head_dim * _WIDTHS.get(dtype, 2),
-    )
+    dtype = _dtype(model, args)
+    return kv_layout(identity, model, dtype, args.block_size, _WIDTHS.get(dtype, 2))
 
 
 def _dtype(model: dict[str, Any], args: VllmArguments) -> str:

@@ -44,7 +44,7 @@ class EventEndpoints:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """What an engine is started with, beside the arguments in effect."""
+    """The inputs of an engine's start, beside the arguments in effect."""
 
     roles: Sequence[str]
     context_tokens: int
@@ -53,7 +53,7 @@ class EngineStart:
 
 
 def can_hand_over(config: VllmConfig, roles: Sequence[str]) -> bool:
-    """Whether KV can leave or enter an engine of these roles."""
+    """True if KV can leave or enter an engine of these roles."""
     return "prefill" in roles or not config.whole_requests
 
 

@@ -58,7 +58,6 @@ class VllmLoraSlots:
         shutil.rmtree(self._copies, ignore_errors=True)
 
     def read(self, entry: CatalogEntry) -> CopiedLora:
-        """See LoraSlots."""
         lora = entry.ranked.lora
         copy = Path(tempfile.mkdtemp(dir=self._copies))
         try:
@@ -74,7 +73,7 @@ class VllmLoraSlots:
         return CopiedLora(lora, copy)
 
     async def install(self, slot: int, weights: CopiedLora) -> None:
-        """See LoraSlots. Raises EngineFailed if vLLM has ended."""
+        """Installs the weights in the slot. Raises EngineFailed if vLLM has ended."""
         await self.clear(slot)
         if weights.lora in self._requests:
             # Under another slot, of an operator's unload that waits for its users.
@@ -84,7 +83,6 @@ class VllmLoraSlots:
         self._slots[slot] = weights
 
     async def clear(self, slot: int) -> None:
-        """See LoraSlots."""
         cleared = self._slots.pop(slot, None)
         if cleared is None or any(each.lora == cleared.lora for each in self._slots.values()):
             return

@@ -5,17 +5,23 @@ import importlib
 import inspect
 import os
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from baton.errors import ConfigError
+from services.engines.external.package import PackageSource
 
-_OLDEST = Version("0.30.0")
-_END = Version("0.34.0.dev0")
+_SOURCE = PackageSource(
+    "vllm",
+    "vLLM",
+    "vllm",
+    "install it into an environment of its own (docs/vllm.md), or choose engine.kind pytorch",
+    Version("0.30.0"),
+    Version("0.34.0.dev0"),
+    "0.30 to 0.33",
+)
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-_HOW = "install it into an environment of its own (docs/vllm.md), or choose engine.kind pytorch"
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 # Read when vLLM is imported, by its own processes too. A value that is set in the environment takes precedence.
 _ENVIRONMENT = {
@@ -51,8 +57,8 @@ class VllmPackage:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether this is vLLM's build for CPUs."""
-        return bool(_import("vllm.platforms").current_platform.is_cpu())
+        """True if this is vLLM's build for CPUs."""
+        return bool(_SOURCE.load("platforms").current_platform.is_cpu())
 
 
 def open_vllm_package() -> VllmPackage:
@@ -61,10 +67,10 @@ def open_vllm_package() -> VllmPackage:
         raise ConfigError(f"{_MULTIPROCESS} is set; it would turn Baton's own metrics into files: unset it")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    version = _supported(_import("vllm"))
-    llm = _import("vllm.v1.engine.async_llm").AsyncLLM
-    arguments, sampling = _import("vllm.engine.arg_utils").AsyncEngineArgs, _import("vllm.sampling_params")
-    errors, config = _import("vllm.exceptions"), _import("vllm.config")
+    version = _SOURCE.version_of(_SOURCE.load())
+    llm = _SOURCE.load("v1.engine.async_llm").AsyncLLM
+    arguments, sampling = _SOURCE.load("engine.arg_utils").AsyncEngineArgs, _SOURCE.load("sampling_params")
+    errors, config = _SOURCE.load("exceptions"), _SOURCE.load("config")
     if lacking := [name for name in _METHODS if not hasattr(llm, name)]:
         raise ConfigError(f"vllm {version} lacks AsyncLLM.{', '.join(lacking)}, which Baton needs")
     return VllmPackage(
@@ -77,11 +83,11 @@ def open_vllm_package() -> VllmPackage:
         structured_outputs_config=config.StructuredOutputsConfig,
         kv_transfer_config=config.KVTransferConfig,
         kv_events_config=config.KVEventsConfig,
-        stat_logger=_import("vllm.v1.metrics.loggers").StatLoggerBase,
-        lora_request=_import("vllm.lora.request").LoRARequest,
+        stat_logger=_SOURCE.load("v1.metrics.loggers").StatLoggerBase,
+        lora_request=_SOURCE.load("lora.request").LoRARequest,
         client_error=errors.VLLMClientError,
         overflow_error=errors.GracefulHTTPError,
-        dead_error=_import("vllm.v1.engine.exceptions").EngineDeadError,
+        dead_error=_SOURCE.load("v1.engine.exceptions").EngineDeadError,
         connector_version=_connector_version(),
         engine_arguments=frozenset(field.name for field in dataclasses.fields(arguments)),
         sampling_arguments=frozenset(sampling.SamplingParams.__struct_fields__),
@@ -95,21 +101,3 @@ def _connector_version() -> int:
         return int(importlib.import_module(f"{_NIXL}.metadata").NIXL_CONNECTOR_VERSION)
     except (ImportError, AttributeError):
         return 0
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError(f"engine.kind vllm needs vLLM, which cannot be imported ({why}): {_HOW}") from error
-
-
-def _supported(package: ModuleType) -> Version:
-    try:
-        version = Version(str(package.__version__))
-    except (AttributeError, InvalidVersion) as error:
-        raise ConfigError(f"vllm does not say its version: {_HOW}") from error
-    if not _OLDEST <= version < _END:
-        raise ConfigError(f"vllm {version} is not supported; 0.30 to 0.33 are")
-    return version

@@ -1,17 +1,19 @@
 """The requests of `baton bench`: traces, lengths and times."""
 
 import gzip
+import io
 import itertools
 import json
 import statistics
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from baton.errors import ConfigError
 from cli.arguments.benchmarks import TRACES
 from devtools.bench.traces import BLOCK_TOKENS, KINDS, generate_trace, ideal_hit_rate, read_trace
-from devtools.bench.workload import Lengths, at_rate, of_trace, read_lengths
+from devtools.bench.workload import Images, Lengths, Workload, of_trace, read_lengths
 
 LINE = {"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}
 
@@ -75,7 +77,7 @@ def test_prompts_of_a_trace_are_equal_where_its_blocks_are(tmp_path: Path) -> No
 
 
 def test_requests_arrive_at_random_with_the_rate_that_was_asked_for() -> None:
-    planned = at_rate(50.0, 2000, Lengths(prompt=(10, 20), answer=(3, 3)), seed=1)
+    planned = Workload(Lengths(prompt=(10, 20), answer=(3, 3))).at_rate(50.0, 2000, seed=1)
     gaps = [later.at_seconds - each.at_seconds for each, later in itertools.pairwise(planned)]
     assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.15)
@@ -89,3 +91,25 @@ def test_lengths_come_from_a_file_and_a_wrong_line_is_named(tmp_path: Path) -> N
     path.write_text("100 20\n300\n")
     with pytest.raises(ConfigError, match="lengths:2: expected the lengths"):
         read_lengths(path)
+
+
+def test_servers_that_are_compared_get_equal_lengths_and_other_contents() -> None:
+    lengths = Lengths(prompt=(10, 20), answer=(1, 9))
+    one, other = (Workload(lengths, Images(1, (8, 30)), prompts).all_at_once(20, seed=3) for prompts in (1, 2))
+    assert [(len(each.token_ids), each.output_tokens) for each in one] == [
+        (len(each.token_ids), each.output_tokens) for each in other
+    ]
+    assert not {each.token_ids for each in one} & {each.token_ids for each in other}
+    assert not {each.images for each in one} & {each.images for each in other}
+    assert one == Workload(lengths, Images(1, (8, 30)), 1).all_at_once(20, seed=3)
+
+
+def test_images_have_their_sizes_and_repeat_as_often_as_was_asked_for() -> None:
+    workload = Workload(Lengths(prompt=(5, 5)), Images(2, (10, 40), 0.75))
+    planned = workload.all_at_once(100, seed=1)
+    images = [image for each in planned for image in each.images]
+    assert [len(each.images) for each in planned] == [2] * 100
+    assert len(set(images)) == pytest.approx(50, abs=15)
+    sizes = {Image.open(io.BytesIO(image)).size for image in images}
+    assert all(width == height and 10 <= width <= 40 for width, height in sizes)
+    assert len(sizes) > 10

@@ -7,6 +7,7 @@ import pytest
 from support.clock import ManualClock
 
 from baton.errors import NoWorker, Overloaded
+from router.admission.fair_queue import Ticket
 from router.admission.queue import AdmissionQueue
 
 OUTAGE = 10.0
@@ -19,6 +20,7 @@ class Queue:
         self.limit = limit
         self.clock = ManualClock()
         self.entered: list[str] = []
+        self.inside: list[Ticket] = []
         self.line = AdmissionQueue(
             lambda: self.limit, max_waiting, OUTAGE, clock=self.clock, call_later=self.clock.call_later
         )
@@ -30,12 +32,20 @@ class Queue:
         return task
 
     async def _enter(self, name: str, priority: int) -> None:
-        if not self.line.enter_now():
-            await self.line.enter(priority)
+        ticket = self.ticket(priority)
+        if not self.line.enter_now(ticket):
+            await self.line.enter(ticket)
         self.entered.append(name)
+        self.inside.append(ticket)
+
+    def ticket(self, priority: int = 0) -> Ticket:
+        return self.line.order.ticket("", priority, 1)
+
+    def end(self, seconds: float | None) -> None:
+        self.line.leave(self.inside.pop(), seconds)
 
     async def leave(self, seconds: float = 1.0) -> None:
-        self.line.leave(seconds)
+        self.end(seconds)
         await settle()
 
     async def set_limit(self, limit: int | None) -> None:
@@ -158,7 +168,7 @@ async def test_a_request_that_gives_up_as_it_is_let_in_gives_its_place_to_the_ne
     await queue.send("inside")
     gone = await queue.send("gone")
     await queue.send("next")
-    queue.line.leave(1.0)
+    queue.end(1.0)
     gone.cancel()
     await settle()
     assert queue.entered == ["inside", "next"]
@@ -167,14 +177,14 @@ async def test_a_request_that_gives_up_as_it_is_let_in_gives_its_place_to_the_ne
 
 async def test_the_expected_wait_counts_those_ahead_that_are_as_urgent() -> None:
     queue = Queue(limit=2)
-    assert queue.line.expected_seconds(0) == 0.0
+    assert queue.line.expected_seconds(queue.ticket(0)) == 0.0
     for _ in range(4):
         await queue.send("measured")
         await queue.leave(seconds=4.0)
     for name in "abcde":
         await queue.send(name)
-    assert queue.line.expected_seconds(0) == pytest.approx(4 * 4.0 / 2)
-    assert queue.line.expected_seconds(1) == pytest.approx(1 * 4.0 / 2)
+    assert queue.line.expected_seconds(queue.ticket(0)) == pytest.approx(4 * 4.0 / 2)
+    assert queue.line.expected_seconds(queue.ticket(1)) == pytest.approx(1 * 4.0 / 2)
 
 
 async def test_what_was_measured_long_ago_is_not_expected_any_more() -> None:
@@ -183,9 +193,9 @@ async def test_what_was_measured_long_ago_is_not_expected_any_more() -> None:
         await queue.send("measured")
         await queue.leave(seconds=4.0)
     await queue.send("inside")
-    assert queue.line.expected_seconds(0) == pytest.approx(4.0)
+    assert queue.line.expected_seconds(queue.ticket(0)) == pytest.approx(4.0)
     queue.clock.advance(60)
-    assert queue.line.expected_seconds(0) == 0.0
+    assert queue.line.expected_seconds(queue.ticket(0)) == 0.0
 
 
 async def test_a_request_that_did_nothing_does_not_count_as_a_short_stay() -> None:
@@ -194,9 +204,9 @@ async def test_a_request_that_did_nothing_does_not_count_as_a_short_stay() -> No
         await queue.send("measured")
         await queue.leave(seconds=4.0)
     await queue.send("hopeless")
-    queue.line.leave(None)
+    queue.end(None)
     await queue.send("inside")
-    assert queue.line.expected_seconds(0) == pytest.approx(4.0)
+    assert queue.line.expected_seconds(queue.ticket(0)) == pytest.approx(4.0)
 
 
 # No worker at all.
@@ -272,9 +282,9 @@ async def test_whatever_comes_and_goes_room_is_used_and_nothing_is_left(seed: in
         match chance.choice(["send", "send", "leave", "give up", "limit", "time"]):
             case "send":
                 tasks.append(asyncio.create_task(queue._enter(str(number), chance.randint(-1, 1))))
-            case "leave" if queue.line.running:
+            case "leave" if queue.inside:
                 left += 1
-                queue.line.leave(chance.choice([None, 1.0]))
+                queue.end(chance.choice([None, 1.0]))
             case "give up" if tasks:
                 chance.choice(tasks).cancel()
             case "limit":
@@ -290,7 +300,7 @@ async def test_whatever_comes_and_goes_room_is_used_and_nothing_is_left(seed: in
     await queue.set_limit(None)
     assert queue.line.waiting == 0
     for _ in range(queue.line.running):
-        queue.line.leave(1.0)
+        queue.end(1.0)
     assert queue.line.is_unused
     assert all(task.done() for task in tasks)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,6 +14,7 @@ from support.eventually import eventually
 
 from baton.calls import unary
 from baton.engine.v1 import embed_pb2 as engine_pb2
+from baton.engine.v1 import embed_pb2_grpc
 from baton.errors import BatonError
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig
@@ -179,6 +180,7 @@ async def test_a_request_is_counted_and_logged_as_others_are() -> None:
 async def test_a_worker_without_the_role_says_so() -> None:
     async with bench(DECODE, E1) as running:
         worker = next(one for one in running.cluster.workers if one.record.worker_id == "d1")
+        stub = worker.stub(embed_pb2_grpc.EmbedServiceStub)
         with pytest.raises(aio.AioRpcError) as caught:
-            await worker.embed.Embed(engine_pb2.EmbedRequest(request_id="r"), timeout=60)
+            await stub.Embed(engine_pb2.EmbedRequest(request_id="r"), timeout=60)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION

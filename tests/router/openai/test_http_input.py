@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 from support.clients.openai_api import OPENAI_ROUTER, openai_bench
@@ -130,3 +131,38 @@ async def test_idle_connections_leave_room_for_new_ones(bounded: Bench) -> None:
     assert await asyncio.wait_for(idle[0].reader.read(), 20) == b""
     for each in idle:
         each.writer.close()
+
+
+async def test_a_few_requests_at_once_are_answered_in_turn(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    await client.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 9 + (head(len(BODY)) + BODY))
+    answers = b""
+    while answers.count(b"HTTP/1.1 200 ") < 10 or not answers.endswith(b"}"):
+        answers += await asyncio.wait_for(client.reader.read(65_536), 20)
+    assert b"text_completion" in answers.rpartition(b"HTTP/1.1")[2]
+
+
+TOO_MANY = {
+    "requests": b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 3000,
+    "chunks": HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50_000,
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+async def test_what_comes_in_too_many_pieces_ends_the_connection(bounded: Bench, name: str) -> None:
+    client = await client_of(bounded)
+    with suppress(ConnectionError):
+        await client.send(TOO_MANY[name])
+    answers = b""
+    with suppress(ConnectionError):
+        answers = await asyncio.wait_for(client.reader.read(), 20)
+    assert answers.count(b"HTTP/1.1 200 ") < 100
+    assert len(await bounded.text_of(prompt="hi", stopping={"max_tokens": 3})) > 0
+
+
+async def test_a_body_in_some_chunks_is_answered(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    pieces = [BODY[at : at + 7] for at in range(0, len(BODY), 7)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert (await asyncio.wait_for(client.reader.read(65_536), 20)).startswith(b"HTTP/1.1 200 ")

@@ -1,5 +1,6 @@
 """The text of an answer that is replayed and cut: whatever came together before and after the cut, it is the same."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_the_ids_of_tool_calls_follow_from_the_answer() -> None:
     def ids(call_id: str, *cuts: int) -> list[str]:
         parser = AnswerParser(None, form, ["weather"], call_id=call_id)
         edges = [0, *cuts, len(text)]
-        pieces = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
         calls = [call.id for piece in pieces for call in parser.push(piece).tool_calls]
         return calls + [call.id for call in parser.flush().tool_calls]
 

@@ -43,6 +43,7 @@ async def test_so_they_do_where_their_caches_are_estimated() -> None:
     assert await busiest(workers("decode", "decode", "decode", kv_events=False), "automatic", 12) <= 1.10
 
 
+@pytest.mark.parametrize("policy", ["automatic", "least_loaded"])
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode", "decode"), ("prefill+decode",) * 3])
-async def test_three_workers_that_decode_what_others_computed_share_evenly(roles: tuple[str, ...]) -> None:
-    assert await busiest(workers(*roles), "automatic", 12) <= 1.10
+async def test_three_workers_that_decode_what_others_computed_share_evenly(roles: tuple[str, ...], policy: str) -> None:
+    assert await busiest(workers(*roles), policy, 12) <= 1.10

@@ -1,7 +1,8 @@
 """Whatever a worker reports, or a registry record says: the router serves, and the other workers' streams go on."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,18 @@ from support.eventually import eventually
 from support.router.worker_views import worker as record_of
 from support.servers.tampering import Reply, tampered
 
-from baton.engine.v1 import worker_pb2
-from baton.inference.v1 import generate_pb2
+from baton.engine.v1 import worker_pb2, worker_pb2_grpc
+from baton.errors import InvalidRequest
+from baton.inference.v1 import generate_pb2, lora_pb2
+from baton.inference.v1.model_pb2 import ModelCapabilities, ModelLimits
+from discovery.record import LORA, WorkerRecord
 from router.config import RoutingConfig
+from router.routing.known_loras import KnownLoras
+from router.text.served_model import ServedModel
+from router.workers.loras import find_lora, loras_of_model, watch_loras
+from rpc.channels import open_channel
+from rpc.health import Health
+from rpc.server import Service, serve
 
 PREDICTING = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
 REQUEST = {"prompt": "hello" * 20, "stopping": {"max_tokens": 3}}
@@ -59,6 +69,62 @@ async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(na
             assert views["p1"] == generate_pb2.CACHE_VIEW_REPORTED
             await serves(running)
         await serves(running)
+
+
+INVENTORIES = {
+    "too many adapters": [lora_pb2.LoraAdapter(name=f"a{number}", digest="1") for number in range(5000)],
+    "a long name": [lora_pb2.LoraAdapter(name="a" * 8 * 2**20, digest="1")],
+}
+
+
+class Adapters(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker that reports these adapters."""
+
+    def __init__(self, adapters: list[lora_pb2.LoraAdapter]) -> None:
+        self._inventory = lora_pb2.LoraInventory(available=adapters)
+
+    async def WatchLoras(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchLorasResponse]:
+        yield worker_pb2.WatchLorasResponse(inventory=self._inventory)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("name", INVENTORIES)
+async def test_an_inventory_of_adapters_that_is_too_large_counts_as_none(name: str) -> None:
+    add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
+    service = Service("baton.engine.v1.WorkerService", add, Adapters(INVENTORIES[name]))
+    faults = since("baton_router_worker_faults_total", stage="loras")
+    noted: list[KnownLoras] = []
+    async with (
+        serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0) as server,
+        open_channel(server.address) as channel,
+    ):
+        watching = asyncio.ensure_future(
+            watch_loras("broken", worker_pb2_grpc.WorkerServiceStub(channel), noted.append)
+        )
+        await eventually(lambda: faults.grown > 0)
+        watching.cancel()
+    assert {known.is_told for known in noted} == {False}
+
+
+def test_many_adapters_are_listed_and_named_in_errors_in_little_time() -> None:
+    many = [lora_pb2.LoraAdapter(name=f"a{number}", digest="1") for number in range(4096)]
+    workers: list[Any] = [
+        Adapted(record_of(f"w{n}"), KnownLoras.of(lora_pb2.LoraInventory(available=many))) for n in (1, 2)
+    ]
+    workers = [replace(worker, record=replace(worker.record, capabilities=(LORA,))) for worker in workers]
+    model = workers[0].record.model
+    assert len(loras_of_model(workers, model)) == 4096
+    with pytest.raises(InvalidRequest, match=r"known are a0, a1, .* and 4086 more"):
+        find_lora(workers, ServedModel(model, ModelLimits(), ModelCapabilities(), frozenset(), None), "none")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A worker with adapters."""
+
+    record: WorkerRecord
+    loras: KnownLoras
+    problem: str = ""
 
 
 def extremes(message: Message) -> Iterator[tuple[descriptor.FieldDescriptor, Any]]:
@@ -132,7 +198,7 @@ RECORDS: list[dict[str, Any]] = [
     {"address": "\0\n:1"},
     {"address": "é" * 300 + ":1"},
     {"layout_digest": "", "capabilities": ("multiplex", "", "future")},
-    {"max_context_tokens": 2**64 - 1, "data_parallel_ranks": 4096},
+    {"max_context_tokens": 2**64 - 1, "data_parallel_ranks": 512},
     {"max_context_tokens": 0},
     {"offers": (), "reads": ("carrier pigeon",)},
     {"capabilities": ("multiplex", "lora", "early_handoff", "allocates_first", "multiplexed_load")},

@@ -74,6 +74,6 @@ def test_a_wrong_engine_is_named(override: str, message: str) -> None:
 @pytest.mark.usefixtures("echo")
 async def test_an_engine_without_an_encoder_refuses_the_role() -> None:
     config = _load("engine={kind: echo}", "listen=127.0.0.1:0", "roles=[encode]")
-    with pytest.raises(ConfigError, match="roles: the echo engine does not encode"):
+    with pytest.raises(ConfigError, match="roles: the echo engine has no encoder"):
         async with host_worker(config, MemoryRegistry("test")):
             pass

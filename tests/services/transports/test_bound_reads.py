@@ -33,7 +33,7 @@ async def get_pool(owner: Running, handoff_id: str, digest: str = "") -> handoff
 
 
 @pytest.mark.parametrize("transport", ["shm", NIXL, "tcp"])
-async def test_how_to_read_a_pool_is_told_only_to_those_who_name_what_is_held(start: Starter, transport: str) -> None:
+async def test_a_handoff_that_is_named_to_learn_how_to_read_a_pool_must_be_held(start: Starter, transport: str) -> None:
     async with start("prefill", transports=(transport,)) as prefill:
         handoff = await prefill.calls.prefill()
         [endpoint] = (await get_pool(prefill, handoff.handoff_id)).endpoints

@@ -11,7 +11,7 @@ from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines.checkpoints import DEMO
 from support.engines.written_engine import HERMES_TEMPLATE
 
-from discovery.roles import Role
+from engine_protocol.roles import Role
 from router.config import OpenAIConfig, RouterConfig
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig

@@ -10,7 +10,7 @@ from support.clock import ManualClock, RunningClock
 from support.cluster.processes import Process, process
 
 from discovery.memory import MemoryRegistry
-from discovery.roles import Role
+from engine_protocol.roles import Role
 from media.config import MediaConfig
 from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig

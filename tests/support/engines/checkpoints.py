@@ -43,9 +43,9 @@ def save_llama(folder: Path, head_dim: int = 16) -> Path:
     return _save(LlamaConfig(**{**_SIZES, "head_dim": head_dim}), folder)
 
 
-def save_qwen3(folder: Path, head_dim: int = 16) -> Path:
+def save_qwen3(folder: Path, head_dim: int = 16, positions: int = 2048) -> Path:
     """A random Qwen3, which normalises queries and keys."""
-    return _save(Qwen3Config(**{**_SIZES, "head_dim": head_dim}), folder)
+    return _save(Qwen3Config(**{**_SIZES, "head_dim": head_dim, "max_position_embeddings": positions}), folder)
 
 
 def save_bert(folder: Path, kind: type[PretrainedConfig] = BertConfig) -> Path:

@@ -1,7 +1,11 @@
 """vLLM's engine for tests, in the environment of `make vllm`. All tests of a run share two, and their event loop:
 starting one takes minutes on a busy machine.
+
+With BATON_TEST_DEVICE=cuda both run on one GPU. vLLM computes adapters there in 16 bits only, so
+BATON_TEST_VLLM_DTYPE=float16 starts them with adapters, and otherwise they compute in float32 without.
 """
 
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.util import find_spec
@@ -12,6 +16,7 @@ from typing import Literal
 import pytest
 from support.engines.adapters import save_adapter
 from support.engines.checkpoints import save_qwen3
+from support.engines.device import DEVICE
 from support.engines.engine_calls import CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
 
 from services.config import WorkerConfig
@@ -30,15 +35,21 @@ HEAD_DIM = 32
 HELD_SECONDS = 15.0
 LEASE_SECONDS = 12.0
 ADAPTERS = ("first", "second", "third")
-LOCAL = {"ucx_tls": "cma,sm,tcp,self", "ucx_net_devices": "lo"}
+ON_GPU = DEVICE == "cuda"
+DTYPE = os.environ.get("BATON_TEST_VLLM_DTYPE", "float32")
+HAS_ADAPTERS = DTYPE != "float32" or not ON_GPU
+LOCAL = {} if ON_GPU else {"ucx_tls": "cma,sm,tcp,self", "ucx_net_devices": "lo"}
+# Several engines share a GPU: none measures how much of its memory is left for a pool while others start.
+_OF_A_GPU = {"gpu_memory_utilization": 0.06, "kv_cache_memory_bytes": 1 << 30} if ON_GPU else {}
 
 
 def settings(
     checkpoint: Path, args: Mapping[str, object] | None = None, handoff: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    """The key `engine` of a worker, for a machine without GPUs."""
+    """The key `engine` of a worker, for a small model."""
     defaults = {
-        "dtype": "float32",
+        **_OF_A_GPU,
+        "dtype": DTYPE,
         "enforce_eager": True,
         "max_model_len": CONTEXT_TOKENS,
         "max_num_seqs": MAX_SEQUENCES,
@@ -89,7 +100,7 @@ class SharedVllm:
             self._started += 1
             checkpoint = self._checkpoint()
             lora = {"folder": str(adapters_of(checkpoint)), "max_loaded": 2, "max_rank": 8}
-            config = VllmConfig.model_validate({**settings(checkpoint), "lora": lora})
+            config = VllmConfig.model_validate({**settings(checkpoint), "lora": lora if HAS_ADAPTERS else None})
             self._free.append(await self._stack.enter_async_context(open_vllm(config, EngineContext())))
         engine = self._free.pop(0)
         try:

@@ -15,12 +15,16 @@ from rpc.server import Service, serve
 
 
 class HeldBack(handoff_pb2_grpc.HandoffServiceServicer):
-    """Passes calls on to an owner. `asked` is set when the method is called; it is answered after `let_go`."""
+    """Passes calls on to an owner. `asked` is set when the method is called; it is answered after `let_go`.
+
+    `given_up` is set when a caller no longer waits for the answer.
+    """
 
     def __init__(self, owner: WorkerCalls, method: str) -> None:
         self.address = ""
         self.asked = asyncio.Event()
         self.let_go = asyncio.Event()
+        self.given_up = asyncio.Event()
         self._owner = owner
         self._method = method
 
@@ -36,7 +40,11 @@ class HeldBack(handoff_pb2_grpc.HandoffServiceServicer):
     async def _pass_on(self, method: str, request: Any) -> Any:
         if method == self._method:
             self.asked.set()
-            await self.let_go.wait()
+            try:
+                await self.let_go.wait()
+            except asyncio.CancelledError:
+                self.given_up.set()
+                raise
         return await unary(getattr(self._owner.handoffs, method)(request, timeout=PATIENCE_SECONDS))
 
 

@@ -1,4 +1,4 @@
-"""What a running TensorRT-LLM reports.
+"""Reports of a running TensorRT-LLM.
 
 monitor.py        reads statistics and KV events; tests an idle engine
 metrics.py        the adapter's metrics and TensorRT-LLM's own

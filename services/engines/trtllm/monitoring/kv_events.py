@@ -11,11 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from runtime.aio import timeout
 from runtime.prefix_hash import block_hash, root_hash
 from services.engines.kv_events import HEARTBEAT_SECONDS, KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored
 
+log = structlog.get_logger(__name__)
+
 _UNSIGNED = 2**64 - 1
+# An engine of a version that writes events in another way.
+_UNREADABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+# Of one rank. A long-lived engine that does not say what it removes would fill the worker's memory.
+_MOST_BLOCKS = 2**20
+_MOST_RANKS = 512
 
 
 @dataclass(slots=True)
@@ -57,7 +66,27 @@ class ReportedBlocks:
         return [KvSnapshot(number, rank.cached()) for number, rank in sorted(ranks.items())]
 
     def feed(self, event: Mapping[str, Any]) -> list[KvChange]:
-        """Returns the changes for an event; most events that are not of whole blocks of text cause none."""
+        """Returns the changes for an event; most events that are not of whole blocks of text cause none.
+
+        After one that cannot be read all known blocks are forgotten, as after one that was lost.
+        """
+        try:
+            changes = self._feed(event)
+            if len(self._ranks) > _MOST_RANKS or any(len(rank.ours) > _MOST_BLOCKS for rank in self._ranks.values()):
+                raise ValueError("more blocks than an engine has")
+        except _UNREADABLE as error:
+            if not self.gaps:
+                log.warning("a KV event cannot be read", error=f"{type(error).__name__}: {error}")
+            self.gaps += 1
+            return self._forget_all()
+        return changes
+
+    def _forget_all(self) -> list[KvChange]:
+        known = [number for number, rank in self._ranks.items() if rank.cached()]
+        self._ranks.clear()
+        return [KvSnapshot(number, ()) for number in known]
+
+    def _feed(self, event: Mapping[str, Any]) -> list[KvChange]:
         number, group = int(event.get("attention_dp_rank") or 0), int(event.get("layer_group_id") or 0)
         rank = self._ranks.setdefault(number, _Rank())
         changes: list[KvChange] = self._gap(number, rank, int(event["event_id"]))

@@ -4,8 +4,8 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -135,7 +135,6 @@ class Monitor:
         await self._open.aclose()
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:
-        """See TellsKv."""
         if not self._has_events:
             raise Unsupported(
                 "KV events are off: kv_cache_config.event_buffer_max_size is 0, or enable_block_reuse is off"
@@ -144,20 +143,32 @@ class Monitor:
 
     def _deliver(self, polled: Polled) -> None:
         for stat in _flat(polled.stats):
-            self._native.note_iteration(stat)
-            if self.statistics.note(read_iteration(stat)):
-                self._listeners.progressed()
+            self._note_iteration(stat)
         gaps = self._index.gaps
         for event in _flat(polled.events):
             self._fan_out.tell(self._index.feed(event))
         metrics.KV_EVENT_GAPS.inc(self._index.gaps - gaps)
         self._listeners.looked()
 
+    def _note_iteration(self, stat: Any) -> None:
+        """Notes a row; one that cannot be read still says that the engine works."""
+        try:
+            self._native.note_iteration(stat)
+            has_progressed = self.statistics.note(read_iteration(stat))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            log.warning("a row of statistics cannot be read", error=f"{type(error).__name__}: {error}")
+            has_progressed = True
+        if has_progressed:
+            self._listeners.progressed()
 
-def _flat(found: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """Flattens dictionaries, JSON text of them, and lists of either, as versions differ."""
+
+def _flat(found: Sequence[Any]) -> Iterator[Any]:
+    """Flattens dictionaries, JSON text of them, and lists of either, as versions differ. Text that is no JSON stays."""
     for one in found:
-        parsed = json.loads(one) if isinstance(one, str) else one
+        parsed = one
+        if isinstance(one, str):
+            with suppress(ValueError):
+                parsed = json.loads(one)
         if isinstance(parsed, list):
             yield from _flat(parsed)
         else:

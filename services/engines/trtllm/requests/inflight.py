@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import structlog
@@ -14,7 +13,7 @@ import structlog
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from services.engines.answer import Tokens
 from services.engines.external.logprobs import token_logprob
-from services.engines.external.slow_reader import SlowReader
+from services.engines.external.requests import ExternalGeneration, ExternalRequests, text_of
 from services.engines.trtllm.monitoring import metrics
 from services.engines.trtllm.package import Package
 
@@ -23,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a generation waits, in seconds.
+    """The seconds that a generation waits.
 
     `reader` limits the wait for its reader, `abort` the wait for the engine to end an aborted request, and `fetch` the
     wait for KV, during which nothing is aborted.
@@ -34,7 +33,7 @@ class Patience:
     fetch: float = 60.0
 
 
-class InflightGeneration:
+class InflightGeneration(ExternalGeneration):
     """Follows a result until it ends. `changed` is set whenever there is more; `error` says why it ended early.
 
     The first `replayed` ids are those that the client has already. They are skipped by position, never by value.
@@ -45,35 +44,25 @@ class InflightGeneration:
     def __init__(
         self, result: Any, tokens: int, replayed: int, logprobs: int | None, patience: Patience = Patience()
     ) -> None:
+        super().__init__("TensorRT-LLM", patience.reader)
         self.result = result
         self.tokens = tokens
-        self.changed = asyncio.Event()
-        self.ended = asyncio.Event()
         self.has_begun = False
-        self.is_unanswered = False
+        self.is_unanswered = self.is_test = False
         self.keeps: object = None
-        self.error: BatonError | None = None
-        self.finish_reason: str | None = None
         self.submitted_at = time.monotonic()
         self.first_at: float | None = None
-        self.ended_at: float | None = None
         self._replayed = self._read = replayed
         self._logprobs = logprobs
         self._patience = patience
         self._abort_at_first = False
-        self._reader = SlowReader(patience.reader, self._give_up)
         self._unanswered: asyncio.TimerHandle | None = None
-        self._following: asyncio.Task[None] | None = None
         self._aborted = False
 
     @property
     def output(self) -> Any:
         """The only completion."""
         return self.result.outputs[0]
-
-    @property
-    def has_ended(self) -> bool:
-        return self.ended_at is not None
 
     @property
     def num_tokens(self) -> int:
@@ -95,21 +84,12 @@ class InflightGeneration:
             if self._abort_at_first and not self._aborted:
                 self._abort()
             self._reader.has_output()
-            self.changed.set()
+            self._tell()
         self.finish_reason = self.output.finish_reason
 
     def end(self, error: BatonError | None = None) -> None:
-        """Ends the generation, with an error or without."""
-        if self.has_ended:
-            return
-        self.ended_at = time.monotonic()
         self.keeps = None
-        self._reader.has_read()
-        self.error = error
-        if error is None and self.finish_reason is None:
-            self.error = EngineFailed("TensorRT-LLM ended the request without a reason")
-        self.changed.set()
-        self.ended.set()
+        super().end(error)
 
     def pull(self) -> Tokens | None:
         """All ids that were not taken yet."""
@@ -137,7 +117,7 @@ class InflightGeneration:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether KV may be on its way to here."""
+        """True if KV may be on its way to here."""
         return self._replayed > 0 and not (self.has_begun or self.has_ended)
 
     def _give_up(self, error: Overloaded) -> None:
@@ -193,68 +173,31 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class InflightLimits:
-    """How many requests may run and wait, and the patience of each."""
+    """Limits: the requests that may run and wait, and the patience of each."""
 
     requests: int
     block_tokens: int
     patience: Patience
 
 
-class InflightRequests:
-    """Every request inside the engine. A fatal error fails all of them and every later one."""
+class InflightRequests(ExternalRequests[InflightGeneration]):
+    """The requests of one LLM."""
 
     def __init__(self, llm: Any, package: Package, limits: InflightLimits, on_end: Callable[[Any], None]) -> None:
-        self.failure: EngineFailed | None = None
+        super().__init__("TensorRT-LLM", limits.requests, limits.block_tokens)
         self._llm = llm
         self._package = package
-        self._limits = limits
+        self._patience = limits.patience
         self._on_end = on_end
-        self._tasks: dict[InflightGeneration, asyncio.Task[None]] = {}
-        self._progressed_at = time.monotonic()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of their tokens so far. The engine's own number may be a little higher."""
-        return sum(-(-each.num_tokens // self._limits.block_tokens) for each in self._tasks)
-
-    @property
-    def stalled_seconds(self) -> float:
-        """How long work has been in flight without any progress."""
-        return time.monotonic() - self._progressed_at if self._tasks else 0.0
-
-    @property
-    def quiet_seconds(self) -> float:
-        """How long there has been no progress, with work or without."""
-        return time.monotonic() - self._progressed_at
 
     def submit(self, request: EngineRequest) -> InflightGeneration:
         """Submits a request to the engine. Raises Overloaded, InvalidRequest, or EngineFailed."""
-        if self.failure is not None:
-            raise self.failure
-        if len(self._tasks) >= self._limits.requests:
-            raise Overloaded(f"{len(self._tasks)} requests run and wait here", retry_after_seconds=1.0)
-        if not self._tasks:
-            self._progressed_at = time.monotonic()
-        result = self._ask(request)
+        self.require_room()
         generation = InflightGeneration(
-            result, request.tokens, request.replayed, request.logprobs, self._limits.patience
+            self._ask(request), request.tokens, request.replayed, request.logprobs, self._patience
         )
-        generation.keeps = request.keeps
-        task = generation.start(self.progressed)
-        self._tasks[generation] = task
-        task.add_done_callback(partial(self._ended, generation, request.is_test))
-        return generation
-
-    async def close(self) -> None:
-        """Stops following all requests."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        generation.keeps, generation.is_test = request.keeps, request.is_test
+        return self.follow(generation, generation.start(self.progressed))
 
     def _ask(self, request: EngineRequest) -> Any:
         known = {name: value for name, value in request.arguments.items() if value is not None}
@@ -277,29 +220,13 @@ class InflightRequests:
         except TypeError as error:
             raise EngineFailed(f"TensorRT-LLM {self._package.version} does not take the call: {error}") from error
 
-    def progressed(self) -> None:
-        """Notes that the engine made progress of any kind."""
-        self._progressed_at = time.monotonic()
-
-    def _ended(self, generation: InflightGeneration, is_test: bool, task: "asyncio.Task[None]") -> None:
-        del self._tasks[generation]
+    def _note_end(self, generation: InflightGeneration) -> None:
         if not generation.is_unanswered:
             self.progressed()
-        generation.end(self._why(task))
-        if generation.error is None and not is_test:
+        if generation.error is None and not generation.is_test:
             self._on_end(generation.result)
 
-    def _why(self, task: "asyncio.Task[None]") -> BatonError | None:
-        if task.cancelled():
-            return EngineFailed("the engine is closed")
-        error = task.exception()
-        if error is None:
-            return None
+    def _converted(self, error: BaseException) -> BatonError:
         if not isinstance(error, self._package.request_error):
             self._fail(error)
-        return EngineFailed(f"TensorRT-LLM failed: {type(error).__name__}: {error}")
-
-    def _fail(self, error: BaseException) -> None:
-        if self.failure is None:
-            log.error("trtllm engine failed", error=f"{type(error).__name__}: {error}")
-            self.failure = EngineFailed(f"TensorRT-LLM failed: {type(error).__name__}: {error}")
+        return EngineFailed(f"TensorRT-LLM failed: {text_of(error)}")

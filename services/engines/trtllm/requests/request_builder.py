@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest, Overloaded, Unsupported
+from baton.sampling_options import OPTIONS
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
 from services.engines.request_context import current_traceparent
@@ -15,14 +16,10 @@ from services.engines.trtllm.requests.guided import check_beginning, guided_deco
 from services.engines.trtllm.requests.inflight import EngineRequest
 from services.engines.trtllm.requests.multimodal import TrtllmProcessor, TrtllmPrompt
 
-_NEUTRAL: dict[str, Any] = {
-    "top_k": 0,
-    "min_p": 0.0,
-    "seed": None,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+# Of the parameters that are left out where they are neutral: a version may lack them.
+_NEUTRAL = {name: option.row.neutral for name, option in OPTIONS.items() if name not in ("temperature", "top_p")}
+# What the samplers of speculative decoding have.
+_SPECULATIVE = {"top_k", "seed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +67,18 @@ def sampling_params(package: Package, sampling: Sampling, budget: Budget, eos_to
 
 
 def _if_unlike(sampling: Sampling) -> dict[str, Any]:
-    """Returns the parameters that are not neutral; a version may lack the others."""
+    """Returns the parameters that are not neutral."""
     return {name: getattr(sampling, name) for name, value in _NEUTRAL.items() if getattr(sampling, name) != value}
 
 
 def unsupported(package: Package) -> tuple[str, ...]:
     """Returns the fields of SamplingParams for which this version has no parameter."""
-    lacking = {*_NEUTRAL, "temperature", "top_p"} - package.sampling_arguments
-    return tuple(sorted({"logit_bias", "bad_words", *lacking}))
+    return tuple(sorted({"logit_bias", "bad_words", *(OPTIONS.keys() - package.sampling_arguments)}))
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a prompt runs. `params` are the DisaggregatedParams of KV and embeddings that arrive or leave."""
+    """The options of a prompt's run. `params` are the DisaggregatedParams of KV and embeddings that arrive or leave."""
 
     sampling: Sampling
     budget: Budget
@@ -188,14 +184,9 @@ class RequestBuilder:
         """Raises Unsupported for parameters that the samplers of speculative decoding refuse or ignore."""
         if self._args.speculative_config is None:
             return
-        asked = {
-            "logprobs": sampling.logprobs is not None,
-            "min_p": sampling.min_p > 0,
-            "repetition_penalty": sampling.repetition_penalty != 1,
-            "presence_penalty": sampling.presence_penalty != 0,
-            "frequency_penalty": sampling.frequency_penalty != 0,
-        }
-        if refused := [name for name, is_asked in asked.items() if is_asked]:
+        refused = ["logprobs"] if sampling.logprobs is not None else []
+        refused += [name for name in _if_unlike(sampling) if name not in _SPECULATIVE]
+        if refused:
             raise Unsupported(f"sampling: {', '.join(refused)} cannot be combined with speculative decoding")
 
     def _request(self, prompt: Prompt, options: RequestOptions) -> EngineRequest:

@@ -26,7 +26,7 @@ _CUT_OFF = ("length", "not_finished")
 
 
 def holds_kv(generation: InflightGeneration) -> bool:
-    """Whether the engine holds the KV of a prompt that ran for a handoff; an abort does not free it."""
+    """True if the engine holds the KV of a prompt that ran for a handoff; an abort does not free it."""
     return generation.finish_reason in _CUT_OFF
 
 

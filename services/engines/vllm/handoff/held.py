@@ -38,18 +38,16 @@ class HeldByVllm(HeldHandoffs):
         self._workers = workers
 
     def hold(self, key: object, tokens: int) -> None:
-        """See HeldHandoffs."""
         super().hold(key, tokens)
         metrics.HANDOFFS.set(len(self))
 
     def free(self, key: object) -> int:
-        """See HeldHandoffs."""
         blocks = super().free(key)
         metrics.HANDOFFS.set(len(self))
         return blocks
 
     async def still_holds(self, request_id: str) -> bool:
-        """Whether every worker holds the blocks now, so that it has held them since the prefill."""
+        """True if every worker holds the blocks now, so that it has held them since the prefill."""
         return all(await self._ask("baton_holds", request_id))
 
     async def release_early(self, request_id: str) -> bool:
@@ -88,11 +86,11 @@ class VllmHeldKv(ExternalKv):
 
     @property
     def is_held(self) -> bool:
-        """Whether vLLM's own lease has not ended yet."""
+        """True if vLLM's own lease has not ended yet."""
         return time.monotonic() < self._until
 
     async def was_held(self) -> bool:
-        """Whether vLLM has held the blocks until now, or until its reader had them."""
+        """True if vLLM has held the blocks until now, or until its reader had them."""
         if self.is_held or await self._held.still_holds(self._request_id):
             return True
         metrics.EXPIRED.inc()

@@ -32,7 +32,7 @@ _PULL = {"transfer_mode": "pull"}
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What a reader needs beside vLLM's parameters: the length of vLLM's prompt, and the seed that was chosen."""
+    """The state for a reader beside vLLM's parameters: the length of vLLM's prompt, and the seed that was chosen."""
 
     prompt_tokens: int
     seed: int | None = None

@@ -23,7 +23,7 @@ class BatonWorker:
         return True
 
     def baton_holds(self, request_id: str) -> bool:
-        """Whether this rank still holds a prefill's blocks."""
+        """True if this rank still holds a prefill's blocks."""
         leases = _leases()
         return leases is not None and request_id in leases
 

@@ -1,4 +1,4 @@
-"""What a running vLLM reports.
+"""Reports of a running vLLM.
 
 statistics.py     the statistics of its steps
 kv_events.py      the contents of its prefix cache, by the hash chain that routers know

@@ -65,7 +65,6 @@ class EventReader:
             await asyncio.wait(self._reading)
 
     def changes(self) -> AsyncGenerator[KvChange, None]:
-        """See TellsKv."""
         return self._publisher.changes()
 
 

@@ -9,7 +9,7 @@ _FRESH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What one rank reported with its latest step. `usage` is the used part of its blocks, cached ones not counted."""
+    """The counts of one rank's latest step. `usage` is the used part of its blocks, cached ones not counted."""
 
     running: int
     waiting: int

@@ -24,14 +24,14 @@ HANDOFF_SALT = "baton-handoff-"
 
 @dataclass(frozen=True, slots=True)
 class Budgeted:
-    """What vLLM computes, and how many tokens of it."""
+    """The prompt that vLLM computes, and its budget of tokens."""
 
     plan: Plan
     budget: TokenBudget
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether more tokens follow the one that a prefill generates."""
+        """True if more tokens follow the one that a prefill generates."""
         return self.budget.max_tokens > len(self.plan.known) + 1
 
 

@@ -6,10 +6,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.errors import BatonError, EngineFailed, HandoffLost, Overloaded
+from baton.errors import EngineFailed, HandoffLost, Overloaded
 from services.engines.answer import PromptLogprobs, TokenLogprob, Tokens
 from services.engines.external.logprobs import prompt_logprobs, token_logprob
-from services.engines.external.slow_reader import SlowReader
+from services.engines.external.requests import ExternalGeneration
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.requests.plan import Plan
 
@@ -42,27 +42,19 @@ class Stages:
     decode_seconds: float = 0.0
 
 
-class VllmGeneration:
-    """Follows a request until it ends. `changed` is set, and `listener` called, whenever there is more; `error` says
-    why it ended early.
-    """
+class VllmGeneration(ExternalGeneration):
+    """The output of a request, the first tokens of which may be known."""
 
     def __init__(self, request: VllmRequest, reader_seconds: float) -> None:
+        super().__init__("vLLM", reader_seconds)
         self.request = request
-        self.changed = asyncio.Event()
-        self.listener: Callable[[], None] | None = None
-        self.error: BatonError | None = None
-        self.finish_reason: str | None = None
         self.kv_transfer: Mapping[str, Any] | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.has_ended = False
         self.ids: list[int] = []
         self._reports: list[TokenLogprob] = []
         self._read = len(request.plan.known)
         self._timestamps: Any = None
-        self._reader = SlowReader(reader_seconds, self._give_up)
-        self._following: asyncio.Task[None] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -71,22 +63,18 @@ class VllmGeneration:
 
     @property
     def has_known_tokens(self) -> bool:
-        """Whether every token that the client has already was generated, and at least one token at all."""
+        """True if every token that the client has already was generated, and at least one token at all."""
         return len(self.ids) >= max(1, len(self.request.plan.known))
 
     async def ending(self) -> None:
         """Waits for the end. Raises what ended it early."""
-        while not self.has_ended:
-            await self.changed.wait()
-            self.changed.clear()
+        await self.reached()
         if self.error is not None:
             raise self.error
 
     async def known(self) -> None:
         """Waits until the known tokens, and one at least, are there, or the end. Raises what ended it early."""
-        while not (self.has_known_tokens or self.has_ended):
-            await self.changed.wait()
-            self.changed.clear()
+        await self.reached(lambda: self.has_known_tokens)
         if self.error is not None:
             raise self.error
         self._tell()
@@ -103,11 +91,6 @@ class VllmGeneration:
                 self._note(output)
                 self._reader.has_output()
                 self._tell()
-
-    def _tell(self) -> None:
-        self.changed.set()
-        if self.listener is not None:
-            self.listener()
 
     def _note(self, output: Any) -> None:
         completion = output.outputs[0]
@@ -131,17 +114,6 @@ class VllmGeneration:
         if top is not None and reports and self.prompt_logprobs is None:
             token_ids = self.request.plan.prompt[: self.request.reported]
             self.prompt_logprobs = prompt_logprobs(token_ids, reports, top)
-
-    def end(self, error: BatonError | None = None) -> None:
-        """Ends the generation, with an error or without."""
-        if self.has_ended:
-            return
-        self.has_ended = True
-        self._reader.has_read()
-        self.error = error
-        if error is None and self.finish_reason is None:
-            self.error = EngineFailed("vLLM ended the request without a reason")
-        self._tell()
 
     def pull(self) -> Tokens | None:
         """All ids that were not pulled yet, without the known ones."""

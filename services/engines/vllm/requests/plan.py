@@ -1,4 +1,4 @@
-"""What vLLM computes for a request, and which of its first tokens the client has already.
+"""The prompt that vLLM computes for a request, and the first tokens that the client has already.
 
 vLLM's random numbers follow one another from the start of a request; they are no function of the position. So a sampled
 answer that is continued runs again from its prompt: the tokens that the client has are computed once more, compared and
@@ -27,7 +27,7 @@ class Plan:
 
 
 def must_run_again(sampling: Sampling) -> bool:
-    """Whether an answer can only be continued from its start: vLLM also begins a grammar there."""
+    """True if an answer can only be continued from its start: vLLM also begins a grammar there."""
     return (
         sampling.temperature > 0
         or sampling.guide is not None

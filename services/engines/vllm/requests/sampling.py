@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.errors import InvalidRequest, Unsupported
+from baton.sampling_options import OPTIONS
 from services.engines.prompt import Sampling
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.guided import structured_outputs
@@ -13,19 +14,12 @@ from services.engines.vllm.requests.guided import structured_outputs
 # vLLM raises lower ones to this, without a word.
 LOWEST_TEMPERATURE = 0.01
 _SEED_BITS = 63
-# Our name of a parameter, vLLM's, and the neutral value, which is left out.
-_OPTIONS: tuple[tuple[str, str, Any], ...] = (
-    ("top_p", "top_p", 1.0),
-    ("top_k", "top_k", 0),
-    ("min_p", "min_p", 0.0),
-    ("repetition_penalty", "repetition_penalty", 1.0),
-    ("presence_penalty", "presence_penalty", 0.0),
-    ("frequency_penalty", "frequency_penalty", 0.0),
-    ("logprobs", "logprobs", None),
-    ("prompt_logprobs", "prompt_logprobs", None),
-)
-# Not fields of SamplingParams: capabilities of their own.
-_OF_ANSWERS = {"logprobs", "prompt_logprobs"}
+# What vLLM names as we do, and the neutral value, which is left out.
+_OPTIONS: Mapping[str, float | None] = {
+    **{name: option.row.neutral for name, option in OPTIONS.items() if name not in ("temperature", "seed")},
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +43,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 def unsupported_options(package: VllmPackage) -> tuple[str, ...]:
     """Returns the fields of SamplingParams for which this version has no parameter."""
-    names = {ours: theirs for ours, theirs, _ in _OPTIONS} | {"seed": "seed", "logit_bias": "logit_bias"}
-    names = {ours: theirs for ours, theirs in names.items() if ours not in _OF_ANSWERS}
-    lacking = {ours for ours, theirs in names.items() if theirs not in package.sampling_arguments}
+    lacking = {*OPTIONS, "logit_bias"} - package.sampling_arguments
     # vLLM takes bad words as texts, of which it makes ids itself; ids it has no parameter for.
     return tuple(sorted({"bad_words", *lacking}))
 
@@ -88,9 +80,7 @@ def sampling_params(
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:
-    options = {
-        theirs: getattr(sampling, ours) for ours, theirs, neutral in _OPTIONS if getattr(sampling, ours) != neutral
-    }
+    options = {name: value for name, neutral in _OPTIONS.items() if (value := getattr(sampling, name)) != neutral}
     if sampling.seed is not None and sampling.temperature > 0:
         options["seed"] = sampling.seed % 2**_SEED_BITS
     if sampling.logit_bias:

@@ -32,7 +32,7 @@ class RunningStream(ClosingStream):
             ready()
 
     def pull(self) -> tuple[Sequence[int], Finished | None]:
-        """What is new. Raises the generation's error."""
+        """The new tokens, and the end. Raises the generation's error."""
         self._generation.changed.clear()
         if self._generation.error is not None:
             raise self._generation.error

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from baton.errors import ConfigError
 from services.engines.registry import describe, read_engine_config
 from services.engines.vllm.config import VllmArguments, VllmConfig
-from services.engines.vllm.factory import check, check_gpus, resolve
+from services.engines.vllm.factory import check, check_adapters, check_gpus, resolve
 
 FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"
 
@@ -110,3 +110,11 @@ def test_more_gpus_than_are_visible_are_refused_with_both_numbers(sizes: dict[st
     with pytest.raises(ConfigError, match="parallel size is 4, and 2 GPUs are visible"):
         check_gpus(args, 2)
     check_gpus(args, 4)
+
+
+def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
+    config = VllmConfig.model_validate({"model": tmp_path, "lora": {"folder": tmp_path}})
+    with pytest.raises(ConfigError, match=r"engine\.lora: .*16 bits only on GPUs, and args\.dtype is float32"):
+        check_adapters(config, VllmArguments(dtype="float32"))
+    check_adapters(config, VllmArguments(dtype="auto"))
+    check_adapters(VllmConfig.model_validate({"model": tmp_path}), VllmArguments(dtype="float32"))

@@ -190,3 +190,33 @@ async def test_a_reader_that_is_too_slow_gets_a_snapshot_instead(events: Events)
     fan_out.tell([KvStored(0, (b"x",))] * 10_001)
     fan_out.tell(events.feed(stored(block(10, FIRST))))
     assert await anext(reader) == KvSnapshot(0, (HASH_1,))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"event_id": "x", "data": {"type": "stored"}},
+        {"event_id": 1, "data": None},
+        {"event_id": 1, "data": {"type": "stored", "parent_hash": None, "blocks": [{}]}, "window_size": 4096},
+        {"event_id": 1, "data": {"type": "removed"}, "window_size": 4096},
+        {"event_id": 1, "data": {"type": "stored", "parent_hash": [], "blocks": []}, "window_size": 4096},
+        {"event_id": 1, "data": {"type": "removed", "block_hashes": 7}, "window_size": "wide"},
+        "no event",
+        None,
+        7,
+    ],
+    ids=str,
+)
+def test_after_an_event_that_cannot_be_read_nothing_counts_as_cached(events: Events, event: Any) -> None:
+    events.feed(stored(block(10, FIRST)))
+    assert events.index.feed(event) == [KvSnapshot(0, ())]
+    assert events.index.gaps == 1
+    assert events.index.snapshots() == [KvSnapshot(0, ())]
+    assert events.feed(stored(block(10, FIRST))) == [KvStored(0, (HASH_1,))]
+
+
+def test_an_engine_of_more_ranks_than_there_are_fills_no_memory(events: Events) -> None:
+    for rank in range(2000):
+        events.feed(stored(block(10, FIRST)), rank=rank)
+    assert len(events.index.snapshots()) <= 512

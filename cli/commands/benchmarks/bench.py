@@ -1,0 +1,92 @@
+"""`baton bench`: puts load on a server and reports what came of it."""
+
+import argparse
+from pathlib import Path
+
+from baton.errors import ConfigError
+from cli.commands.benchmarks.compare import compare
+from cli.commands.benchmarks.loads import steps_of, workload_of
+from cli.commands.benchmarks.progress import Progress
+from cli.commands.benchmarks.reports import check_files, write_steps
+from cli.commands.benchmarks.servers import target_of, warm_up
+from cli.outputs import require_writable, write_text
+from devtools.bench.profile import ProfilePlan, Profiler, profile_table
+from devtools.bench.summary import Summary, Targets, summarize
+from devtools.bench.traces import BLOCK_TOKENS, generate_trace, read_trace
+from devtools.bench.workload import Planned, of_trace
+from runtime.timing_profile import TimingProfile
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Prints the report, and writes it where the options say. Exit code 1 if every request has failed."""
+    match arguments.action:
+        case "profile":
+            require_writable({"FILE": arguments.file, "--markdown": arguments.markdown})
+            return await _profile(arguments)
+        case "compare":
+            return await compare(arguments)
+        case _:
+            check_files(arguments)
+            targets = Targets(arguments.ttft_target / 1e3, arguments.itl_target / 1e3)
+            summaries = await (_sweep if arguments.action == "sweep" else _replay)(arguments, targets)
+            write_steps(arguments, summaries, targets)
+            return 0 if any(each.requests > each.failed for each in summaries) else 1
+
+
+async def _sweep(arguments: argparse.Namespace, targets: Targets) -> list[Summary]:
+    """One step for each rate or concurrency, from the least."""
+    steps, workload, progress = steps_of(arguments), workload_of(arguments), Progress()
+    summaries = []
+    async with target_of(arguments, arguments.url, progress) as target:
+        await warm_up(target, workload, arguments.warmup, progress)
+        for step in steps:
+            planned = step.plan(workload)
+            progress.begin(step.name, planned)
+            summaries.append(summarize(step.name, await step.run(target.load, planned), targets))
+    return summaries
+
+
+async def _replay(arguments: argparse.Namespace, targets: Targets) -> list[Summary]:
+    """A trace, in one step."""
+    name, planned = _trace(arguments)
+    progress = Progress()
+    async with target_of(arguments, arguments.url, progress) as target:
+        progress.begin(name, planned)
+        return [summarize(name, await target.load.open_loop(planned), targets)]
+
+
+def _trace(arguments: argparse.Namespace) -> tuple[str, list[Planned]]:
+    if bool(arguments.trace) == bool(arguments.generate):
+        raise ConfigError("bench replay: give either a TRACE or --generate")
+    if arguments.trace:
+        trace = read_trace(Path(arguments.trace))[: arguments.requests]
+        name = Path(arguments.trace).name
+    else:
+        trace = generate_trace(arguments.seed, arguments.requests, arguments.seconds, arguments.generate)
+        name = arguments.generate
+    block_tokens = min(arguments.block_tokens, BLOCK_TOKENS)
+    return name, of_trace(trace, arguments.speedup, block_tokens, arguments.max_output)
+
+
+async def _profile(arguments: argparse.Namespace) -> int:
+    plan = ProfilePlan(
+        arguments.prompts,
+        arguments.batches,
+        arguments.contexts,
+        max(2, arguments.answer),
+        arguments.repeats,
+        arguments.seed,
+    )
+    progress = Progress()
+    async with target_of(arguments, arguments.url, progress) as target:
+        profile = await Profiler(target.load, plan, progress.begin).measure(arguments.model)
+    _write_profile(arguments, profile)
+    return 0
+
+
+def _write_profile(arguments: argparse.Namespace, profile: TimingProfile) -> None:
+    text = profile_table(profile)
+    print(text, end="")
+    write_text("FILE", arguments.file, profile.to_json())
+    if arguments.markdown is not None:
+        write_text("--markdown", arguments.markdown, text)

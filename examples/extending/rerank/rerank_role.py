@@ -1,0 +1,20 @@
+"""A role from outside of Baton: workers that score documents for a query, by the cosine of their vectors.
+
+The entry point of docs/extending.md names KIND. It imports neither a router nor a worker: each loads its own side.
+"""
+
+from baton.inference.v1 import timing_pb2
+from engine_protocol.roles import RoleKind
+
+ROLE = "rerank"
+
+KIND = RoleKind(
+    ROLE,
+    service="example.rerank.v1.ScoreService",
+    stage=timing_pb2.STAGE_EMBED,
+    engine="embedder",
+    worker="rerank_worker:open_service",
+    completes=True,
+    client_service="example.rerank.v1.RerankService",
+    router="rerank_router:service",
+)

@@ -1,0 +1,59 @@
+"""The other routers of a fleet, as admission control sees them: who is the home of what, and what it lends."""
+
+from typing import Protocol
+
+from baton.engine.v1 import peer_pb2
+from baton.errors import Unavailable
+from router.admission.ledger import THIS_ROUTER
+
+
+class Peers(Protocol):
+    """The routers that are registered, this one included."""
+
+    @property
+    def count(self) -> int:
+        """How many they are; 1 without others."""
+
+    @property
+    def routers(self) -> frozenset[str]:
+        """Their names; this one's is THIS_ROUTER too."""
+
+    def home(self, key: str) -> str:
+        """The router that is the home of a key; THIS_ROUTER for this one."""
+
+    def home_since(self, key: str) -> float:
+        """Since when this router has been the home of a key, on its monotonic clock."""
+
+    async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
+        """Asks another router for a part of a quota. Raises a BatonError if it does not answer soon."""
+
+    async def lend_places(self, home: str, ask: peer_pb2.PlacesAsk) -> peer_pb2.PlacesLoan:
+        """Asks another router for places. Raises a BatonError if it does not answer soon."""
+
+
+class NoPeers:
+    """Of a router that is the only one."""
+
+    count = 1
+    routers = frozenset({THIS_ROUTER})
+
+    def home(self, key: str) -> str:
+        """This router."""
+        del key
+        return THIS_ROUTER
+
+    def home_since(self, key: str) -> float:
+        """Always."""
+        del key
+        return float("-inf")
+
+    async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
+        """Raises Unavailable."""
+        raise Unavailable(f"{home}: there is no other router to ask for {ask.tenant!r:.100}")
+
+    async def lend_places(self, home: str, ask: peer_pb2.PlacesAsk) -> peer_pb2.PlacesLoan:
+        """Raises Unavailable."""
+        raise Unavailable(f"{home}: there is no other router to ask for {ask.model!r:.100}")
+
+
+ALONE = NoPeers()

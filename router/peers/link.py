@@ -1,0 +1,150 @@
+"""Calls to another router: one at a time, each with all that was asked meanwhile."""
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
+
+import structlog
+from grpc import aio
+
+from baton.calls import unary
+from baton.engine.v1 import peer_pb2, peer_pb2_grpc
+from baton.errors import BatonError, InvalidReply, Unavailable
+from discovery.registry import WorkerRecord
+from rpc.channels import Dial
+from runtime.aio import TaskGroup
+
+log = structlog.get_logger(__name__)
+
+MOST_ASKS = 1024  # of each kind, in one call
+MOST_NUMBER = 2.0**50  # above which no number is believed
+_PAUSE_SECONDS = 0.5  # after a call that failed, in which none is tried
+
+Ask = TypeVar("Ask")
+Result = TypeVar("Result")
+
+_QuotaFuture: TypeAlias = "asyncio.Future[peer_pb2.QuotaLoan]"
+_PlacesFuture: TypeAlias = "asyncio.Future[peer_pb2.PlacesLoan]"
+
+
+class PeerLink:
+    """The calls to one router. Its channel is opened with the first one."""
+
+    def __init__(self, record: WorkerRecord, own_id: str, group: TaskGroup, dial: Dial, timeout_seconds: float) -> None:
+        self.record = record
+        self._own_id = own_id
+        self._dial = dial
+        self._timeout_seconds = timeout_seconds
+        self._quotas: dict[_QuotaFuture, peer_pb2.QuotaAsk] = {}
+        self._places: dict[_PlacesFuture, peer_pb2.PlacesAsk] = {}
+        self._asked = asyncio.Event()
+        self._failed_at = -math.inf
+        self._channel: aio.Channel | None = None
+        self._task = group.create_task(self._run())
+
+    def close(self) -> None:
+        """Ends the calls; what waits fails with Unavailable."""
+        self._task.cancel()
+
+    async def ask_quota(self, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
+        """Raises a BatonError if there is no answer in time, or a moment after that happened."""
+        waiting: _QuotaFuture = self._loop().create_future()
+        self._quotas[waiting] = ask
+        self._asked.set()
+        return await waiting
+
+    async def ask_places(self, ask: peer_pb2.PlacesAsk) -> peer_pb2.PlacesLoan:
+        """Raises as `ask_quota`."""
+        waiting: _PlacesFuture = self._loop().create_future()
+        self._places[waiting] = ask
+        self._asked.set()
+        return await waiting
+
+    async def list_tenants(self) -> peer_pb2.ListOwnTenantsResponse:
+        """The tenants of that router alone. Raises a BatonError."""
+        request = peer_pb2.ListOwnTenantsRequest()
+        return await unary(self._stub().ListOwnTenants(request, timeout=2 * self._timeout_seconds))
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self._task.done() or loop.time() < self._failed_at + _PAUSE_SECONDS:
+            raise Unavailable(f"router {self.record.worker_id} could not be reached just now")
+        return loop
+
+    def _stub(self) -> "peer_pb2_grpc.PeerServiceAsyncStub":
+        if self._channel is None:
+            self._channel = self._dial(self.record.address)
+        return peer_pb2_grpc.PeerServiceStub(self._channel)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._asked.wait()
+                self._asked.clear()
+                quotas, places = _batch(self._quotas), _batch(self._places)
+                if self._quotas or self._places:
+                    self._asked.set()
+                await self._call(quotas, places)
+        finally:
+            gone = Unavailable(f"router {self.record.worker_id} has left")
+            _fail((*self._quotas, *self._places), gone)
+            if self._channel is not None:
+                await self._channel.close(None)
+
+    async def _call(
+        self, quotas: Mapping[_QuotaFuture, peer_pb2.QuotaAsk], places: Mapping[_PlacesFuture, peer_pb2.PlacesAsk]
+    ) -> None:
+        request = peer_pb2.LendRequest(router_id=self._own_id, quotas=quotas.values(), places=places.values())
+        try:
+            response = await unary(self._stub().Lend(request, timeout=self._timeout_seconds))
+            check_response(response, len(quotas), len(places))
+        except BatonError as error:
+            self._failed_at = asyncio.get_running_loop().time()
+            log.warning("router of the fleet does not answer", router=self.record.worker_id, error=error.message)
+            _fail((*quotas, *places, *self._quotas, *self._places), error)
+            self._quotas.clear()
+            self._places.clear()
+            return
+        except BaseException:
+            _fail((*quotas, *places), Unavailable(f"router {self.record.worker_id} has left"))
+            raise
+        for waiting, loan in zip(quotas, response.quotas, strict=True):
+            if not waiting.done():
+                waiting.set_result(loan)
+        for held, lent in zip(places, response.places, strict=True):
+            if not held.done():
+                held.set_result(lent)
+
+
+def check_response(response: peer_pb2.LendResponse, quotas: int, places: int) -> None:
+    """Raises InvalidReply for an answer that no router may give."""
+    if len(response.quotas) != quotas or len(response.places) != places:
+        raise InvalidReply("a router answered another number of asks")
+    numbers = [number for loan in response.quotas for number in (loan.more_requests, loan.more_tokens)]
+    if not all(0 <= number <= MOST_NUMBER for number in numbers):
+        raise InvalidReply("a router lent what is no number of requests or tokens")
+    for loan in response.places:
+        if not are_counters(loan.counters.values()):
+            raise InvalidReply("a router told counters that are no numbers")
+
+
+def are_counters(numbers: Iterable[float]) -> bool:
+    """Whether counters, which may also fall, are believable."""
+    return all(-MOST_NUMBER <= number <= MOST_NUMBER for number in numbers)
+
+
+def _batch(waiting: "dict[asyncio.Future[Result], Ask]") -> "dict[asyncio.Future[Result], Ask]":
+    """The first of what waits, which it removes."""
+    first = dict(islice(waiting.items(), MOST_ASKS))
+    for one in first:
+        del waiting[one]
+    return first
+
+
+def _fail(waiting: Iterable["asyncio.Future[Any]"], error: BatonError) -> None:
+    for one in waiting:
+        if not one.done():
+            one.set_exception(error)
+            one.exception()  # Retrieved: its request may have left.

@@ -1,0 +1,150 @@
+"""The registered routers of a namespace, and which of them is the home of a key."""
+
+import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+import structlog
+
+from baton.engine.v1 import peer_pb2
+from baton.errors import Unavailable
+from discovery.registry import Registry, WorkerRecord
+from router.admission.ledger import THIS_ROUTER
+from router.peers.link import PeerLink
+from router.routing.latency import Clock
+from router.telemetry import metrics
+
+log = structlog.get_logger(__name__)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MOST_HOMES = 20_000  # that are remembered
+_MOST_VIEWS = 64  # the latest, by which it is known since when this router is a home
+
+
+Connect = Callable[[WorkerRecord], PeerLink]
+
+
+class RegisteredPeers:
+    """Peers as the registry has them. The home is the router with the highest hash of its id and the key.
+
+    Routers without an address beyond their host share with those of the same host alone.
+    """
+
+    def __init__(self, own: WorkerRecord, connect: Connect, clock: Clock = time.monotonic) -> None:
+        self.own = own
+        self._connect = connect
+        self._clock = clock
+        self._links: dict[str, PeerLink] = {}
+        self._homes: dict[str, str] = {}
+        self._since: dict[str, float] = {}
+        self._has_view = False
+        # The latest first: since when which routers were registered.
+        self._views: deque[tuple[float, tuple[str, ...]]] = deque([(-math.inf, (own.worker_id,))], _MOST_VIEWS)
+        self.changed: Callable[[], None] = lambda: None
+
+    @property
+    def count(self) -> int:
+        """See `Peers.count`."""
+        return len({*self._views[0][1], self.own.worker_id})
+
+    @property
+    def routers(self) -> frozenset[str]:
+        """The ids of all, this one's as THIS_ROUTER too."""
+        return frozenset((*self._views[0][1], THIS_ROUTER))
+
+    @property
+    def links(self) -> Iterable[PeerLink]:
+        """To all other routers."""
+        return tuple(self._links.values())
+
+    async def follow(self, registry: Registry) -> None:
+        """Follows the registry of routers, until cancelled."""
+        async with aclosing(registry.watch()) as views:
+            async for records in views:
+                self.update(records)
+
+    def update(self, records: Iterable[WorkerRecord]) -> None:
+        """Takes a view of the registry."""
+        known = {one.worker_id: one for one in records if self._reaches(one)}
+        # While the others do not know of it, this router is no home: they would choose another one.
+        own = {self.own.worker_id} if known.pop(self.own.worker_id, None) or not known else set()
+        others = known
+        for name in [name for name, link in self._links.items() if others.get(name) != link.record]:
+            self._links.pop(name).close()
+        for name, record in others.items():
+            if name not in self._links:
+                self._links[name] = self._connect(record)
+        routers = tuple(sorted({*others} | own))
+        if not self._has_view and others:
+            # What they did before this router came is unknown.
+            self._views.clear()
+        if not self._has_view:
+            self._has_view = True
+            self.changed()
+        if not self._views or routers != self._views[0][1]:
+            self._views.appendleft((self._clock(), routers))
+            self._homes.clear()
+            self._since.clear()
+            log.info("routers of the fleet changed", routers=self.count)
+            metrics.PEERS.set(self.count)
+            self.changed()
+
+    def close(self) -> None:
+        """Ends all calls."""
+        self.update(())
+
+    def home(self, key: str) -> str:
+        """See `Peers.home`."""
+        home = self._homes.get(key)
+        if home is None:
+            if len(self._homes) >= _MOST_HOMES:
+                self._homes.clear()
+            home = self._homes[key] = self._choose(key, self._views[0][1])
+        return home
+
+    def home_since(self, key: str) -> float:
+        """See `Peers.home_since`."""
+        since = self._since.get(key)
+        if since is None:
+            if len(self._since) >= _MOST_HOMES:
+                self._since.clear()
+            since = self._since[key] = self._find_since(key)
+        return since
+
+    def _find_since(self, key: str) -> float:
+        since = self._views[0][0]
+        for began, routers in self._views:
+            if self._choose(key, routers) != THIS_ROUTER:
+                break
+            since = began
+        return since
+
+    async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
+        """See `Peers.lend`."""
+        return await self._link(home).ask_quota(ask)
+
+    async def lend_places(self, home: str, ask: peer_pb2.PlacesAsk) -> peer_pb2.PlacesLoan:
+        """See `Peers.lend_places`."""
+        return await self._link(home).ask_places(ask)
+
+    def _link(self, home: str) -> PeerLink:
+        link = self._links.get(home)
+        if link is None:
+            raise Unavailable(f"router {home} has left")
+        return link
+
+    def _choose(self, key: str, routers: tuple[str, ...]) -> str:
+        best = max(routers, key=lambda name: hashlib.blake2b(f"{name}\n{key}".encode(), digest_size=8).digest())
+        return THIS_ROUTER if best == self.own.worker_id else best
+
+    def _reaches(self, other: WorkerRecord) -> bool:
+        if _is_local(self.own) or _is_local(other):
+            return _is_local(self.own) and _is_local(other) and self.own.location.host == other.location.host
+        return True
+
+
+def _is_local(record: WorkerRecord) -> bool:
+    return record.host in _LOOPBACK

@@ -1,0 +1,109 @@
+"""The parts of a router behind its listeners, which answer requests by whatever protocol they come."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from media.loader import MediaLoader
+from router.admission.controller import AdmissionController
+from router.admission.peers import ALONE
+from router.admission.quotas import Quotas
+from router.config import RouterConfig
+from router.context import ContextFactory
+from router.embedding.calls import EmbedCalls
+from router.embedding.pipeline import EmbedPipeline
+from router.execution import Executor
+from router.explain import RouteExplainer, RoutingRequests
+from router.multimodal.cache import EmbeddingCache
+from router.multimodal.encode import Embedder
+from router.multimodal.processor import MultimodalProcessor
+from router.peers.membership import RegisteredPeers
+from router.pipeline import Pipeline
+from router.placement.encoders import Encoders
+from router.placement.kv_events import KvSubscriber
+from router.placement.placer import Placer
+from router.placement.role_workers import RoleWorkers
+from router.routing.policy import Policy
+from router.routing.prefix.predicted import PredictedSeconds
+from router.routing.retry import Retries
+from router.running import RunningRequests
+from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
+from router.text.grammar_check import GrammarCheck
+from router.tokenization import Tokenization
+from router.workers.cluster import Cluster
+from runtime.lasting import lasting_tasks
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPath:
+    """The parts that a servicer needs.
+
+    Those of every kind of request: `contexts` reads a call, `running` runs it, `admission` admits it, `workers` and
+    `retries` choose among workers of a role. The pipelines are of generation and of embeddings.
+    """
+
+    cluster: Cluster
+    contexts: ContextFactory
+    running: RunningRequests
+    admission: AdmissionController
+    workers: RoleWorkers
+    retries: Retries
+    pipeline: Pipeline
+    embed_pipeline: EmbedPipeline
+    tokenization: Tokenization
+    placer: Placer
+    routing_requests: RoutingRequests
+    explainer: RouteExplainer
+    peers: RegisteredPeers | None  # other routers, if this one shares quotas and places with them
+
+
+@asynccontextmanager
+async def open_request_path(
+    config: RouterConfig, cluster: Cluster, policy: Policy, peers: RegisteredPeers | None
+) -> AsyncIterator[RequestPath]:
+    """Opens the request path on a cluster. Leaving it releases leased embeddings, before the channels close."""
+    limits, retries = config.limits, Retries(config.retry)
+    quotas = Quotas(config.quotas, peers=peers or ALONE)
+    async with AsyncExitStack() as stack:
+        processor = await stack.enter_async_context(_open_processor(config, cluster, retries))
+        tokenization = await stack.enter_async_context(Tokenization(cluster, quotas, limits))
+        admission = AdmissionController(
+            cluster, config.admission, quotas, fairness=config.fairness, peers=peers or ALONE
+        )
+        following = {"admission": admission.follow}
+        if config.fairness != "none":
+            following["tenants"] = admission.watch_tenants
+        if isinstance(policy, PredictedSeconds):
+            following["kv_subscriptions"] = KvSubscriber(cluster, policy.caches, policy.forget).follow
+        await stack.enter_async_context(lasting_tasks(following))
+        grammars = stack.enter_context(GrammarCheck(limits.grammar_seconds))
+        # Metrics that are not served are not measured.
+        running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
+        contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies))
+        placer, workers = Placer(cluster, config.routing, policy), RoleWorkers(cluster)
+        executor = Executor(placer, retries, running.metrics)
+        routing_requests = RoutingRequests(cluster, placer, limits)
+        yield RequestPath(
+            cluster,
+            contexts,
+            running,
+            admission,
+            workers,
+            retries,
+            Pipeline(running, cluster, admission, processor, executor, limits, grammars),
+            EmbedPipeline(running, contexts, cluster, admission, EmbedCalls(workers, retries)),
+            tokenization,
+            placer,
+            routing_requests,
+            RouteExplainer(placer, routing_requests, config.routing.policy),
+            peers,
+        )
+
+
+@asynccontextmanager
+async def _open_processor(
+    config: RouterConfig, cluster: Cluster, retries: Retries
+) -> AsyncIterator[MultimodalProcessor]:
+    async with MediaLoader(config.media) as loader, EmbeddingCache(config.embeddings) as embeddings:
+        embedder = Embedder(Encoders(cluster, config.routing), retries, embeddings)
+        yield MultimodalProcessor(loader, embedder, config.limits.max_loading_images)

@@ -1,0 +1,166 @@
+"""The requests inside an engine of another package: followed to their end, and counted."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar
+
+import structlog
+
+from baton.errors import BatonError, EngineFailed, Overloaded
+from services.engines.answer import Tokens
+from services.engines.external.slow_reader import SlowReader
+
+log = structlog.get_logger(__name__)
+
+
+class ExternalGeneration:
+    """A request that is followed to its end, at the engine's pace, however slow its reader is.
+
+    `changed` is set, and `listener` called, whenever there is more; `error` says why it ended early. A subclass gives
+    up by `_give_up` an answer that is not read for `reader_seconds`.
+    """
+
+    def __init__(self, title: str, reader_seconds: float) -> None:
+        self.changed = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.listener: Callable[[], None] | None = None
+        self.error: BatonError | None = None
+        self.finish_reason: str | None = None
+        self.ended_at: float | None = None
+        self._title = title
+        self._reader = SlowReader(reader_seconds, self._give_up)
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended_at is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with KV: those of the context and the generated ones."""
+        raise NotImplementedError
+
+    def pull(self) -> Tokens | None:
+        """All tokens that were not pulled yet."""
+        raise NotImplementedError
+
+    async def reached(self, is_there: Callable[[], bool] = lambda: False) -> None:
+        """Waits until something is there, or for the end."""
+        while not (is_there() or self.has_ended):
+            await self.changed.wait()
+            self.changed.clear()
+
+    def end(self, error: BatonError | None = None) -> None:
+        """Ends it, with an error or without."""
+        if self.has_ended:
+            return
+        self.ended_at = time.monotonic()
+        self._reader.has_read()
+        self.error = error
+        if error is None and self.finish_reason is None:
+            self.error = EngineFailed(f"{self._title} ended the request without a reason")
+        self._tell()
+        self.ended.set()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        if self.listener is not None:
+            self.listener()
+
+    def _give_up(self, error: Overloaded) -> None:
+        raise NotImplementedError
+
+
+Generation = TypeVar("Generation", bound=ExternalGeneration)
+
+
+class ExternalRequests(Generic[Generation]):
+    """At most `most` requests. A fatal error of the engine fails all of them, and every later one.
+
+    A subclass submits them by `follow`, and converts the errors of the package, named `title`, by `_converted`.
+    """
+
+    def __init__(self, title: str, most: int, block_tokens: int) -> None:
+        self.failure: EngineFailed | None = None
+        self._title = title
+        self._most = most
+        self._block_tokens = block_tokens
+        self._tasks: dict[Generation, asyncio.Task[None]] = {}
+        self._progressed_at = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of their tokens so far. The engine's own number may be a little higher."""
+        return sum(-(-each.num_tokens // self._block_tokens) for each in self._tasks)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """The seconds that work has been here without any progress."""
+        return self.quiet_seconds if self._tasks else 0.0
+
+    @property
+    def quiet_seconds(self) -> float:
+        """The seconds without progress, with work or without."""
+        return time.monotonic() - self._progressed_at
+
+    def progressed(self) -> None:
+        """Notes that the engine made progress of any kind."""
+        self._progressed_at = time.monotonic()
+
+    def require_room(self) -> None:
+        """Raises Overloaded if too many are here, and EngineFailed after a fatal error."""
+        if self.failure is not None:
+            raise self.failure
+        if len(self._tasks) >= self._most:
+            raise Overloaded(f"{len(self._tasks)} requests run and wait here", retry_after_seconds=1.0)
+        if not self._tasks:
+            self.progressed()
+
+    def follow(self, generation: Generation, task: "asyncio.Task[None]") -> Generation:
+        """Counts a generation until its task ends, and then ends it."""
+        self._tasks[generation] = task
+        task.add_done_callback(partial(self._ended, generation))
+        return generation
+
+    async def close(self) -> None:
+        """Stops following all requests."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _ended(self, generation: Generation, task: "asyncio.Task[None]") -> None:
+        del self._tasks[generation]
+        error: BatonError | None = None
+        if task.cancelled():
+            error = EngineFailed("the request was aborted")
+        elif (raised := task.exception()) is not None:
+            error = raised if isinstance(raised, BatonError) else self._converted(raised)
+        generation.end(error)
+        self._note_end(generation)
+
+    def _note_end(self, generation: Generation) -> None:
+        if generation.error is None:
+            self.progressed()
+
+    def _converted(self, error: BaseException) -> BatonError:
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException) -> EngineFailed:
+        """The failure of the engine, which is that of the first fatal error."""
+        if self.failure is None:
+            log.error("engine failed", engine=self._title, error=text_of(error))
+            self.failure = EngineFailed(f"{self._title} has ended: {text_of(error)}")
+        return self.failure
+
+
+def text_of(error: BaseException) -> str:
+    """An error of another package, in one line, with its cause: vLLM raises some without a message of their own."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{text}, from {text_of(error.__cause__)}" if error.__cause__ else text

@@ -1,0 +1,115 @@
+"""Only on GPUs: an assertion on the device, and engines over two of them. `BATON_TEST_DEVICE=cuda` runs it."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.engines import vllm
+from support.engines.checkpoints import save_qwen3
+from support.engines.engine_calls import collect, disaggregated, greedy
+from support.eventually import eventually
+
+from baton.errors import EngineFailed
+from runtime.gpus import visible_gpus
+from services.engines.base import Engine
+from services.engines.context import EngineContext
+from services.engines.prompt import Prompt
+from services.engines.vllm.config import VllmConfig
+from services.engines.vllm.engine import VllmEngine
+from services.engines.vllm.factory import open_vllm
+
+pytestmark = [pytest.mark.requires_vllm, pytest.mark.timeout(600)]
+
+PROMPTS = [
+    Prompt(tuple((index * index + 13 * length) % 300 + 10 for index in range(length))) for length in (5, 64, 150)
+]
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu() -> Iterator[None]:
+    if not vllm.ON_GPU:
+        pytest.skip("needs a GPU, and BATON_TEST_DEVICE=cuda")
+    with vllm.installed():
+        yield
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_qwen3(tmp_path, vllm.HEAD_DIM)
+
+
+@asynccontextmanager
+async def _engine(checkpoint: Path, role: str, **settings: object) -> AsyncIterator[VllmEngine]:
+    arguments = settings.pop("args", {})
+    assert isinstance(arguments, dict)
+    config = VllmConfig.model_validate({**vllm.settings(checkpoint, arguments), **settings})
+    async with open_vllm(config, EngineContext((role,))) as engine:
+        assert isinstance(engine, VllmEngine)
+        yield engine
+
+
+async def _answers(engine: Engine, salt: str) -> list[tuple[int, ...]]:
+    return [(await collect(engine.decode(replace(one, cache_salt=salt), greedy(12)))).ids for one in PROMPTS]
+
+
+async def test_an_assertion_on_the_device_ends_its_engine_and_no_other(checkpoint: Path) -> None:
+    # Without a tokenizer vLLM does not check ids; Baton does, so this goes past it.
+    async with (
+        _engine(checkpoint, "decode", guided_decoding=False) as other,
+        _engine(checkpoint, "decode", guided_decoding=False) as failing,
+    ):
+        expected = await _answers(other, "before")
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=2, detokenize=False)
+        running = failing.decode(PROMPTS[2], greedy(100))
+        async with aclosing(running):
+            await anext(running)
+            with pytest.raises(Exception, match=r"EngineCore|engine"):
+                async for _ in failing.llm.generate({"prompt_token_ids": [10**6] * 8}, params, "x"):
+                    pass
+            with pytest.raises(EngineFailed):
+                async for _ in running:
+                    pass
+        await eventually(lambda: not failing.healthy)
+        assert other.healthy
+        assert await _answers(other, "after") == expected
+
+
+@pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
+async def test_answers_over_two_gpus_each_are_those_of_one(sizes: str, checkpoint: Path) -> None:
+    if len(visible_gpus()) < 2:
+        pytest.skip("needs two GPUs")
+    async with _engine(checkpoint, "decode") as one:
+        whole = await _answers(one, "one")
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(_engine(checkpoint, "prefill", args={sizes: 2}))
+        decode = await stack.enter_async_context(_engine(checkpoint, "decode", args={sizes: 2}))
+        assert await _answers(decode, "two") == whole
+        assert [await disaggregated(prefill, decode, each, greedy(12)) for each in PROMPTS] == [
+            ids[1:] for ids in whole
+        ]
+
+
+async def test_each_data_parallel_rank_gives_the_answers_of_one_engine(checkpoint: Path) -> None:
+    if len(visible_gpus()) < 2:
+        pytest.skip("needs two GPUs")
+    async with _engine(checkpoint, "decode") as one:
+        whole = await _answers(one, "one")
+    async with _engine(checkpoint, "decode", args={"data_parallel_size": 2}) as both:
+        assert both.facts.data_parallel_ranks == 2
+        for rank in range(2):
+            ranked = [replace(each, data_parallel_rank=rank, cache_salt=f"r{rank}") for each in PROMPTS]
+            assert [(await collect(both.decode(each, greedy(12)))).ids for each in ranked] == whole
+
+
+async def test_a_prefix_cache_of_fp8_has_another_digest(checkpoint: Path) -> None:
+    async with (
+        _engine(checkpoint, "prefill", args={"dtype": "bfloat16"}) as plain,
+        _engine(checkpoint, "decode", args={"dtype": "bfloat16", "kv_cache_dtype": "fp8"}) as narrow,
+    ):
+        assert plain.facts.layout.digest != narrow.facts.layout.digest
+        assert plain.facts.layout.block_bytes == 2 * narrow.facts.layout.block_bytes
+        assert len((await collect(narrow.decode(PROMPTS[1], greedy(12)))).ids) == 12
