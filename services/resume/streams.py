@@ -80,6 +80,11 @@ class KeptStreams:
         await wait_until_done(*owners)
 
     @property
+    def streams(self) -> list[KeptStream]:
+        """All of them."""
+        return [entry.stream for entry in self._entries.values()]
+
+    @property
     def is_running(self) -> bool:
         """True if one of them generates."""
         return any(not entry.stream.ended.is_set() for entry in self._entries.values())
