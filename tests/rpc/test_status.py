@@ -35,6 +35,7 @@ WIRE = {
     "SlowReader": ("RESOURCE_EXHAUSTED", "SLOW_READER"),
     "QuotaExceeded": ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED"),
     "Unavailable": ("UNAVAILABLE", "WORKER_UNAVAILABLE"),
+    "QuotaUnavailable": ("UNAVAILABLE", "QUOTA_UNAVAILABLE"),
     "NoWorker": ("UNAVAILABLE", "NO_WORKER"),
     "Draining": ("UNAVAILABLE", "DRAINING"),
     "LoraMismatch": ("FAILED_PRECONDITION", "LORA_MISMATCH"),

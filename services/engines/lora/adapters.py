@@ -69,26 +69,33 @@ class LoraAdapters(Generic[Weights]):
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._placing = asyncio.Lock()
         self._uses = 0
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError if the folder, or an adapter of `load`, cannot be read."""
-        async with AsyncExitStack() as stack:
-            self._group = await stack.enter_async_context(TaskGroup())
-            await self.refresh()
-            for rejection in self._catalog.rejected:
-                _log.warning("adapter rejected", adapter=rejection.name, reason=rejection.reason)
-            for name in self._options.load:
-                try:
-                    await self.load(name)
-                except InvalidRequest as error:
-                    raise ConfigError(f"engine.lora.load: {name}: {error.violations[0].description}") from error
-            self._resources = stack.pop_all()
+        self._group = await self._resources.enter_async_context(TaskGroup())
+        try:
+            await self._load_first()
+        except BaseException:
+            # Not through the group's exit, which would raise an ExceptionGroup.
+            await self._resources.aclose()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._resources.aclose()
+
+    async def _load_first(self) -> None:
+        await self.refresh()
+        for rejection in self._catalog.rejected:
+            _log.warning("adapter rejected", adapter=rejection.name, reason=rejection.reason)
+        for name in self._options.load:
+            try:
+                await self.load(name)
+            except InvalidRequest as error:
+                raise ConfigError(f"engine.lora.load: {name}: {error.violations[0].description}") from error
 
     def inventory(self) -> LoraInventory:
         rejected = [LoraRejection(lora.name, reason) for lora, reason in self._failed.items()]

@@ -103,7 +103,7 @@ async def test_an_inventory_of_adapters_that_is_too_large_counts_as_none(name: s
         )
         await eventually(lambda: faults.grown > 0)
         watching.cancel()
-    assert {known.is_told for known in noted} == {False}
+    assert {known.is_reported for known in noted} == {False}
 
 
 def test_many_adapters_are_listed_and_named_in_errors_in_little_time() -> None:
