@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/lost_routers.py [--kills 500] [--at-once 200]
 
-Starts a cluster of processes with simulated workers. Every stream is compared with an undisturbed one: its ids, text, log
-probabilities' tokens and ends. Pauses are the longest gap of each stream that was resumed.
+Starts a cluster of processes with simulated workers. Every stream is compared with an undisturbed one: its ids,
+text, log probabilities' tokens and ends. Pauses are the longest gap of each stream that was resumed.
 """
 
 import argparse

@@ -45,6 +45,7 @@ class ResumedExecution(RequestExecution):
         if self._adopted is None and not self._completion.token_ids:
             await super().run()
             return
+        self._stats.completion_tokens = len(self._completion.token_ids)
         try:
             if self._adopted is None and self._completion.finished is not None:
                 # Only its end is missing.

@@ -116,6 +116,16 @@ async def test_what_no_worker_has_is_computed_from_the_clients_copy(pair: Pair, 
     assert [one.recomputed for one in received.resumed] == [True]
 
 
+async def test_who_has_all_tokens_and_no_end_gets_it_from_its_own_copy(pair: Pair) -> None:
+    request = _request()
+    expected = await _whole(pair, request)
+    received = await _read(pair.first.Generate(request), Received(request), until=expected.tokens)
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    await _read(pair.second.ResumeGeneration(received.resume()), received)
+    assert received.whole == expected.whole
+
+
 async def test_without_a_copy_a_lost_answer_is_not_found(pair: Pair) -> None:
     received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
     for worker in pair.running.workers.values():
