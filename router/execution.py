@@ -271,8 +271,8 @@ class RequestExecution(Waiting):
         handoff = self._held.handoff if self._held else None
         emitted = len(self._completion.token_ids)
         self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
-        timer = DecodeTimer(worker.latency, 0 if handoff else len(prompt.token_ids), emitted)
         tokens = len(prompt.token_ids)
+        timer = DecodeTimer(worker.latency, 0 if handoff else tokens, emitted)
         self._await_answer(tokens // _MOVED_PER_COMPUTED if handoff else tokens)
         read = partial(self._read_call, timer, emitted, worker)
         destination = self._destination if handoff else None

@@ -2,7 +2,7 @@
 
 import asyncio
 from contextvars import copy_context
-from typing import Final, cast
+from typing import ClassVar, Final, cast
 
 import structlog
 
@@ -32,6 +32,9 @@ class ClientConnection(asyncio.Protocol):
     """
 
     loop: asyncio.AbstractEventLoop
+    # For mypyc.
+    __deletable__: ClassVar = ("heads", "liveness", "receiver")
+
     transport: asyncio.Transport
     output: Output
     liveness: Liveness

@@ -125,8 +125,8 @@ class Call:
         """Ends the call with a status, after what was written. Raises ValueError for illegal metadata."""
         if self.is_over:
             return
-        if code is StatusCode.OK and not details and not metadata:
-            block = OK_STATUS
+        if code is StatusCode.OK and not details:
+            block = OK_STATUS + encode(metadata) if metadata else OK_STATUS
         else:
             block = status_fields(code.value[0], details, metadata)
         self.stream.finish(block if self.stream.started else RESPONSE + block)

@@ -33,24 +33,28 @@ class Source(Protocol[Item]):
         """The items since the last time, and whether they were the last. Raises what ended the source, if it failed."""
 
 
-class Reply:
-    """The way back to one caller. `open_wire` is None where the server cannot write without waiting."""
+def _no_wire() -> None:
+    """Where the server cannot write without waiting."""
 
-    __slots__ = ("_open_wire", "set_trailing_metadata", "write")
+
+class Reply:
+    """The way back to one caller.
+
+    `open_wire` sends the answer's headers, and gives its wire; None if messages can only be sent by `write`, which
+    waits.
+    """
+
+    __slots__ = ("open_wire", "set_trailing_metadata", "write")
 
     def __init__(
         self,
         write: Callable[[Any], Awaitable[None]],
         set_trailing_metadata: Callable[[Trailers], None],
-        open_wire: Callable[[], Wire] | None = None,
+        open_wire: Callable[[], Wire | None] = _no_wire,
     ) -> None:
         self.write = write
         self.set_trailing_metadata = set_trailing_metadata
-        self._open_wire = open_wire
-
-    def open_wire(self) -> Wire | None:
-        """Sends the answer's headers, and gives its wire; None if messages can only be sent by `write`, which waits."""
-        return None if self._open_wire is None else self._open_wire()
+        self.open_wire = open_wire
 
     async def write_from(self, source: Source[Item], message_of: Callable[[Sequence[Item]], Any]) -> None:
         """Sends what a source gives until its last items, as messages. Raises what the source raises."""

@@ -36,6 +36,8 @@ class CallContext(aio.ServicerContext[Any, Any]):
     @property
     def final_code(self) -> StatusCode:
         """The code that the servicer has set, or OK."""
+        if self._code is None:
+            return StatusCode.OK
         code = STATUS_CODES[self._code] if isinstance(self._code, int) else self._code
         return code or StatusCode.OK
 

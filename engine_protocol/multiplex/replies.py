@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -72,7 +72,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         """The next response; tokens that have come one after another are one."""
         while not self._arrived:
             if self._is_over:
-                self._raise_error()
+                if self._error is not None:
+                    self._raise(self._error)
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
             if self._sink is not None:
@@ -111,7 +112,8 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
                 await self._reader
             finally:
                 self._reader = None
-        self._raise_error()
+        if self._error is not None:
+            self._raise(self._error)
         last = self._arrived.pop() if self._arrived else None
         if not isinstance(last, bytes):
             raise Unavailable("the call ended without a response")
@@ -120,13 +122,13 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         except DecodeError as error:
             raise InvalidReply(_NO_MESSAGE) from error
 
-    def _raise_error(self) -> None:
+    def _raise(self, error: Exception) -> NoReturn:
         """Raises the error that the call has ended with, once: it refers to what it passes through, and that to us."""
+        self._error = None
         try:
-            if self._error is not None:
-                raise self._error
+            raise error
         finally:
-            self._error = None
+            del error
 
     def stop(self) -> None:
         """Cancels the call; who reads it finds its end."""

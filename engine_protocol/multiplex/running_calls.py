@@ -2,7 +2,7 @@
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from grpc import StatusCode
 
@@ -14,6 +14,8 @@ from baton_http2.turns import CallTurns
 from engine_protocol.lane import TokenSink
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
+
+_OK: Final[int] = StatusCode.OK.value[0]
 
 
 class RunningCalls:
@@ -124,4 +126,4 @@ class _StepOrder:
 
 
 def _error_of(status: pb.CallStatus) -> BatonError | None:
-    return from_rpc_error(FailedStatus(status)) if status.code != StatusCode.OK.value[0] else None
+    return from_rpc_error(FailedStatus(status)) if status.code != _OK else None

@@ -151,7 +151,8 @@ class Placer:
                 raise LayoutMismatch(mismatch)
             constraints = _prefill_constraints(candidates.decode[0], request, frozenset(), self._within)
             _raise_none(constraints, self._filter(constraints))
-        return replace(candidates, decode=paired)
+        # Not `replace`: it takes nine calls, and each disaggregated request is paired.
+        return Candidates(paired, candidates.prefill, candidates.requires_prefill, candidates.within)
 
     def _raise_lacking(self, request: RoutingRequest) -> None:
         """Raises Unsupported if only what the request needs beside a worker of its model keeps it from all of them."""

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ class _ComingDecode(IgnoredProgress):
     load counts it.
     """
 
-    def __init__(self, coming: Counter[str], process: str) -> None:
+    def __init__(self, coming: defaultdict[str, int], process: str) -> None:
         self._coming = coming
         self._process = process
         coming[process] += 1
@@ -57,7 +57,8 @@ class LeastLoaded:
         self._session_slack = session_slack
         self._prefers_near = prefers_near
         self._turns = {"prefill": itertools.count(), "decode": itertools.count()}
-        self._coming: Counter[str] = Counter()  # requests that will decode once others have computed their prompts
+        # Requests that will decode once others have computed their prompts. A Counter calls Python for the first.
+        self._coming: defaultdict[str, int] = defaultdict(int)
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
         """Chooses the decode worker first, then a prefill worker that can hand over to it."""
@@ -91,7 +92,7 @@ class LeastLoaded:
         if not self._coming:
             return scored
         coming = self._coming
-        return [replace(option, score=option.score + coming[option.choice.record.process]) for option in scored]
+        return [replace(option, score=option.score + coming.get(option.choice.record.process, 0)) for option in scored]
 
 
 class RoundRobin:

@@ -49,7 +49,8 @@ class TokenMeter:
 
     def end_call(self) -> None:
         """Counts all tokens, and ends the timing of the call, also after a failure."""
-        self.settle()
+        if self._pushed_at is not None:
+            self.settle()
         self._stats.completion_tokens = len(self._token_ids)
         self.detokenizing = 0
         if self._timer is not None:
@@ -97,7 +98,8 @@ class TokenMeter:
 
     def arrived(self, count: int) -> None:
         """Times tokens of the running call that have come together."""
-        self.settle()
+        if self._pushed_at is not None:
+            self.settle()
         assert self._timer is not None
         self._timer.got_tokens(count)
 

@@ -96,7 +96,7 @@ class StreamWriter:
     async def put(self, delta: TokenDelta) -> None:
         """Adds tokens. Waits while the client is too far behind, so that nothing more is read from its worker."""
         self.lane.put(delta)
-        if not self.lane.has_room and self._task is not None:
+        if self._task is not None and not self.lane.has_room:
             await self._wait_for_room(self._task)
 
     def finish(self, text: str, fill_finished: FillFinished) -> None:

@@ -206,7 +206,8 @@ class _ClassSeries:
             stages[number] = stages[number] + stage.nanoseconds if number in stages else stage.nanoseconds
         for number, nanoseconds in stages.items():
             # A worker of a newer version has stages without a name here.
-            (self._stages.get(number) or self._unknown_stage()).observe(nanoseconds / 1e9)
+            series = self._stages[number] if number in self._stages else self._unknown_stage()
+            series.observe(nanoseconds / 1e9)
 
 
 @cache  # bounded by the number of models and classes

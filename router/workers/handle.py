@@ -191,12 +191,14 @@ class WorkerHandle:
     def add_load(self, prompt_tokens: int) -> None:
         """Counts a request until `remove_load`, for callers that keep the channel open themselves."""
         self._requests.add(1)
-        self._waiting_tokens.add(prompt_tokens)
+        if prompt_tokens:
+            self._waiting_tokens.add(prompt_tokens)
 
     def remove_load(self, prompt_tokens: int) -> None:
         """Undoes `add_load`."""
         self._requests.remove(1)
-        self._waiting_tokens.remove(prompt_tokens)
+        if prompt_tokens:
+            self._waiting_tokens.remove(prompt_tokens)
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:

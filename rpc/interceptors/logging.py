@@ -14,6 +14,8 @@ from runtime.logs import FrequentLogger, add_log_fields, log_fields, set_log_fie
 
 _log = FrequentLogger(__name__)
 
+_CODE_NAMES = {number: code.name for number, code in STATUS_CODES.items()}
+
 
 def log_call(method: str, behaviour: Behaviour) -> Behaviour:
     """Binds request_id and method during the call, and logs its status code and duration.
@@ -51,7 +53,7 @@ def _log_end(code: str, seconds: float) -> None:
 def _code_name(context: Context) -> str:
     # Despite its type: None or 0 until a code is set, then an int or an enum.
     code: grpc.StatusCode | int | None = context.code()
-    return code.name if isinstance(code, grpc.StatusCode) else STATUS_CODES[code or 0].name
+    return code.name if isinstance(code, grpc.StatusCode) else _CODE_NAMES[code or 0]
 
 
 def _abandoned_code_name(context: Context, seconds: float) -> str:

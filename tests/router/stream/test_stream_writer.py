@@ -42,7 +42,7 @@ class Client:
 
     @property
     def reply(self) -> Reply:
-        return Reply(self.send, lambda _: None, (lambda: self) if self.at_once else None)
+        return Reply(self.send, lambda _: None, lambda: self if self.at_once else None)
 
     @property
     def sizes(self) -> list[int]:
