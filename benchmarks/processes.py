@@ -15,7 +15,7 @@ from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
 from router.server import host_router
-from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects
+from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects, return_large_memory
 from runtime.logs import configure_logging
 
 _PATIENCE_SECONDS = 180.0  # an engine loads for a minute on a busy machine
@@ -93,6 +93,7 @@ def run_router(pipe: Connection, config: RouterConfig) -> None:
             pipe.send(address)
             await until_told(pipe)
 
+    return_large_memory()
     run_process(serve)
 
 

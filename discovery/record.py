@@ -14,7 +14,7 @@ _Json: TypeAlias = object
 _INTEGER_LIMIT = 2**64  # integers are sent on as uint64
 _LONGEST_TEXT = 4096  # characters
 _LONGEST_LIST = 256
-_MAX_RANKS = 512  # a router looks at each for every request: at 4,096 of one worker that takes 10 ms
+_MAX_RANKS = 512  # a router looks at each for every request: measured 0.5 ms for 512 of one worker, 2 ms for 4,096
 
 # The capability of workers that take the calls of one router over a shared stream.
 MULTIPLEX = "multiplex"

@@ -147,7 +147,7 @@ class RoutingConfig(Section):
 class EmbeddingsConfig(Section):
     """The cache of embeddings."""
 
-    max_bytes: int = Field(default=256 * 2**20, ge=0)  # of all embeddings, here and on encode workers; 0 is off
+    max_bytes: int = Field(default=256 * 2**20, ge=0)  # of all, with 2.5 KiB for each, also leased ones; 0 is off
     leased_idle_seconds: float = Field(default=60.0, gt=0)  # then an embedding on an encode worker is released
 
 

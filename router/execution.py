@@ -414,6 +414,9 @@ class RequestExecution(Waiting):
             async with timeout(self._retries.wait_seconds):
                 return await self._placer.await_decode(self._routing_request, self._context_tokens, tried)
         except TimeoutError:
+            if isinstance(error, _LEASE_LOST):
+                # Another worker would have run the prompt, were there one: that is what ends the request.
+                raise NoWorker(f"no decode worker became ready to continue: {error.message}") from error
             raise error from None
 
     @property

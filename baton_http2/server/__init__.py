@@ -4,6 +4,7 @@
 |---|---|
 | server | `Http2Server`: handlers, sockets, start and end |
 | connection | the connections of clients, and what they share |
+| arrival | when a call was read |
 | call | one call: its task, its deadline, its end, and its context |
 | servicer_context | the parts of a servicer's context that are the same however a call is carried |
 | reply | `context.reply()`: the way back to a caller, and its wire |

@@ -13,6 +13,7 @@ from grpc import StatusCode, aio
 from baton_http2.aio import ended_with, timeout
 from baton_http2.input_budget import InputHold, offer_hold
 from baton_http2.limits import EXCEEDED
+from baton_http2.server.arrival import note_read
 from baton_http2.server.calls import Calls
 from baton_http2.server.methods import CallDetails, Caller, Method, method_of
 from baton_http2.server.peer import Peer
@@ -45,6 +46,7 @@ class Call:
         "_calls",
         "_context",
         "_hold",
+        "_read_at",
         "_refusal",
         "_task",
         "_timer",
@@ -67,6 +69,7 @@ class Call:
             self.waits_for_message = self._refusal is None
             stream.ignores_input = self._refusal is not None
         self._hold: InputHold | None = None
+        self._read_at = 0.0
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._callbacks: tuple[Callable[[], None], ...] = ()
@@ -85,6 +88,7 @@ class Call:
 
     def start(self) -> None:
         """Begins the task, or in a later turn of the loop; not if the call is wrong or over by then."""
+        self._read_at = time.perf_counter()
         self._calls.turns.run(self._begin)
 
     def _begin(self) -> None:
@@ -188,6 +192,7 @@ class Call:
     # Its life.
 
     async def _run(self) -> None:
+        note_read(self._read_at)
         try:
             handler = await self._calls.find(CallDetails(self.head.path, self.head.metadata))
             if handler is None:

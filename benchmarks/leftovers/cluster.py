@@ -8,11 +8,13 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, Literal
 
 from benchmarks.leftovers import garbage
+from benchmarks.leftovers.heap import heap
 from benchmarks.processes import child, received, run_process
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.config import (
     AdmissionConfig,
+    EmbeddingsConfig,
     OpenAIConfig,
     ProbeConfig,
     QuotaConfig,
@@ -23,7 +25,7 @@ from router.config import (
 )
 from router.server import host_router
 from rpc.server import ServerKind
-from runtime.garbage import resident_bytes, return_large_memory
+from runtime.garbage import return_large_memory
 from services.config import HandoffConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
@@ -32,7 +34,7 @@ MODEL = "leftovers"
 REFUSED_TENANT = "refused"
 _WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
 
-Command = Literal["memory", "tasks", "watch", "garbage"]
+Command = Literal["heap", "tasks", "watch", "garbage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class Cluster:
     async def ask(self, command: Command) -> tuple[Any, Any]:
         """The answers of the router and of the workers.
 
-        "memory" is in bytes, "tasks" a number, and "garbage" what only a collection frees of what was made since
-        "watch"; see garbage.py.
+        "heap" is their memory, see heap.py, "tasks" a number, and "garbage" what only a collection frees of what was
+        made since "watch"; see garbage.py.
         """
         for pipe in self.pipes:
             pipe.send(command)
@@ -103,7 +105,7 @@ def _run_router(pipe: Pipe, server: ServerKind, records: list[WorkerRecord]) -> 
 async def _answer(pipe: Pipe) -> None:
     """Answers commands until it is told to stop."""
     answers: dict[str, Callable[[], object]] = {
-        "memory": resident_bytes,
+        "heap": heap,
         "tasks": _tasks,
         "watch": garbage.watch,
         "garbage": garbage.found,
@@ -128,6 +130,8 @@ def _router(server: ServerKind) -> RouterConfig:
         allow_faults=True,
         admission=AdmissionConfig(predict_deadlines=False),
         quotas=QuotasConfig(tenants={REFUSED_TENANT: QuotaConfig(requests_per_second=1e-9, burst_seconds=1e-9)}),
+        # So few that they are all there before anything is measured.
+        embeddings=EmbeddingsConfig(max_bytes=2**19),
         retry=RetryConfig(wait_seconds=0.5, budget_floor=1_000_000),
         # Each prompt is prefilled on one worker and decoded on another.
         routing=RoutingConfig(policy="least_loaded"),

@@ -3,8 +3,15 @@
 import time
 from contextvars import ContextVar
 
+from baton_http2.server.arrival import read_at
+
 _ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 _SIZE: ContextVar[int] = ContextVar("message_bytes", default=0)
+
+
+def note_call() -> None:
+    """Records when the call that this task serves was read, or now, if the server does not tell."""
+    _ARRIVED.set(read_at())
 
 
 def note_arrival() -> None:

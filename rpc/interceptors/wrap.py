@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
-from rpc.interceptors.arrival import note_arrival
+from rpc.interceptors.arrival import note_call
 from rpc.interceptors.behaviour import Wrapper, as_coroutine
 from rpc.interceptors.reading import Reader, refuse_malformed
 
@@ -35,7 +35,7 @@ class WrapMethods(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
     ) -> Handler:
         """The wrapped handler of a call; made at the method's first call, and kept. None for an unknown method."""
         # In the call's own task, and before its message is read.
-        note_arrival()
+        note_call()
         method = handler_call_details.method
         if method in self._handlers:
             return self._handlers[method]

@@ -16,6 +16,7 @@ from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from discovery.memory import MemoryRegistry
 from router.config import EmbeddingsConfig, RouterConfig
+from router.multimodal.cache import ENTRY_BYTES
 from router.server import host_router
 from rpc.channels import open_channel
 from runtime.aio import timeout
@@ -135,7 +136,8 @@ async def test_what_was_used_longest_ago_leaves_first(kind: object) -> None:
     assert callable(kind)
     full = evictions("full")
     a, b, c = different(3)
-    async with bench(kind("e1", "encode"), P1, D1, router=keeping(max_bytes=2 * EMBEDDING_BYTES)) as running:
+    room = 2 * (EMBEDDING_BYTES + ENTRY_BYTES)
+    async with bench(kind("e1", "encode"), P1, D1, router=keeping(max_bytes=room)) as running:
         for content in (a, b, a, c):
             await running.generate(**about(content))
         assert sample("baton_embedding_cache_bytes") == 2 * EMBEDDING_BYTES

@@ -1,9 +1,12 @@
 """A client's fault plan reaches the workers if the router allows it; the outcomes of such requests."""
 
+import asyncio
+
 import grpc
 import pytest
 from grpc import aio
 from support.cluster.in_process import FAST_ROUTER, bench, simulated
+from support.eventually import eventually
 
 from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -52,4 +55,18 @@ async def test_faults_at_every_attempt_end_in_a_typed_error() -> None:
     async with bench(*FOUR, router=ALLOWING) as running:
         with pytest.raises(aio.AioRpcError, match="as planned by x-baton-fault") as caught:
             await finished(running.stub, "drop@queue;role=decode;attempt=any")
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_lost_handoff_without_a_worker_to_go_on_is_unavailable() -> None:
+    # A call that fails keeps its worker out of rotation until the next probe.
+    probe = ALLOWING.probe.model_copy(update={"interval_seconds": 60.0})
+    one = [simulated(name, role, allow_faults=True) for name, role in (("p1", "prefill"), ("d1", "decode"))]
+    async with bench(*one, router=ALLOWING.model_copy(update={"probe": probe})) as running:
+        pulling = asyncio.create_task(finished(running.stub, "delay=2@pull,drop@pull"))
+        await eventually(lambda: running.workers["d1"].engines.load().blocks_used > 0)
+        with pytest.raises(aio.AioRpcError):
+            await finished(running.stub, "drop@queue;role=decode;attempt=any")
+        with pytest.raises(aio.AioRpcError, match=r"no decode worker became ready.*lost at pull") as caught:
+            await pulling
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE

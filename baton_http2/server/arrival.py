@@ -1,0 +1,17 @@
+"""When a call was read from its connection, which is before its task has its first turn of the loop."""
+
+import time
+from contextvars import ContextVar
+
+_READ_AT: ContextVar[float | None] = ContextVar("call_read_at", default=None)
+
+
+def note_read(at: float) -> None:
+    """Records when the call that this task serves was read, in seconds of time.perf_counter."""
+    _READ_AT.set(at)
+
+
+def read_at() -> float:
+    """When the call of this task was read; now, where another server has read it."""
+    at = _READ_AT.get()
+    return time.perf_counter() if at is None else at
