@@ -38,6 +38,7 @@ __all__ = [
     "BatonError",
     "Client",
     "Generation",
+    "Resume",
     "Retry",
     "Tls",
     "__version__",
@@ -50,6 +51,7 @@ _MODULES = {
     "BatonError": "baton.errors",
     "Client": "baton.client",
     "Generation": "baton.client",
+    "Resume": "baton.resuming",
     "Retry": "baton.connection.retry",
     "Tls": "baton.connection.credentials",
 }

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -12,14 +12,15 @@ from baton import requests
 from baton.calls import stream, unary
 from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
-from baton.connection.settings import Settings
-from baton.errors import BatonError
+from baton.connection.routers import Routers
+from baton.connection.settings import STOP_SECONDS, Settings
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
-    cluster_service_pb2_grpc,
     generate_pb2,
-    inference_service_pb2_grpc,
+    server_info_pb2,
 )
 from baton.requests import UnaryCall
+from baton.resuming import Received
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,9 +59,8 @@ class AsyncClient:
     @requests.takes(Settings)
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._channel = _open(settings.address, settings.tls)
-        self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
-        self._cluster = cluster_service_pb2_grpc.ClusterServiceStub(self._channel)
+        self._routers = Routers([_open(address, settings.tls) for address in settings.addresses])
+        self._stopping: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return self._settings.describe("AsyncClient")
@@ -80,11 +80,18 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection and cancels running calls. The client cannot be used afterwards."""
-        await self._channel.close(None)
+        if self._stopping:
+            await asyncio.wait(self._stopping, timeout=STOP_SECONDS)
+        for channel in self._routers.channels:
+            await channel.close(None)
 
     @requests.takes(requests.generate)
     def generate(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._inference.Generate, self._settings, call)
+        return AsyncGeneration(self._routers, self._settings, call, self._stop)
+
+    @requests.takes(requests.resume)
+    def resume(self, call: requests.GenerateCall) -> "AsyncGeneration":
+        return AsyncGeneration(self._routers, self._settings, call, self._stop)
 
     @requests.takes(requests.generate)
     async def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
@@ -106,12 +113,13 @@ class AsyncClient:
     explain_route = _unary(requests.explain_route)
 
     async def _call(self, call: UnaryCall[Value]) -> Value:
-        method = self._method(call.method)
         attempts = self._settings.attempts(call.timeout_seconds)
         with self._settings.begin(call.method) as trace:
             metadata = self._settings.metadata(trace, call.priority)
             while True:
+                present = self._routers.present
                 try:
+                    method = self._routers.method(call.method)
                     return call.read(
                         await unary(method(call.message, timeout=attempts.seconds_left, metadata=metadata))
                     )
@@ -120,30 +128,38 @@ class AsyncClient:
                     if pause is None:
                         raise
                     trace.retry(error, pause)
+                self._routers.leave(present)
                 await asyncio.sleep(pause)
 
-    def _method(self, name: str) -> Any:
-        """The stub of `Service/Method`."""
-        service, _, method = name.partition("/")
-        return getattr({"InferenceService": self._inference, "ClusterService": self._cluster}[service], method)
+    def _stop(self, handle: str) -> None:
+        """Ends an answer that goes on without its reader, without waiting."""
+        stopping = asyncio.ensure_future(self._end(handle))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
+
+    async def _end(self, handle: str) -> None:
+        message = generate_pb2.CancelGenerationRequest(handle=handle)
+        method = self._routers.method("InferenceService/CancelGeneration")
+        with suppress(BatonError):  # it ends by itself, a little later
+            await unary(method(message, timeout=STOP_SECONDS, metadata=self._settings.bare_metadata))
 
 
 class AsyncGeneration:
     """An answer as it arrives: an asynchronous iterator of GenerateResponse: `started`, `token`s, then `finished`.
 
     `request_id` and `trace_id` are known after the first event. Closing it, or cancelling the task that reads it, stops
-    the request.
+    the request. `resumptions` counts how often it went on after a loss, and `handle` resumes it elsewhere.
     """
 
     def __init__(
-        self,
-        call: "Callable[..., aio.UnaryStreamCall[Any, generate_pb2.GenerateResponse]]",
-        settings: Settings,
-        made: requests.GenerateCall,
+        self, routers: Routers, settings: Settings, made: requests.GenerateCall, stop: Callable[[str], None]
     ) -> None:
         self.request_id = made.request.request_id
         self.trace_id = ""
-        self._call = call
+        self._routers = routers
+        self._received = Received(made.request, settings.resume, made.handle)
+        self._stop = stop
+        self._is_lost = False
         self._settings = settings
         self._events = self._read(made)
 
@@ -164,6 +180,21 @@ class AsyncGeneration:
     ) -> None:
         await self.aclose()
 
+    @property
+    def resumptions(self) -> int:
+        """How often a router took the answer over."""
+        return self._received.resumptions
+
+    @property
+    def recomputations(self) -> int:
+        """How often of these the prompt was computed again, since no worker had the answer any more."""
+        return self._received.recomputations
+
+    @property
+    def handle(self) -> str:
+        """A secret by which any router goes on with the answer; empty if it cannot be resumed."""
+        return self._received.handle
+
     async def text(self) -> str:
         """Reads what is left of the answer, and returns its text; of several answers, that of the first."""
         return "".join([event.token.text async for event in self if event.token.index == 0])
@@ -173,27 +204,78 @@ class AsyncGeneration:
         await self._events.aclose()
 
     async def _read(self, made: requests.GenerateCall) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
-        attempts = self._settings.attempts(made.timeout_seconds)
+        attempts, received = self._settings.attempts(made.timeout_seconds), self._received
         with self._settings.begin("InferenceService/Generate") as trace:
             self.trace_id = trace.trace_id
             metadata = self._settings.metadata(trace, made.priority)
-            while True:
-                has_started = False
-                call = self._call(made.request, timeout=attempts.seconds_left, metadata=metadata)
-                try:
-                    async with aclosing(stream(call)) as events:
-                        async for event in events:
-                            if not has_started:
-                                has_started, self.request_id = True, event.request_id
-                                trace.identify(event.request_id)
-                            yield event
-                    return
-                except BatonError as error:
-                    pause = None if has_started else attempts.pause_after(error)
-                    if pause is None:
-                        raise
-                    trace.retry(error, pause)
-                await asyncio.sleep(pause)
+            has_started = False
+            try:
+                while True:
+                    present = self._routers.present
+                    name, message = received.next_call()
+                    call = self._routers.method(name)(message, timeout=attempts.seconds_left, metadata=metadata)
+                    try:
+                        async with self._watching(call), aclosing(stream(call)) as events:
+                            async for event in events:
+                                is_shown = received.add(event)
+                                if not has_started:
+                                    has_started, self.request_id = True, event.request_id
+                                    trace.identify(event.request_id)
+                                if is_shown:
+                                    yield event
+                        return
+                    except BatonError as error:
+                        failure = self._failure(error)
+                        pause = received.pause_after(failure, attempts.seconds_left)
+                        if pause is None and not has_started:
+                            pause = attempts.pause_after(failure)
+                        if pause is None:
+                            raise
+                        trace.retry(failure, pause)
+                    self._routers.leave(present)
+                    await asyncio.sleep(pause)
+            finally:
+                if received.handle and not received.is_complete:
+                    self._stop(received.handle)
+
+    def _failure(self, error: BatonError) -> BatonError:
+        if not self._is_lost:
+            return error
+        self._is_lost = False
+        return Unavailable("the router says nothing, and does not answer")
+
+    @asynccontextmanager
+    async def _watching(self, call: Any) -> AsyncGenerator[None, None]:
+        """Watches for a router that hangs while the context is open, if answers can be resumed."""
+        resume = self._settings.resume
+        if resume is None:
+            yield
+            return
+        watching = asyncio.ensure_future(self._watch(call, resume.stall_seconds / 4))
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    async def _watch(self, call: Any, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            if self._received.is_silent() and not await self._answers() and self._received.is_silent():
+                self._is_lost = True
+                call.cancel()
+                return
+
+    async def _answers(self) -> bool:
+        """Whether the router answers a question."""
+        method = self._routers.method("InferenceService/GetServerInfo")
+        try:
+            metadata = self._settings.bare_metadata
+            await unary(method(server_info_pb2.GetServerInfoRequest(), timeout=1.0, metadata=metadata))
+        except (Unavailable, DeadlineExceeded):
+            return False
+        except BatonError:
+            return True
+        return True
 
 
 def _open(address: str, tls: Tls | None) -> aio.Channel:

@@ -1,7 +1,10 @@
 """The synchronous client: for scripts, notebooks and threads."""
 
+import threading
 import time
-from collections.abc import Callable, Generator
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -10,15 +13,16 @@ import grpc
 from baton import requests
 from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
-from baton.connection.settings import Settings
+from baton.connection.routers import Routers
+from baton.connection.settings import STOP_SECONDS, Settings
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
-    cluster_service_pb2_grpc,
     generate_pb2,
-    inference_service_pb2_grpc,
+    server_info_pb2,
 )
 from baton.requests import UnaryCall
+from baton.resuming import Received
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,9 +60,8 @@ class Client:
     @requests.takes(Settings)
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._channel = _open(settings.address, settings.tls)
-        self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
-        self._cluster = cluster_service_pb2_grpc.ClusterServiceStub(self._channel)
+        self._routers = Routers([_open(address, settings.tls) for address in settings.addresses])
+        self._stopping = _Stops(self._routers, settings)
 
     def __repr__(self) -> str:
         return self._settings.describe("Client")
@@ -78,11 +81,17 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and cancels running calls. The client cannot be used afterwards."""
-        self._channel.close()
+        self._stopping.wait()
+        for channel in self._routers.channels:
+            channel.close()
 
     @requests.takes(requests.generate)
     def generate(self, call: requests.GenerateCall) -> "Generation":
-        return Generation(self._inference.Generate, self._settings, call)
+        return Generation(self._routers, self._settings, call, self._stopping.stop)
+
+    @requests.takes(requests.resume)
+    def resume(self, call: requests.GenerateCall) -> "Generation":
+        return Generation(self._routers, self._settings, call, self._stopping.stop)
 
     @requests.takes(requests.generate)
     def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
@@ -104,42 +113,64 @@ class Client:
     explain_route = _unary(requests.explain_route)
 
     def _call(self, call: UnaryCall[Value]) -> Value:
-        method = self._method(call.method)
         attempts = self._settings.attempts(call.timeout_seconds)
         with self._settings.begin(call.method) as trace:
             metadata = self._settings.metadata(trace, call.priority)
             while True:
+                present = self._routers.present
                 try:
+                    method = self._routers.method(call.method)
                     return call.read(method(call.message, timeout=attempts.seconds_left, metadata=metadata))
                 except grpc.RpcError as error:
                     failure = _error_of(error)
                     pause = attempts.pause_after(failure)
                     if pause is None:
                         raise failure from error
+                self._routers.leave(present)
                 trace.retry(failure, pause)
                 time.sleep(pause)
 
-    def _method(self, name: str) -> Any:
-        """The stub of `Service/Method`."""
-        service, _, method = name.partition("/")
-        return getattr({"InferenceService": self._inference, "ClusterService": self._cluster}[service], method)
+
+class _Stops:
+    """Ends answers that go on without their readers: nobody wants them any more."""
+
+    def __init__(self, routers: Routers, settings: Settings) -> None:
+        self._routers = routers
+        self._metadata = settings.bare_metadata
+        self._running: set[Any] = set()
+
+    def stop(self, handle: str) -> None:
+        """Ends an answer, without waiting."""
+        message = generate_pb2.CancelGenerationRequest(handle=handle)
+        method = self._routers.method("InferenceService/CancelGeneration")
+        call = method.future(message, timeout=STOP_SECONDS, metadata=self._metadata)
+        self._running.add(call)
+        call.add_done_callback(self._running.discard)
+
+    def wait(self) -> None:
+        """Waits a little for those that are on their way."""
+        ends_at = time.monotonic() + STOP_SECONDS
+        while self._running and time.monotonic() < ends_at:
+            time.sleep(0.001)
 
 
 class Generation:
     """An answer as it arrives: an iterator of GenerateResponse, one `started`, then `token`s, then one `finished`.
 
     `request_id` and `trace_id` are known after the first event. Closing it, or dropping it, stops the request.
+    `resumptions` counts how often it went on after a loss, and `handle` resumes it elsewhere: see `Resume`.
     """
 
     def __init__(
-        self,
-        call: Callable[..., Any],
-        settings: Settings,
-        made: requests.GenerateCall,
+        self, routers: Routers, settings: Settings, made: requests.GenerateCall, stop: Callable[[str], None]
     ) -> None:
         self.request_id = made.request.request_id
         self.trace_id = ""
-        self._call = call
+        self._routers = routers
+        self._received = Received(made.request, settings.resume, made.handle)
+        self._stop = stop
+        self._is_lost = False
+        self.resume = settings.resume
         self._running: Any = None
         self._settings = settings
         self._events = self._read(made)
@@ -161,6 +192,21 @@ class Generation:
     ) -> None:
         self.close()
 
+    @property
+    def resumptions(self) -> int:
+        """How often a router took the answer over."""
+        return self._received.resumptions
+
+    @property
+    def recomputations(self) -> int:
+        """How often of these the prompt was computed again, since no worker had the answer any more."""
+        return self._received.recomputations
+
+    @property
+    def handle(self) -> str:
+        """A secret by which any router goes on with the answer; empty if it cannot be resumed."""
+        return self._received.handle
+
     def text(self) -> str:
         """Reads what is left of the answer, and returns its text; of several answers, that of the first."""
         return "".join(event.token.text for event in self if event.token.index == 0)
@@ -175,29 +221,86 @@ class Generation:
             self._running.cancel()
 
     def _read(self, made: requests.GenerateCall) -> Generator[generate_pb2.GenerateResponse, None, None]:
-        attempts = self._settings.attempts(made.timeout_seconds)
-        with self._settings.begin("InferenceService/Generate") as trace:
+        attempts, received = self._settings.attempts(made.timeout_seconds), self._received
+        with self._settings.begin("InferenceService/Generate") as trace, _watching(self):
             self.trace_id = trace.trace_id
             metadata = self._settings.metadata(trace, made.priority)
-            while True:
-                has_started = False
-                self._running = call = self._call(made.request, timeout=attempts.seconds_left, metadata=metadata)
-                try:
-                    for event in call:
-                        if not has_started:
-                            has_started, self.request_id = True, event.request_id
-                            trace.identify(event.request_id)
-                        yield event
-                    return
-                except grpc.RpcError as error:
-                    failure = Cancelled("the request was cancelled here") if call.cancelled() else _error_of(error)
-                    pause = None if has_started else attempts.pause_after(failure)
-                    if pause is None:
-                        raise failure from error
-                finally:
-                    call.cancel()
-                trace.retry(failure, pause)
-                time.sleep(pause)
+            has_started = False
+            try:
+                while True:
+                    present = self._routers.present
+                    name, message = received.next_call()
+                    method = self._routers.method(name)
+                    self._running = call = method(message, timeout=attempts.seconds_left, metadata=metadata)
+                    try:
+                        for event in call:
+                            is_shown = received.add(event)
+                            if not has_started:
+                                has_started, self.request_id = True, event.request_id
+                                trace.identify(event.request_id)
+                            if is_shown:
+                                yield event
+                        return
+                    except grpc.RpcError as error:
+                        failure = self._failure(call, error)
+                        pause = received.pause_after(failure, attempts.seconds_left)
+                        if pause is None and not has_started:
+                            pause = attempts.pause_after(failure)
+                        if pause is None:
+                            raise failure from error
+                    finally:
+                        call.cancel()
+                    self._routers.leave(present)
+                    trace.retry(failure, pause)
+                    time.sleep(pause)
+            finally:
+                if received.handle and not received.is_complete:
+                    self._stop(received.handle)
+
+    def _failure(self, call: Any, error: grpc.RpcError) -> BatonError:
+        if not call.cancelled():
+            return _error_of(error)
+        if self._is_lost:
+            self._is_lost = False
+            return Unavailable("the router says nothing, and does not answer")
+        return Cancelled("the request was cancelled here")
+
+    def give_up_silent(self) -> None:
+        """Leaves a router that has said nothing for too long, and does not answer either; called by a thread."""
+        if not self._received.is_silent():
+            return
+        call, method = self._running, self._routers.method("InferenceService/GetServerInfo")
+        try:
+            method(server_info_pb2.GetServerInfoRequest(), timeout=1.0, metadata=self._settings.bare_metadata)
+        except grpc.RpcError as error:
+            if isinstance(_error_of(error), (Unavailable, DeadlineExceeded)) and self._received.is_silent():
+                self._is_lost = True
+                call.cancel()
+
+
+@contextmanager
+def _watching(generation: Generation) -> Iterator[None]:
+    """Watches for a router that hangs while the context is open, if answers can be resumed."""
+    resume = generation.resume
+    if resume is None:
+        yield
+        return
+    is_over, watched = threading.Event(), weakref.ref(generation)
+
+    def watch() -> None:
+        while not is_over.wait(resume.stall_seconds / 4):
+            found = watched()
+            if found is None:
+                return
+            found.give_up_silent()
+            del found
+
+    thread = threading.Thread(target=watch, name="baton-resume", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _open(address: str, tls: Tls | None) -> grpc.Channel:

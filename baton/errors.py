@@ -44,6 +44,12 @@ class InvalidRequest(BatonError):
         return cls([FieldViolation(field, description)])
 
 
+class PositionInvalid(InvalidRequest):
+    """The client says that it has more of an answer than there is, or parts of it that are not the answer's."""
+
+    reason = "POSITION_INVALID"
+
+
 class Unsupported(BatonError):
     """The API has this feature, and the model or worker does not. The message lists what it can do."""
 
@@ -72,6 +78,24 @@ class RequestNotFound(BatonError):
     """No request of this id runs here: it has ended, or never arrived."""
 
     reason = "REQUEST_NOT_FOUND"
+
+
+class StreamLost(BatonError):
+    """Nothing is left of the answer that was to be resumed, or the handle is not its own: send the request again."""
+
+    reason = "STREAM_LOST"
+
+
+class StreamAdopted(BatonError):
+    """Another call of ResumeGeneration has taken the answer over: this one is no longer its reader."""
+
+    reason = "STREAM_ADOPTED"
+
+
+class StaleAttempt(BatonError):
+    """A later attempt to resume the answer came before: count attempts up."""
+
+    reason = "STALE_ATTEMPT"
 
 
 class RequestExists(BatonError):

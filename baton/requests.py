@@ -47,11 +47,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A request, its priority, and how long its answer may take."""
+    """A request, its priority, and how long its answer may take. With a `handle`, its answer is resumed."""
 
     request: generate_pb2.GenerateRequest
     priority: int
     timeout_seconds: float | None
+    handle: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,14 @@ def _show_options(definition: Callable[..., Any]) -> None:
 
 
 _show_options(generate)
+
+
+def resume(handle: str, *, timeout_seconds: float | None = None) -> GenerateCall:
+    """Streams an answer that is kept on a worker, from its beginning: of `handle` of another answer, of any process.
+
+    Its first reader, if there still is one, gets StreamAdopted. Raises StreamLost if nothing is left of it.
+    """
+    return GenerateCall(generate_pb2.GenerateRequest(), 0, timeout_seconds, handle)
 
 
 def generate_unary(call: GenerateCall) -> UnaryCall[generate_pb2.GenerateUnaryResponse]:

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from baton import AsyncClient
+from baton import AsyncClient, Resume
 from cli.address import find_address
 from cli.credentials import find_credentials
 
@@ -12,12 +12,20 @@ if TYPE_CHECKING:
 
 
 def connect(
-    arguments: argparse.Namespace, tenant: str = "", tracer_provider: "TracerProvider | None" = None
+    arguments: argparse.Namespace,
+    tenant: str = "",
+    tracer_provider: "TracerProvider | None" = None,
+    resume: Resume | None = None,
 ) -> AsyncClient:
     """A client of the router for `tenant`. Raises ConfigError, and InvalidRequest for an invalid tenant."""
     credentials = find_credentials(arguments)
     token = credentials.token.get_secret_value()
     tls = credentials.tls.for_client() if credentials.tls else None
     return AsyncClient(
-        find_address(arguments.address).value, tls=tls, token=token, tenant=tenant, tracer_provider=tracer_provider
+        find_address(arguments.address).value,
+        tls=tls,
+        token=token,
+        tenant=tenant,
+        resume=resume,
+        tracer_provider=tracer_provider,
     )

@@ -34,6 +34,9 @@ EARLY_HANDOFF = "early_handoff"
 # The capability of workers that keep bad words out of answers. Those of a version before ignore what they do not know.
 BAD_WORDS = "bad_words"
 
+# The capability of workers whose decodes go on, if that was asked for, when the router that reads them is gone.
+KEEPS_STREAMS = "keeps_streams"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

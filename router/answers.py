@@ -7,7 +7,9 @@ workers whose prefix cache has the prompt, so that only what is left of its last
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from baton.inference.v1 import generate_pb2, timing_pb2
 from baton_http2.server.reply import Reply
@@ -18,10 +20,10 @@ from router.config import LimitsConfig
 from router.context import RequestContext
 from router.execution import Executor
 from router.multimodal.prompt import MultimodalPrompt
+from router.resume.execution import completion_of, resume
 from router.stream.general import FillFinished
 from router.stream.reply import Pace
 from router.stream.writer import StreamWriter
-from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.text.served_model import ServedModel
 from rpc.tracing.span import stage_span
@@ -48,8 +50,8 @@ class SeveralAnswers:
 
     async def run(self, prompt: MultimodalPrompt, reply: Reply) -> None:
         """Runs all answers to their ends, and sends their messages. The first failure ends them all."""
-        shared = _SharedReply(reply)
-        others = [self.ctx.part() for _ in range(1, self.ctx.request.sampling.n)]
+        shared = SharedReply(reply)
+        others = [self.ctx.part(answer) for answer in range(1, self.ctx.request.sampling.n)]
         try:
             await gather_or_cancel([self._run_first(prompt, shared), self._run_others(others, prompt, shared)])
         finally:
@@ -57,55 +59,69 @@ class SeveralAnswers:
                 self.ctx.stats.add_answer(part.stats)
         await shared.finish()
 
-    async def _run_first(self, prompt: MultimodalPrompt, shared: "_SharedReply") -> None:
-        await self._run_answer(0, self.ctx, prompt, shared)
+    async def _run_first(self, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
+        await self._run_answer(self.ctx, prompt, shared)
         # The rest of the request's time is that of the longest answer.
         with self.ctx.timings.measure_call(timing_pb2.STAGE_DECODE):
             await self._others_ended.wait()
 
-    async def _run_others(self, parts: list[RequestContext], prompt: MultimodalPrompt, shared: "_SharedReply") -> None:
+    async def _run_others(self, parts: list[RequestContext], prompt: MultimodalPrompt, shared: "SharedReply") -> None:
         try:
             await self._is_computed.wait()
             await gather_or_cancel(
-                part.cancellation.run(self._run_another(index, part, prompt.for_answer(part, self.model), shared))
-                for index, part in enumerate(parts, start=1)
+                part.cancellation.run(self._run_another(part, prompt.for_answer(part, self.model), shared))
+                for part in parts
             )
         finally:
             for part in parts:
                 part.cancellation.close()
             self._others_ended.set()
 
-    async def _run_another(
-        self, index: int, part: RequestContext, prompt: MultimodalPrompt, shared: "_SharedReply"
-    ) -> None:
-        with stage_span("answer", {"baton.answer": index}):
+    async def _run_another(self, part: RequestContext, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
+        with stage_span("answer", {"baton.answer": part.answer}):
             async with self.admission.admit(part, replace(self.estimate, is_part=True)):
                 with prompt:
                     await prompt.embed()
-                    await self._run_answer(index, part, prompt, shared)
+                    await self._run_answer(part, prompt, shared)
 
-    async def _run_answer(
-        self, index: int, ctx: RequestContext, prompt: MultimodalPrompt, shared: "_SharedReply"
-    ) -> None:
-        sampling = validation.resolve_sampling(ctx.request, prompt, self.model, index)
-        completion = Completion(ctx.request, sampling, self.model, prompt.answer_parser(self.model))
-        answer = _Answer(index, completion, ctx.stats, shared, self._is_computed)
-        writer = _AnswerWriter(
-            ctx.request_id,
-            Reply(answer.send, lambda _trailer: None),
-            self.limits.max_waiting_tokens,
-            self.limits.slow_reader_seconds,
-            ctx.timings.first_token_sent,
-            pace=Pace.of(ctx.request.response),
-        )
-        try:
-            async with writer as stream:
-                await self.executor.run(ctx, prompt, completion, stream)
-            if index == 0:
-                shared.fill_finished = writer.fill_finished
-        finally:
-            # It refers to the execution, which refers to its writer.
-            writer.fill_finished = None
+    async def _run_answer(self, ctx: RequestContext, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
+        sampling = validation.resolve_sampling(ctx.request, prompt, self.model, ctx.answer)
+        run: Callable[[StreamWriter], Awaitable[None]]
+        if ctx.keep is None or not ctx.keep.is_resumed:
+            completion = Completion(ctx.request, sampling, self.model, prompt.answer_parser(self.model))
+            run = partial(self.executor.run, ctx, prompt, completion)
+        else:
+            completion = replayed = completion_of(ctx, sampling, self.model, prompt)
+            run = partial(resume, self.executor, ctx, prompt, replayed)
+        await write_answer(ctx, completion, shared, self.limits, run, self._is_computed)
+
+
+async def write_answer(
+    ctx: RequestContext,
+    completion: Completion,
+    shared: "SharedReply",
+    limits: LimitsConfig,
+    run: Callable[[StreamWriter], Awaitable[None]],
+    is_computed: asyncio.Event,
+) -> None:
+    """Runs one of several answers, and sends its messages. `is_computed` is set with its first token."""
+    answer = _Answer(ctx, completion, shared, is_computed)
+    writer = _AnswerWriter(
+        ctx.request_id,
+        Reply(answer.send, lambda _trailer: None),
+        limits.max_waiting_tokens,
+        limits.slow_reader_seconds,
+        ctx.timings.first_token_sent,
+        pace=Pace.of(ctx.request.response),
+    )
+    try:
+        async with writer as stream:
+            await run(stream)
+        if ctx.answer == 0:
+            shared.fill_finished = writer.fill_finished
+    finally:
+        # It refers to the execution, which refers to its writer.
+        writer.fill_finished = None
 
 
 class _AnswerWriter(StreamWriter):
@@ -123,41 +139,47 @@ class _AnswerWriter(StreamWriter):
 class _Answer:
     """One answer's part of the stream. `is_computed` is set with its first token."""
 
-    index: int
+    ctx: RequestContext
     completion: Completion
-    stats: RequestStats
-    shared: "_SharedReply"
+    shared: "SharedReply"
     is_computed: asyncio.Event
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
         """Sends the next message of this answer, in the stream of all."""
         match message.WhichOneof("event"):
-            case "started":
-                if self.index == 0:
+            case "started" | "resumed":
+                if self.ctx.answer == 0:
                     await self.shared.send(message)
             case "token":
                 self.is_computed.set()
-                message.token.index = self.index
+                message.token.index = self.ctx.answer
                 await self.shared.send(message)
             case "finished":
                 self.is_computed.set()
-                message.answer_finished.CopyFrom(self._finished())
-                await self.shared.send(message)
+                if not self._is_known:
+                    message.answer_finished.CopyFrom(self._finished())
+                    await self.shared.send(message)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the client has the end of this answer already."""
+        keep = self.ctx.keep
+        return keep is not None and keep.is_resumed and keep.of(self.ctx.answer).have.is_finished
 
     def _finished(self) -> generate_pb2.AnswerFinished:
         finish = self.completion.finished
         assert finish is not None
         return generate_pb2.AnswerFinished(
-            index=self.index,
+            index=self.ctx.answer,
             reason=finish.reason,
             stop_string=finish.stop_string,
             stop_token_id=finish.stop_token_id,
             completion_tokens=len(self.completion.token_ids),
-            cached_tokens=self.stats.cached_tokens,
+            cached_tokens=self.ctx.stats.cached_tokens,
         )
 
 
-class _SharedReply:
+class SharedReply:
     """The way back to the client, for one message at a time. `fill_finished` fills the last one."""
 
     def __init__(self, reply: Reply) -> None:

@@ -16,6 +16,8 @@ from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from router.cancellation import Cancellation
 from router.config import LimitsConfig
+from router.resume.handle import Handle, answer_call_id
+from router.resume.keep import Keep, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
@@ -146,6 +148,8 @@ class RequestContext:
     stats: RequestStats
     faults: FaultPlan
     cancellation: Cancellation
+    keep: Keep | None = None  # of a request whose answers go on without its client, or that goes on with answers
+    answer: int = 0  # which of the request's answers this is the context of
 
     @property
     def call_id(self) -> str:
@@ -170,10 +174,14 @@ class RequestContext:
         """The metadata of the `attempt`th call to workers of one role: the fault plan, and the client's id for logs."""
         return (*self.faults.metadata(attempt), (REQUEST_KEY, self.request_id.encode("utf-8", "replace")))
 
-    def part(self) -> "RequestContext":
-        """The context of one more answer to the request: workers know it by a call id of its own. Raises Cancelled."""
+    def part(self, answer: int | None = None) -> "RequestContext":
+        """The context of a part of the request that workers know by a call id of its own. Raises Cancelled.
+
+        That of another answer follows from the request's own, so that another router finds it.
+        """
+        call_id = _new_ids()[:32] if answer is None else answer_call_id(self.call_id, answer)
         stats = RequestStats(self.request_id, Timings(), model=self.stats.model, prompt_tokens=self.stats.prompt_tokens)
-        return replace(self, stats=stats, cancellation=self.cancellation.part(_new_ids()[:32]))
+        return replace(self, stats=stats, cancellation=self.cancellation.part(call_id), answer=answer or 0)
 
     async def inject(self, point: RouterPoint) -> None:
         """Injects the faults that the request plans for this point."""
@@ -193,6 +201,9 @@ class ContextFactory:
         """Reads a call. Raises PermissionDenied or InvalidRequest for wrong metadata."""
         metadata, new = call.invocation_metadata(), _new_ids()
         request_id = request.request_id or new[32:]
+        keep = None
+        if request.response.HasField("keep"):
+            keep = Keep(keep_seconds(request.response, self.limits.max_keep_seconds), Handle.new(new[:32]))
         return RequestContext(
             request=request,
             request_id=request_id,
@@ -203,7 +214,12 @@ class ContextFactory:
             deadline=Deadline.of(remaining_seconds(call), self.limits),
             stats=RequestStats(request_id, Timings(arrived_at())),
             cancellation=Cancellation(new[:32]),
+            keep=keep,
         )
+
+    def read_faults(self, call: Any) -> FaultPlan:
+        """The faults that a call plans. Raises PermissionDenied."""
+        return FaultPlan.read(call.invocation_metadata(), is_allowed=self.allow_faults)
 
     def read_qos(self, call: Any) -> RequestQos:
         """The tenant and priority of a call. Raises InvalidRequest."""
@@ -220,7 +236,10 @@ class RequestTable:
         return len(self._running)
 
     def enter(self, ctx: RequestContext) -> "_Listed":
-        """Lists a request while the context is open. Raises RequestExists when it is entered."""
+        """Lists a request while the context is open. Raises RequestExists when it is entered.
+
+        A request that goes on with answers takes the place of the one that it goes on with, which may still run.
+        """
         return _Listed(self._running, ctx)
 
     def find(self, request_id: str, caller: Caller | None) -> Sequence[RequestContext]:
@@ -253,14 +272,16 @@ class _Listed:
         self._key = (ctx.caller, ctx.request_id)
 
     def __enter__(self) -> None:
-        if self._key in self._running:
+        replaces = self._ctx.keep is not None and self._ctx.keep.is_resumed
+        if self._key in self._running and not replaces:
             raise RequestExists(f"a request {self._ctx.request_id!r} is running")
         self._running[self._key] = self._ctx
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._running[self._key]
+        if self._running.get(self._key) is self._ctx:
+            del self._running[self._key]
         self._ctx.cancellation.close()
 
 

@@ -19,9 +19,11 @@ from baton.errors import (
     Unavailable,
 )
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
+from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
 from router.multimodal.prompt import MultimodalPrompt
 from router.placement.placer import Placer
+from router.resume.keep import resumption, stream_keep
 from router.routing.latency import DecodeTimer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries
@@ -106,6 +108,7 @@ class RequestExecution(Waiting):
         self._attempts: Attempts | None = None  # at the present stage
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._has_started = False
+        self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
         self._held: _HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self._destination: Destination | None = None
@@ -273,7 +276,24 @@ class RequestExecution(Waiting):
         self._await_answer(tokens // _MOVED_PER_COMPUTED if handoff else tokens)
         read = partial(self._read_call, timer, emitted, worker)
         destination = self._destination if handoff else None
+        if self._ctx.keep is not None:
+            self._calls.keep_next(self._kept_by(worker))
         await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, self, destination)
+        if self._ctx.keep is not None:
+            await self._settle(worker)
+
+    # Kept answers: see router/resume.
+
+    def _kept_by(self, worker: WorkerHandle) -> decode_pb2.StreamKeep | None:
+        known = self._known
+        if known is None or not known.HasField("resumption") or KEEPS_STREAMS not in worker.record.capabilities:
+            return None
+        return stream_keep(self._ctx, known)
+
+    async def _settle(self, worker: WorkerHandle) -> None:
+        """Ends the generation of an answer that has ended here alone: leaving the call does not."""
+        if self._ends_here and self._known is not None and self._known.HasField("resumption"):
+            await self._calls.settle(worker)
 
     # How long the request waits for its workers' answers: see Waiting.
 
@@ -435,7 +455,7 @@ class RequestExecution(Waiting):
 
     def _started(self, placement: _Placement) -> generate_pb2.Started:
         stats = self._ctx.stats
-        return generate_pb2.Started(
+        started = generate_pb2.Started(
             model=named(self._prompt.model, self._routing_request.lora),
             prompt_tokens=self._routing_request.prompt_tokens,
             topology=placement.topology,
@@ -445,6 +465,13 @@ class RequestExecution(Waiting):
             encode_worker_ids=stats.encode_worker_ids,
             cache_view=placement.cache_view,
         )
+        if self._ctx.keep is not None:
+            seed = self._completion.sampling.params.seed
+            given = resumption(self._ctx, placement.decode.record, seed)
+            if given is not None:
+                started.resumption.CopyFrom(given)
+            self._known = started
+        return started
 
     def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:
         self._ctx.stats.fill(finished)

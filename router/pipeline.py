@@ -22,6 +22,7 @@ from router.execution import Executor
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
+from router.resume.execution import completion_of, resume
 from router.running import RunningRequests
 from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
@@ -52,12 +53,12 @@ class Pipeline:
         limits: LimitsConfig,
         grammars: GrammarCheck,
     ) -> None:
-        self._running = running
-        self._cluster = cluster
-        self._admission = admission
-        self._processor = processor
-        self._executor = executor
-        self._limits = limits
+        self.running = running
+        self.cluster = cluster
+        self.admission = admission
+        self.processor = processor
+        self.executor = executor
+        self.limits = limits
         self._grammars = grammars
         self._checks = validation.OptionChecks(limits)
 
@@ -68,14 +69,14 @@ class Pipeline:
         """
         # Not a coroutine of its own, which every step of the request would pass.
         describe, answer = partial(set_request_attributes, ctx.request), partial(self._answer, ctx, reply)
-        return self._running.run(ctx, "baton.generate", describe, answer, partial(end_reply, reply, ctx.timings))
+        return self.running.run(ctx, "baton.generate", describe, answer, partial(end_reply, reply, ctx.timings))
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
         """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""
-        async with self._admission.track_tenant(ctx):
+        async with self.admission.track_tenant(ctx):
             model = await self._validate(ctx)
             prompt = await self._tokenize(ctx, model)
-            async with self._admission.admit(ctx, _estimate(ctx, model)):
+            async with self.admission.admit(ctx, _estimate(ctx, model)):
                 with prompt:
                     await prompt.embed()
                     await self._execute(ctx, model, prompt, reply)
@@ -84,7 +85,7 @@ class Pipeline:
         """The model that the request is for. Raises InvalidRequest or Unsupported before any worker is called."""
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
             await ctx.inject("admission")
-            model = self._cluster.model(ctx.request.model)
+            model = self.cluster.model(ctx.request.model)
             ctx.stats.model = model.name
             await _aside(ctx.is_large, self._checks.check, ctx.request, model)
             await self._grammars.prepare(ctx.request, model)
@@ -92,7 +93,7 @@ class Pipeline:
 
     async def _tokenize(self, ctx: RequestContext, model: ServedModel) -> MultimodalPrompt:
         """The prompt with its media loaded, but not encoded. Raises InvalidRequest for an unknown adapter."""
-        lora = self._cluster.lora(ctx.request, model)
+        lora = self.cluster.lora(ctx.request, model)
         with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
             await ctx.inject("tokenize")
             token_ids = await _token_ids(ctx, model)
@@ -100,7 +101,7 @@ class Pipeline:
         ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
         media = await self._load_media(ctx)
         prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
-        multimodal = self._processor.prompt(ctx, model, prompt, media)
+        multimodal = self.processor.prompt(ctx, model, prompt, media)
         multimodal.token_ids, multimodal.bad_sequences = token_ids, bad_sequences
         return multimodal
 
@@ -109,23 +110,29 @@ class Pipeline:
         if not items:
             return ()
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
-            return await self._processor.load(items)
+            return await self.processor.load(items)
 
     async def _execute(self, ctx: RequestContext, model: ServedModel, prompt: MultimodalPrompt, reply: Reply) -> None:
         """Runs the request on workers. Encoding has given the prompt its full length, which bounds the answer."""
         ctx.stats.prompt_tokens = prompt.num_tokens
         if ctx.request.sampling.n > 1:
             keep_together(ctx.request)
-            answers = SeveralAnswers(self._executor, self._admission, self._limits, ctx, model, _estimate(ctx, model))
+            answers = SeveralAnswers(self.executor, self.admission, self.limits, ctx, model, _estimate(ctx, model))
             await answers.run(prompt, reply)
             return
         sampling = validation.resolve_sampling(ctx.request, prompt, model)
+        if ctx.keep is not None and ctx.keep.is_resumed:
+            replayed = completion_of(ctx, sampling, model, prompt)
+            async with self.writer(ctx, reply) as stream:
+                await resume(self.executor, ctx, prompt, replayed, stream)
+            return
         completion = Completion(ctx.request, sampling, model, prompt.answer_parser(model))
-        async with self._writer(ctx, reply) as stream:
-            await self._executor.run(ctx, prompt, completion, stream)
+        async with self.writer(ctx, reply) as stream:
+            await self.executor.run(ctx, prompt, completion, stream)
 
-    def _writer(self, ctx: RequestContext, reply: Reply) -> StreamWriter:
-        limits = self._limits
+    def writer(self, ctx: RequestContext, reply: Reply) -> StreamWriter:
+        """Writes the messages of a request to its client."""
+        limits = self.limits
         return StreamWriter(
             ctx.request_id,
             reply,

@@ -6,6 +6,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 
+from baton.errors import Unsupported
 from baton.inference.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,
@@ -23,6 +24,8 @@ from router.explain import RouteExplainer
 from router.peers.tenants import all_tenants
 from router.processes.siblings import Siblings, stop_everywhere
 from router.request_path import RequestPath
+from router.resume.handle import Handle
+from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.workers.handle import WorkerHandle
 from router.workers.lora_operations import LoraOperations, read_change
@@ -46,22 +49,33 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._path = path
         self._offer = offer
         self._siblings = siblings
+        self._resumer = Resumer(path.contexts, path.pipeline)
 
     # Writes instead of yielding: waiting tokens become one message, and a client that leaves stops everything at once.
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         ctx = self._path.contexts.create(request, context)
         await self._path.pipeline.run(ctx, context.reply())
 
+    async def ResumeGeneration(  # type: ignore[override]
+        self, request: generate_pb2.ResumeGenerationRequest, context: Any
+    ) -> None:
+        await self._resumer.run(request, context)
+
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
     ) -> generate_pb2.GenerateUnaryResponse:
+        if request.request.response.HasField("keep"):
+            raise Unsupported("response.keep: an answer in one message cannot be resumed; use Generate")
         ctx, collector = self._path.contexts.create(request.request, context), UnaryCollector()
         await self._path.pipeline.run(ctx, Reply(collector.send, context.set_trailing_metadata))
         return collector.response
 
     async def CancelGeneration(
-        self, request: generate_pb2.CancelGenerationRequest, _context: Context
+        self, request: generate_pb2.CancelGenerationRequest, context: Context
     ) -> generate_pb2.CancelGenerationResponse:
+        if request.handle:
+            await self._resumer.cancel(Handle.parse(request.handle), self._path.contexts.read_qos(context))
+            return generate_pb2.CancelGenerationResponse()
         requests, caller = self._path.running.table, current_caller()
         receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)

@@ -58,6 +58,15 @@ class EmbedConfig(Section):
     max_inputs: int = Field(default=256, ge=1, description="Texts of one call.")
 
 
+class KeepConfig(Section):
+    """The key `keep`: decodes that go on while no router reads them. They yield to requests that find no room."""
+
+    max_seconds: float = Field(default=60.0, ge=0, description="How long one goes on at most; 0 keeps none.")
+    max_parked: int = Field(default=256, ge=1, description="How many go on at once; of more, the oldest ends.")
+    max_finished_bytes: int = Field(default=64 * 2**20, ge=0, description="What those that have ended take together.")
+    logprob_bytes: int = Field(default=256 * 2**10, ge=0, description="Of each, the last log probabilities.")
+
+
 class LocationConfig(Section):
     """Where the worker runs, for routers that prefer near pairs or bound handoffs: labels, as of Kubernetes' nodes."""
 
@@ -86,6 +95,7 @@ class WorkerConfig(Section):
     handoff: HandoffConfig = HandoffConfig()
     encode: EncodeConfig = EncodeConfig()
     embed: EmbedConfig = EmbedConfig()
+    keep: KeepConfig = KeepConfig()
     media: MediaConfig = MediaConfig()
     transports: tuple[str, ...] = Field(
         default=("cuda_ipc", "shm", "tcp"),

@@ -11,6 +11,7 @@ from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
+from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from services.engines.answer import Finished, Tokens
@@ -28,7 +29,7 @@ from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
-from services.requests.fault_injection import NO_FAULTS, Faults
+from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import (
     FINISH_REASONS,
@@ -38,6 +39,8 @@ from services.requests.prompts import (
     read_prompt,
     read_sampling,
 )
+from services.resume.stream import KeptStream
+from services.resume.streams import KeptStreams, attached, require_later
 from services.telemetry import metrics
 from services.telemetry.timings import CallClock, DecodeClock, Timing, stage_timings
 
@@ -47,7 +50,15 @@ SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """DecodeService. Only a worker without an engine, which never has the role, has no `decoder`."""
 
-    def __init__(self, identity: Identity, calls: Calls, media: MediaResolver, decoder: "Decoder | None") -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        calls: Calls,
+        media: MediaResolver,
+        decoder: "Decoder | None",
+        kept: KeptStreams,
+    ) -> None:
+        self._kept = kept
         self._identity = identity
         self._calls = calls
         self._media = media
@@ -70,6 +81,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
         current_span().link(request.handoff.traceparent, "prefill")
+        if request.HasField("keep"):
+            await self._decode_kept(request, context)
+            return
         with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
             assert self._decoder is not None
             work = await self._read(request, call.clock)
@@ -78,6 +92,47 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             async with aclosing(self._decoder.decode(work, call, send)) as events:
                 async for event in events:
                     await reply.write(_response(self._identity.worker_id, event))
+
+    async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> None:  # type: ignore[override]
+        stream = self._kept.authorized(request)
+        message = attached(stream, request)
+        reply: TokenReply = context.reply()
+        if request.peek:
+            await reply.write(message)
+            return
+        require_later(stream, request.attempt)
+        with self._kept.reading(stream, len(message.attached.token_ids)) as reader:
+            message.attached.attachment = stream.attachment
+            await reply.write(message)
+            await reader.write_to(reply)
+
+    async def Settle(self, request: decode_pb2.SettleRequest, context: Any) -> decode_pb2.SettleResponse:
+        self._kept.settle(request)
+        return decode_pb2.SettleResponse()
+
+    async def FindStreams(self, request: decode_pb2.FindStreamsRequest, context: Any) -> decode_pb2.FindStreamsResponse:
+        return decode_pb2.FindStreamsResponse(found=self._kept.find(request.request_ids))
+
+    async def _decode_kept(self, request: decode_pb2.DecodeRequest, context: Any) -> None:
+        """Reads a decode that goes on, for a while, when this call does not."""
+        run = partial(self._run_kept, request, context.invocation_metadata())
+        stream = await self._kept.start(request, run, remaining_seconds(context))
+        with self._kept.reading(stream, len(request.emitted)) as reader:
+            await reader.write_to(context.reply())
+
+    async def _run_kept(self, request: decode_pb2.DecodeRequest, metadata: Metadata, stream: KeptStream) -> None:
+        with self._calls.run("decode", request.request_id, request.model, metadata) as call:
+            assert self._decoder is not None
+            work = await self._read(request, call.clock)
+            async with aclosing(self._decoder.decode(work, call, stream.send)) as events:
+                async for event in events:
+                    match event:
+                        case Tokens():
+                            stream.add(event)
+                        case Accepted():
+                            stream.accept(_response(self._identity.worker_id, event))
+                        case Finished():
+                            stream.finished = _response(self._identity.worker_id, event)
 
     async def _read(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> "DecodeWork":
         given, spans = read_prompt(request), read_spans(request.prompt)
@@ -102,7 +157,7 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, parts.peers) if transfer else None
             decoder = Decoder(engine, puller, fetcher, Allocator(engine, worker.identity, worker.leases))
-        servicer = DecodeServicer(worker.identity, parts.calls, parts.media, decoder)
+        servicer = DecodeServicer(worker.identity, parts.calls, parts.media, decoder, worker.kept)
         yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
 
 

@@ -33,6 +33,7 @@ class Identity:
     offers: tuple[str, ...] | None = None  # transports by which others can read its KV; None if engines move it
     reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
     location: Location = UNKNOWN
+    keeps_streams: bool = False  # whether its decodes may go on without their readers
 
     def require_role(self, role: Role) -> None:
         """Raises RoleMismatch naming the worker's roles."""

@@ -7,7 +7,7 @@ import structlog
 
 from baton.engine.v1 import handoff_pb2_grpc, worker_pb2_grpc
 from discovery.config import open_registry
-from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
+from discovery.record import KEEPS_STREAMS, MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.service import multiplex
 from engine_protocol.roles import load, role_kinds
@@ -27,6 +27,7 @@ from services.identity import Identity, WorkerRegistration, warn_if_unpaired
 from services.parts import WorkerParts, open_parts
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
+from services.resume.streams import KeptStreams
 from services.telemetry import metrics
 from services.worker import Drainer, Worker
 from services.worker_engines import WorkerEngines, open_engines
@@ -74,7 +75,8 @@ async def host_worker(
         calls = Calls(identity, FaultReader(config.engine.allows_fault_injection))
         registration = WorkerRegistration(registry)
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
-        worker = Worker(identity, engines, leases, drainer, Health())
+        kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load))
+        worker = Worker(identity, engines, leases, drainer, Health(), kept)
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
         services = await stack.enter_async_context(_open_services(parts))
         await stack.enter_async_context(_serve(config, worker, services))
@@ -89,6 +91,7 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     epoch = await registry.next_epoch(config.worker_id)
     identity = Identity(config.worker_id, config.roles, engines.facts.name, epoch, certificate=certificate)
     identity.location = config.location.labels
+    identity.keeps_streams = config.keep.max_seconds > 0 and "decode" in config.roles
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:
@@ -189,6 +192,7 @@ def _fetch_seconds(engines: WorkerEngines) -> float:
 
 def _record(worker: Worker) -> WorkerRecord:
     facts = worker.engines.facts
+    kept = (KEEPS_STREAMS,) if worker.identity.keeps_streams else ()
     return WorkerRecord(
         worker_id=worker.worker_id,
         epoch=worker.epoch,
@@ -198,7 +202,7 @@ def _record(worker: Worker) -> WorkerRecord:
         engine=facts.engine,
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
-        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD),
+        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD, *kept),
         data_parallel_ranks=facts.data_parallel_ranks,
         certificate=worker.identity.certificate,
         layout=facts.layout.in_words,

@@ -22,6 +22,7 @@ from services.engines.base import Engine, EngineLoad
 from services.handoff.leases import LeaseTable
 from services.identity import Identity, WorkerRegistration
 from services.requests.calls import Calls
+from services.resume.streams import KeptStreams
 from services.telemetry import metrics
 from services.worker_engines import WorkerEngines
 
@@ -127,6 +128,7 @@ class Worker:
     leases: LeaseTable
     drainer: Drainer
     health: Health
+    kept: KeptStreams
 
     @property
     def worker_id(self) -> str:

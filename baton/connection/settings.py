@@ -7,7 +7,8 @@ from baton.connection import tracing
 from baton.connection.credentials import Tls, authorization
 from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY, Metadata, header
 from baton.connection.retry import NO_RETRY, Retry
-from baton.errors import BatonError
+from baton.errors import BatonError, Unavailable
+from baton.resuming import Resume
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 # For every call but Generate, which takes as long as its answer.
 CALL_SECONDS = 30.0
+# For the end of an answer that nobody wants any more.
+STOP_SECONDS = 1.0
 # gRPC's own longest, 27,000 hours: a longer one overflows, and is over at once.
 _LONGEST_SECONDS = 97_200_000.0
 
@@ -32,16 +35,20 @@ class Settings:
         token: str = "",
         tenant: str = "",
         retry: Retry | None = None,
+        resume: Resume | None = None,
         tracer_provider: "TracerProvider | None" = None,
     ) -> None:
         """Prepares the connection to `host:port`; in plain text without `tls`.
 
         Args:
-            address: The router, or a proxy before several.
+            address: The router, or a proxy before several; several routers are separated by commas, and calls go to
+                the next one when one is lost.
             tls: Files to trust and to present; `Tls()` trusts public authorities.
             token: Sent as `authorization: Bearer TOKEN`, to other machines over TLS only.
             tenant: Whose quota the calls count for, if neither token nor certificate says so.
             retry: Makes calls again after errors that may pass; by default every error is raised at once.
+            resume: Lets streamed answers go on, without a gap, when a connection or a router is lost; by default the
+                error is raised.
             tracer_provider: OpenTelemetry's, for the spans of calls; by default the global one.
 
         Raises:
@@ -51,22 +58,31 @@ class Settings:
         self.address = address
         self.tls = tls
         self.retry = retry or NO_RETRY
+        self.resume = resume
         self._tenant = tenant
-        self._metadata = (*authorization(token, address, tls), *header(TENANT_KEY, tenant))
+        self.addresses = tuple(one.strip() for one in address.split(","))
+        for one in self.addresses:
+            carried = authorization(token, one, tls)
+        self._metadata = (*carried, *header(TENANT_KEY, tenant))
         self._tracer_provider = tracer_provider
 
     def metadata(self, trace: tracing.CallTrace, priority: int = 0) -> Metadata:
         """The metadata of a call."""
         return (*self._metadata, *header(PRIORITY_KEY, str(priority) if priority else ""), *trace.metadata)
 
+    @property
+    def bare_metadata(self) -> Metadata:
+        """The metadata of a call that belongs to no trace."""
+        return self._metadata
+
     def begin(self, method: str) -> tracing.CallTrace:
         """The trace of a call of `Service/Method`."""
-        return tracing.begin(f"{_PACKAGE}.{method}", self.address, self._tracer_provider)
+        return tracing.begin(f"{_PACKAGE}.{method}", self.addresses[0], self._tracer_provider)
 
     def attempts(self, timeout_seconds: float | None) -> "CallAttempts":
         """The attempts of one call, which end together after `timeout_seconds`, at most the longest time of gRPC."""
         seconds = timeout_seconds if timeout_seconds is None else min(timeout_seconds, _LONGEST_SECONDS)
-        return CallAttempts(self.retry, seconds)
+        return CallAttempts(self.retry, seconds, len(self.addresses) - 1)
 
     def describe(self, kind: str) -> str:
         """A repr, without secrets."""
@@ -81,8 +97,9 @@ class Settings:
 class CallAttempts:
     """Counts the attempts of one call, and knows how much of its time is left."""
 
-    def __init__(self, retry: Retry, timeout_seconds: float | None) -> None:
+    def __init__(self, retry: Retry, timeout_seconds: float | None, others: int = 0) -> None:
         self._retry = retry
+        self._others = others  # routers that have not been tried yet
         self._count = 0
         self._ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
@@ -93,5 +110,8 @@ class CallAttempts:
 
     def pause_after(self, error: BatonError) -> float | None:
         """Seconds to wait before the next attempt; None if there is none and the error has to be raised."""
+        if self._others and isinstance(error, Unavailable):
+            self._others -= 1
+            return 0.0
         self._count += 1
         return self._retry.pause_after(error, self._count, self.seconds_left)

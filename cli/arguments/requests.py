@@ -8,7 +8,16 @@ from cli.arguments.values import UINT32, count, integer, number, positive
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", default="", help="the text to continue; - reads it from standard input"
+    )
+    parser.add_argument(
+        "--keep",
+        type=positive,
+        metavar="SECONDS",
+        help="let the answer survive the loss of a router for so long; prints its handle to standard error",
+    )
+    parser.add_argument("--resume", default="", metavar="HANDLE", help="instead of a PROMPT: the answer of this handle")
     parser.add_argument("--model", default="", help="required only if several models are served")
     parser.add_argument(
         "--chat", action="store_true", help="send PROMPT as a user message, rendered by the model's chat template"

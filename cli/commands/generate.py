@@ -6,7 +6,8 @@ from contextlib import aclosing
 
 from google.protobuf.json_format import MessageToJson
 
-from baton.errors import BatonError
+from baton import AsyncClient, AsyncGeneration, Resume
+from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2
 from cli.address import find_address
 from cli.connection import connect
@@ -30,18 +31,34 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 async def _stream(arguments: argparse.Namespace) -> generate_pb2.Finished:
-    request = build(arguments)
+    if bool(arguments.prompt) == bool(arguments.resume):
+        raise InvalidRequest.of("PROMPT", "is needed, unless there is --resume HANDLE, which takes none")
     show = _print_json if arguments.json else _print_text
     finished = generate_pb2.Finished()
     async with (
         client_spans(find_address(arguments.address).value) as provider,
-        connect(arguments, arguments.tenant, provider) as client,
-        aclosing(client.generate(request, timeout_seconds=arguments.timeout, priority=arguments.priority)) as events,
+        connect(arguments, arguments.tenant, provider, _resume(arguments)) as client,
+        aclosing(_answer(client, arguments)) as events,
     ):
         async for event in events:
+            if event.started.resumption.handle:
+                errors().print(f"handle: {event.started.resumption.handle}", soft_wrap=True)
             show(event)
             finished = event.finished
     return finished
+
+
+def _resume(arguments: argparse.Namespace) -> Resume | None:
+    """How the answer survives the loss of a router, if it is to."""
+    if arguments.keep:
+        return Resume(keep_seconds=arguments.keep)
+    return Resume() if arguments.resume else None
+
+
+def _answer(client: AsyncClient, arguments: argparse.Namespace) -> AsyncGeneration:
+    if arguments.resume:
+        return client.resume(arguments.resume, timeout_seconds=arguments.timeout)
+    return client.generate(build(arguments), timeout_seconds=arguments.timeout, priority=arguments.priority)
 
 
 def _print_text(event: generate_pb2.GenerateResponse) -> None:

@@ -31,7 +31,9 @@ _LARGE_BYTES = 256 * 1024
 _MESSAGE_BYTES = 1024 * 1024
 _SECOND = 1_000_000_000  # in nanoseconds
 _SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
-_DECODE = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Decode'].name}"
+_GIVES_TOKENS = frozenset(
+    f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name[name].name}" for name in ("Decode", "Attach")
+)
 
 
 @asynccontextmanager
@@ -261,7 +263,7 @@ class _CallChannel(aio.Channel):
         **_options: Any,
     ) -> Callable[..., Any]:
         """A function that starts calls of a method, as grpc.aio's multi-callables do."""
-        of_tokens = _of_tokens if path == _DECODE else _no_tokens
+        of_tokens = _of_tokens if path in _GIVES_TOKENS else _no_tokens
 
         def start(request: Any, *, timeout: float | None = None, metadata: Any = None, **_options: Any) -> Any:
             wire = request_serializer(request)

@@ -3,8 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Protocol
@@ -156,6 +156,17 @@ class AdmissionController:
         long. A refused request is charged no tokens.
         """
         return _Admission(self, ctx, estimate)
+
+    @contextmanager
+    def count_running(self, ctx: RequestContext, model: str) -> Iterator[None]:
+        """Counts a request that runs on its worker already, and waits for nothing, while the context is open."""
+        queue = self._queue(model, _GENERATING)
+        ticket = queue.order.ticket(ctx.qos.tenant, ctx.qos.priority, 0, generates=True)
+        queue.count_running(ticket)
+        try:
+            yield
+        finally:
+            queue.leave(ticket, None)
 
     async def enter(self, ctx: RequestContext, estimate: RequestEstimate) -> tuple[AdmissionQueue, Ticket]:
         """See `admit`. The request leaves the queue that is returned, by its ticket, when it ends."""

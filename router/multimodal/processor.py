@@ -8,7 +8,7 @@ from media.item import MediaItem
 from media.loader import MediaLoader
 from router.context import RequestContext
 from router.multimodal.encode import Embedder, LoadedMedia
-from router.multimodal.prompt import MultimodalPrompt
+from router.multimodal.prompt import AdoptedPrompt, MultimodalPrompt
 from router.text.served_model import ServedModel
 from runtime.aio import gather_or_cancel
 
@@ -30,6 +30,10 @@ class MultimodalProcessor:
     ) -> MultimodalPrompt:
         """A prompt with one media item for each placeholder in it. Raises NoWorker if no encoder is known."""
         return MultimodalPrompt(ctx, model, prompt, media, self._embedder)
+
+    def adopted(self, ctx: RequestContext, model: ServedModel, prompt: prompt_pb2.Prompt) -> AdoptedPrompt:
+        """The prompt of an answer that a worker runs already, for another router until now."""
+        return AdoptedPrompt(ctx, model, prompt, (), self._embedder)
 
     async def _load(self, item: MediaItem) -> LoadedMedia:
         async with self._loading:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from baton.engine.v1 import prompt_pb2
-from baton.errors import EngineFailed
+from baton.errors import EmbeddingLost, EngineFailed
 from baton.inference.v1 import generate_pb2, lora_pb2, timing_pb2
 from router.context import RequestContext
 from router.multimodal.cache import EmbeddingRef
@@ -86,7 +86,7 @@ class MultimodalPrompt:
 
     def answer_parser(self, model: ServedModel) -> AnswerParser | None:
         """The parser of reasoning and tool calls for an answer to this prompt; None for plain text."""
-        return model.answer_parser(self._ctx.request, self._original.token_ids)
+        return model.answer_parser(self._ctx.request, self._original.token_ids, self._ctx.call_id)
 
     @property
     def num_tokens(self) -> int:
@@ -166,6 +166,16 @@ class MultimodalPrompt:
         self._prompt = prompt_pb2.Prompt(
             token_ids=expanded.token_ids, cache_salt=self._prompt.cache_salt, media=spans, lora=_lora(self._prompt)
         )
+
+
+class AdoptedPrompt(MultimodalPrompt):
+    """The prompt of an answer that was taken over. Its media are not here: with any it cannot be computed again."""
+
+    async def with_embeddings(self) -> prompt_pb2.Prompt:
+        """See MultimodalPrompt. Raises EmbeddingLost for a prompt with media."""
+        if self.without_embeddings.media:
+            raise EmbeddingLost("an answer that was taken over has no embeddings: resume it with its request")
+        return self.without_embeddings
 
 
 def _lora(prompt: prompt_pb2.Prompt) -> lora_pb2.LoraAdapter | None:

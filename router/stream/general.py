@@ -42,7 +42,7 @@ class UnsentAnswer:
         self._max_delay_seconds = pace.max_delay_seconds
         self._is_due = True
         self._delay: asyncio.TimerHandle | None = None
-        self._started: generate_pb2.Started | None = None
+        self._started: generate_pb2.Started | generate_pb2.Resumed | None = None
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[sampling_pb2.TokenLogprob] = []
@@ -67,7 +67,7 @@ class UnsentAnswer:
 
     # What waits.
 
-    def start(self, started: generate_pb2.Started) -> None:
+    def start(self, started: generate_pb2.Started | generate_pb2.Resumed) -> None:
         """Adds the first message."""
         self._started = started
 
@@ -114,7 +114,10 @@ class UnsentAnswer:
     def move_to(self, message: generate_pb2.GenerateResponse, sequence: int) -> bool:
         """Makes `message`, which may have been sent before, the next one that is due; whether there is one."""
         if self._started is not None:
-            message.started.CopyFrom(self._started)
+            if isinstance(self._started, generate_pb2.Started):
+                message.started.CopyFrom(self._started)
+            else:
+                message.resumed.CopyFrom(self._started)
             self._started = None
         elif (self._token_ids or self._text or self._parsed.has_any) and self._is_due:
             self._move_tokens(message.token)

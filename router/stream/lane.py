@@ -134,7 +134,7 @@ class ClientLane:
 
     # Everything else.
 
-    def start(self, started: generate_pb2.Started) -> None:
+    def start(self, started: generate_pb2.Started | generate_pb2.Resumed) -> None:
         """Sends the first message."""
         self._unsent.start(started)
         self._send()

@@ -85,7 +85,7 @@ class StreamWriter:
             await asyncio.wait([task])
             ended_with(task)
 
-    def start(self, started: generate_pb2.Started) -> None:
+    def start(self, started: generate_pb2.Started | generate_pb2.Resumed) -> None:
         """Adds the first message."""
         self.lane.start(started)
 

@@ -84,6 +84,22 @@ class RequestStats:
         self.accepted_tokens += answer.accepted_tokens
         self.migrations += answer.migrations
 
+    def fill_known(self, finished: generate_pb2.Finished) -> None:
+        """Fills what is known before an answer is decoded."""
+        finished.migrations, finished.topology = self.migrations, self.topology
+        finished.prefill_worker_id = self.prefill_worker_id
+        usage = finished.usage
+        usage.prompt_tokens, usage.cached_tokens = self.prompt_tokens, self.cached_tokens
+        usage.media_tokens, usage.cached_embeddings = self.media_tokens, self.cached_embeddings
+
+    def restore(self, finished: generate_pb2.Finished) -> None:
+        """Takes over what `fill_known` of another router has filled."""
+        usage = finished.usage
+        self.migrations, self.topology = finished.migrations, finished.topology
+        self.prefill_worker_id = finished.prefill_worker_id
+        self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        self.media_tokens, self.cached_embeddings = usage.media_tokens, usage.cached_embeddings
+
     def fill(self, finished: generate_pb2.Finished) -> None:
         """Fills the last message, but for what stopped the answer."""
         finished.reason, finished.migrations, finished.topology = self.finish_reason, self.migrations, self.topology

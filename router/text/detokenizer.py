@@ -10,6 +10,8 @@ _LONGEST_INCOMPLETE = 3
 _WINDOW = 8
 # Bytes that never form a character are released after this many tokens, which bounds the cost of a step.
 _LONGEST_WINDOW = 64
+# More at once would fill the window, and release the beginning of a character that is complete with the next id.
+_MOST_TOGETHER = 32
 
 
 class ByteTokens:
@@ -90,6 +92,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is incomplete."""
+        if len(ids) > _MOST_TOGETHER:
+            return "".join(map(self.push_one, ids))
         return self.push_one(ids[0]) if len(ids) == 1 else self._push(ids)
 
     def _push(self, ids: Sequence[int]) -> str:

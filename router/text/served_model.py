@@ -80,8 +80,13 @@ class ServedModel:
         }
         return [name for name, is_able in able.items() if is_able]
 
-    def answer_parser(self, request: generate_pb2.GenerateRequest, prompt: Sequence[int]) -> AnswerParser | None:
-        """The parser of reasoning and tool calls for an answer to this chat; None for plain text."""
+    def answer_parser(
+        self, request: generate_pb2.GenerateRequest, prompt: Sequence[int], call_id: str
+    ) -> AnswerParser | None:
+        """The parser of reasoning and tool calls for an answer to this chat; None for plain text.
+
+        The ids of its calls follow from `call_id`.
+        """
         if self.tokenizer is None or not request.HasField("chat") or request.response.raw_text:
             return None
         tools = self.tokenizer.tool_format if request.chat.tools else None
@@ -91,7 +96,7 @@ class ServedModel:
         if tools is None and reasoning is None:
             return None
         names = {tool.name for tool in request.chat.tools}
-        return AnswerParser(reasoning, tools, names, is_single=request.chat.tool_choice.is_single)
+        return AnswerParser(reasoning, tools, names, call_id=call_id, is_single=request.chat.tool_choice.is_single)
 
     @property
     def can_chat(self) -> bool:

@@ -50,6 +50,25 @@ class DecodeCall:
     timing: CallTiming
 
 
+@dataclass(frozen=True, slots=True)
+class AdoptedDecode:
+    """A kept decode that this router has attached to: its call, whose next response is what follows `attached`."""
+
+    worker: WorkerHandle
+    attached: decode_pb2.DecodeAttached
+    responses: StreamingCall[decode_pb2.DecodeResponse]
+
+    @property
+    def hop(self) -> int:
+        """How many decodes the answer has had."""
+        return self.attached.hop
+
+    @property
+    def attachment(self) -> int:
+        """Which reader of it this is."""
+        return self.attached.attachment
+
+
 class WorkerCalls:
     """Calls workers for one request. Leaving or cancelling a call stops it on the worker."""
 
@@ -58,6 +77,8 @@ class WorkerCalls:
         self._model = model
         self._sampling = sampling
         self._prefills = self._decodes = 0
+        self._keep: decode_pb2.StreamKeep | None = None  # of the next decode
+        self._attachment = 1
         self._prefill_span: SpanContext | None = None
 
     async def allocate(
@@ -192,6 +213,9 @@ class WorkerCalls:
                 request.handoff.CopyFrom(handoff)
                 calling.span.link(self._prefill_span, "prefill")
             self._decodes += 1
+            if self._keep is not None:
+                request.keep.CopyFrom(self._keep)
+                request.keep.hop, self._attachment = self._decodes, 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
             with worker.fail_if_hung(waiting):
@@ -199,6 +223,27 @@ class WorkerCalls:
                     await read(DecodeCall(call, calling.timing))
                 finally:
                     await call.aclose()
+
+    def keep_next(self, keep: decode_pb2.StreamKeep | None) -> None:
+        """Lets the next decode go on without this router; without `keep` it does not."""
+        self._keep = keep
+
+    async def go_on(
+        self, adopted: "AdoptedDecode", read: Callable[[DecodeCall], Awaitable[None]], waiting: Waiting
+    ) -> None:
+        """Reads a decode that runs already, for another router until now."""
+        self._decodes, self._attachment = adopted.hop, adopted.attachment
+        worker = adopted.worker
+        with _Calling(self._ctx, timing_pb2.STAGE_DECODE, "attach", worker, 0) as calling, worker.fail_if_hung(waiting):
+            try:
+                await read(DecodeCall(adopted.responses, calling.timing))
+            finally:
+                await adopted.responses.aclose()
+
+    async def settle(self, worker: WorkerHandle, *, forget: bool = False) -> None:
+        """Ends the generation of a kept answer that has ended here. If that fails it ends with its grace."""
+        request = decode_pb2.SettleRequest(request_id=self._ctx.call_id, attachment=self._attachment, forget=forget)
+        await best_effort(lambda seconds: worker.decode.Settle(request, timeout=seconds), healthy=not worker.problem)
 
     async def release_destination(self, destination: Destination) -> None:
         """Frees what no decode has taken. See Destination.release."""

@@ -18,6 +18,7 @@ from baton.errors import (
     Overloaded,
     SlowReader,
     StaleEpoch,
+    StreamAdopted,
     Unavailable,
     Unsupported,
 )
@@ -39,6 +40,7 @@ _OF_WORKERS = (
     Overloaded,
     SlowReader,  # of this router's client
     StaleEpoch,
+    StreamAdopted,
     Unavailable,
     Unsupported,
 )

@@ -25,7 +25,7 @@ def test_a_generation_shows_its_options_and_their_meaning() -> None:
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 def test_a_client_shows_the_arguments_of_its_connection(client: type) -> None:
-    expected = ["address", "tls", "token", "tenant", "retry", "tracer_provider"]
+    expected = ["address", "tls", "token", "tenant", "retry", "resume", "tracer_provider"]
     assert list(inspect.signature(client).parameters) == expected
     assert "authorization: Bearer TOKEN" in str(client.__init__.__doc__)
 

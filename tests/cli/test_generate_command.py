@@ -213,3 +213,19 @@ async def test_grammars_reach_the_router(baton: Baton, cluster: SmallCluster, tm
         assert "does not support guided decoding" in outcome.err
     missing = await baton("generate", "hello", "--json-schema", str(tmp_path / "none"), "--address", cluster.address)
     assert (missing.code, "guided.json_schema" in missing.err) == (2, True)
+
+
+async def test_a_kept_answer_is_printed_again_by_its_handle(baton: Baton, cluster: SmallCluster) -> None:
+    words = ["--max-tokens", "6", "--seed", "1", "--address", cluster.address]
+    first = await baton("generate", "hello", "--keep", "10", *words)
+    [told] = first.err.splitlines()
+    assert told.startswith("handle: b1.")
+    again = await baton("generate", "--resume", told.removeprefix("handle: "), "--address", cluster.address)
+    assert (again.code, again.out) == (0, first.out)
+
+
+async def test_a_prompt_and_a_handle_exclude_each_other(baton: Baton, cluster: SmallCluster) -> None:
+    for words in (["generate"], ["generate", "hello", "--resume", "b1.x"]):
+        outcome = await baton(*words, "--address", cluster.address)
+        assert outcome.code == 2
+        assert "PROMPT" in outcome.err

@@ -1,9 +1,9 @@
 """Which format a model's tool calls have, and the parser for one answer."""
 
-import secrets
 import string
 from collections.abc import Collection, Sequence
 from functools import cache
+from hashlib import blake2b
 from importlib.metadata import entry_points
 
 import structlog
@@ -46,7 +46,10 @@ def format_of(chat_template: str) -> ToolFormat | None:
 
 
 class AnswerParser:
-    """Divides one answer into text, reasoning and tool calls. With `is_single` its first call ends it."""
+    """Divides one answer into text, reasoning and tool calls. With `is_single` its first call ends it.
+
+    The ids of its tool calls follow from `call_id`, so that an answer that is read once more has the same ones.
+    """
 
     def __init__(
         self,
@@ -54,9 +57,12 @@ class AnswerParser:
         tools: ToolFormat | None,
         names: Collection[str],
         *,
+        call_id: str,
         is_single: bool = False,
     ) -> None:
         self.has_ended = False
+        self._call_id = call_id
+        self._count = 0
         self._is_single = is_single
         self._reasoning = reasoning
         self._format = tools
@@ -97,7 +103,8 @@ class AnswerParser:
                 parsed.reasoning += part.text
             case ToolCall():
                 assert self._format is not None
-                identity = _new_id(self._format)
+                identity = _id_of(self._format, self._call_id, self._count)
+                self._count += 1
                 call = generate_pb2.ToolCall(id=identity, name=part.name, arguments=part.arguments)
                 parsed.tool_calls.append(call)
                 self.has_ended = self._is_single
@@ -114,5 +121,11 @@ class Parsed:
         self.tool_calls: list[generate_pb2.ToolCall] = []
 
 
-def _new_id(tools: ToolFormat) -> str:
-    return tools.id_prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(tools.id_length))
+def _id_of(tools: ToolFormat, call_id: str, ordinal: int) -> str:
+    """The id of one call of an answer, which only those know that know the answer's own id."""
+    number = int.from_bytes(blake2b(f"{call_id}/{ordinal}".encode()).digest(), "big")
+    characters = []
+    for _ in range(tools.id_length):
+        number, digit = divmod(number, len(_ID_CHARACTERS))
+        characters.append(_ID_CHARACTERS[digit])
+    return tools.id_prefix + "".join(characters)

@@ -12,7 +12,7 @@ from support.cluster.processes import Process, process
 from discovery.memory import MemoryRegistry
 from engine_protocol.roles import Role
 from media.config import MediaConfig
-from services.config import EncodeConfig, HandoffConfig, WorkerConfig
+from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import Worker, host_worker
 
@@ -57,6 +57,7 @@ class Starter:
         transports: tuple[str, ...] = ("shm", "tcp"),
         encode: EncodeConfig | None = None,
         media: MediaConfig | None = None,
+        keep: KeepConfig | None = None,
         clock: ManualClock | RunningClock | None = None,
         **engine: object,
     ) -> AsyncIterator[Running]:
@@ -67,6 +68,7 @@ class Starter:
             handoff=HandoffConfig(lease_seconds=lease_seconds),
             encode=encode or EncodeConfig(),
             media=media or MediaConfig(),
+            keep=keep or KeepConfig(),
             transports=transports,
             drain_seconds=drain_seconds,
         )

@@ -1,0 +1,36 @@
+"""The routers of one deployment, of which a client calls one at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.inference.v1 import cluster_service_pb2_grpc, inference_service_pb2_grpc
+
+
+class Routers:
+    """A channel to each router. Calls go by the present one; after its loss, `leave` makes the next one present."""
+
+    def __init__(self, channels: Sequence[Any]) -> None:
+        self.channels = channels
+        self._stubs = [
+            {
+                "InferenceService": inference_service_pb2_grpc.InferenceServiceStub(channel),
+                "ClusterService": cluster_service_pb2_grpc.ClusterServiceStub(channel),
+            }
+            for channel in channels
+        ]
+        self._present = 0
+
+    @property
+    def present(self) -> int:
+        """The number of the one that is called now."""
+        return self._present
+
+    def leave(self, present: int) -> None:
+        """Calls another one from now on, unless that has happened since `present` was the number."""
+        if present == self._present:
+            self._present = (present + 1) % len(self.channels)
+
+    def method(self, name: str) -> Any:
+        """The stub of `Service/Method`, of the present router."""
+        service, _, method = name.partition("/")
+        return getattr(self._stubs[self._present][service], method)

@@ -1,0 +1,132 @@
+"""One answer that goes on: on the worker that still runs it, or, from the ids that its client has, on another."""
+
+from functools import partial
+
+from baton.engine.v1 import prompt_pb2, resume_pb2
+from baton.errors import StreamLost
+from baton.inference.v1 import generate_pb2
+from router.context import RequestContext
+from router.execution import Executor, RequestExecution
+from router.multimodal.prompt import MultimodalPrompt
+from router.resume.replay import ReplayedCompletion
+from router.routing.latency import DecodeTimer
+from router.routing.policy import Placement
+from router.stream.writer import StreamWriter
+from router.text.completion import Finish, TokenDelta
+from router.text.served_model import ServedModel
+from router.workers.calls import AdoptedDecode, DecodeCall
+from router.workers.handle import WorkerHandle
+
+_NOTHING = TokenDelta("")
+
+
+class ResumedExecution(RequestExecution):
+    """One answer of which the first ids are known, and some of them are its client's already.
+
+    `adopted` is its decode, if a worker has it; it is read on. Without it the prompt and the ids are computed again.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        ctx: RequestContext,
+        prompt: MultimodalPrompt,
+        completion: ReplayedCompletion,
+        stream: StreamWriter,
+        adopted: AdoptedDecode | None = None,
+    ) -> None:
+        super().__init__(executor, ctx, prompt, completion, stream)
+        self._replay = completion
+        self._adopted = adopted
+        self._resumptions = adopted.attachment - 1 if adopted else 1
+
+    async def run(self) -> None:
+        """Sends what the client lacks, then decodes to the end."""
+        if self._adopted is None and not self._completion.token_ids:
+            await super().run()
+            return
+        self._stats.completion_tokens = len(self._completion.token_ids)
+        try:
+            if self._adopted is None and self._completion.finished is not None:
+                # Only its end is missing.
+                self._send_first(
+                    generate_pb2.Started(model=self._prompt.model, prompt_tokens=self._stats.prompt_tokens)
+                )
+            else:
+                await self._decode_with_retries(await self._place_again())
+        finally:
+            self._progress.close()
+            await self._release_handoff()
+        self._finish()
+
+    async def _place_again(self) -> Placement[WorkerHandle]:
+        if self._adopted is not None:
+            return Placement(self._adopted.worker)
+        lost = StreamLost("no worker has the answer any more")
+        return self._follow(await self._another_decode(lost, frozenset()))
+
+    def _start(self, placement: Placement[WorkerHandle]) -> None:
+        if not self._has_started:
+            self._send_first(self._started(placement))
+
+    def _started(self, placement: Placement[WorkerHandle]) -> generate_pb2.Started:
+        if self._adopted is None:
+            return super()._started(placement)
+        record = resume_pb2.ResumeRecord.FromString(self._adopted.attached.record)
+        keep = self._ctx.keep
+        assert keep is not None
+        self._known = record.started
+        self._known.resumption.handle = keep.handle.at(placement.decode.record.worker_id).text
+        return self._known
+
+    def _send_first(self, started: generate_pb2.Started) -> None:
+        self._has_started = True
+        keep = self._ctx.keep
+        assert keep is not None
+        resumed = generate_pb2.Resumed(started=started, recomputed=self._adopted is None, attempt=keep.attempt)
+        self._stream.start(resumed)
+        if (missing := self._replay.missing) != _NOTHING:
+            self._stream.put_now(missing)
+
+    async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> None:
+        adopted, self._adopted = self._adopted, None
+        if adopted is None:
+            await super()._decode(placement, prompt)
+            return
+        worker, emitted = adopted.worker, len(self._completion.token_ids)
+        self._stats.decode_worker_id = worker.record.worker_id
+        if self._completion.finished is not None:
+            self._await_end()
+        read = partial(self._go_on, DecodeTimer(worker.latency, 0, emitted), worker)
+        await self._calls.go_on(adopted, read, self)
+        await self._settle(worker)
+
+    async def _go_on(self, timer: DecodeTimer, worker: WorkerHandle, call: DecodeCall) -> None:
+        if not self._ends_here:
+            await self._read_call(timer, len(self._completion.token_ids), worker, call)
+
+    def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:
+        super()._fill_finished(finish, finished)
+        finished.resumptions = self._resumptions
+
+
+async def resume(
+    executor: Executor,
+    ctx: RequestContext,
+    prompt: MultimodalPrompt,
+    completion: ReplayedCompletion,
+    stream: StreamWriter,
+) -> None:
+    """Runs an answer to its end from what its client has received. The caller releases `prompt`."""
+    await ResumedExecution(executor, ctx, prompt, completion, stream).run()
+
+
+def completion_of(
+    ctx: RequestContext, sampling: prompt_pb2.Sampling, model: ServedModel, prompt: MultimodalPrompt
+) -> ReplayedCompletion:
+    """The completion of an answer that goes on from what its client has received. Raises PositionInvalid."""
+    assert ctx.keep is not None
+    continued = ctx.keep.of(ctx.answer)
+    completion = ReplayedCompletion(ctx.request, sampling, model, prompt.answer_parser(model), continued.have)
+    completion.replay(continued.received)
+    return completion

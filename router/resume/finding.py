@@ -1,0 +1,94 @@
+"""Finds the workers that have kept answers: all that ask at about the same time ask each worker once."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.calls import unary
+from baton.engine.v1 import decode_pb2
+from baton.errors import BatonError
+from discovery.record import KEEPS_STREAMS
+from router.resume.handle import Handle
+from router.workers.cluster import Cluster
+from router.workers.handle import WorkerHandle
+
+# After the loss of a router, all of its clients ask at once.
+_TOGETHER_SECONDS = 0.005
+# A worker that does not answer in this time is not waited for: the answer is computed again.
+_ANSWER_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A kept answer, as a worker tells of it."""
+
+    worker: WorkerHandle
+    hop: int
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """The ids that are asked for together, and who has them."""
+
+    call_ids: dict[str, None] = field(default_factory=dict)
+    answers: "asyncio.Task[dict[str, list[Found]]] | None" = None
+
+
+class StreamFinder:
+    """Asks the decode workers of a cluster which of them have kept answers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._next: _Question | None = None
+
+    async def find(self, call_ids: Sequence[str], handle: Handle) -> dict[str, WorkerHandle]:
+        """The worker of each answer that one has; of several, that of the latest decode, or of the most tokens."""
+        question = self._next
+        if question is None:
+            question = self._next = _Question()
+            question.answers = asyncio.create_task(self._ask(question))
+        question.call_ids.update(dict.fromkeys(call_ids))
+        assert question.answers is not None
+        found = await asyncio.shield(question.answers)
+        best = {
+            call_id: max(found[call_id], key=lambda one: _rank(one, handle)) for call_id in call_ids if call_id in found
+        }
+        return {call_id: one.worker for call_id, one in best.items()}
+
+    async def _ask(self, question: _Question) -> dict[str, list[Found]]:
+        await asyncio.sleep(_TOGETHER_SECONDS)
+        self._next = None
+        request = decode_pb2.FindStreamsRequest(request_ids=question.call_ids)
+        workers = [worker for worker in self._cluster.workers if KEEPS_STREAMS in worker.record.capabilities]
+        well = [worker for worker in workers if not worker.problem]
+        found = await self._ask_all(well, request)
+        others = [worker for worker in workers if worker.problem]
+        if others and len(found) < len(question.call_ids):
+            for call_id, more in (await self._ask_all(others, request)).items():
+                found.setdefault(call_id, []).extend(more)
+        return found
+
+    async def _ask_all(
+        self, workers: Sequence[WorkerHandle], request: decode_pb2.FindStreamsRequest
+    ) -> dict[str, list[Found]]:
+        found: dict[str, list[Found]] = {}
+        answers = await asyncio.gather(*(_ask_one(worker, request) for worker in workers))
+        for worker, streams in zip(workers, answers, strict=True):
+            for stream in streams:
+                found.setdefault(stream.request_id, []).append(Found(worker, stream.hop, stream.tokens))
+        return found
+
+
+async def _ask_one(worker: WorkerHandle, request: decode_pb2.FindStreamsRequest) -> Sequence[decode_pb2.FoundStream]:
+    """What a worker has; nothing if it does not answer."""
+    try:
+        with worker.keep_open():
+            answer = await unary(worker.decode.FindStreams(request, timeout=_ANSWER_SECONDS))
+    except BatonError:
+        return ()
+    return answer.found
+
+
+def _rank(found: Found, handle: Handle) -> tuple[int, int, bool]:
+    return found.hop, found.tokens, handle.hints_at(found.worker.record.worker_id)

@@ -1,0 +1,74 @@
+"""The handle of a kept answer: the id of its first decode, a secret, and a hint at its worker."""
+
+import os
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error
+from dataclasses import dataclass, replace
+from hashlib import blake2b, sha256
+
+from baton.errors import InvalidRequest
+
+_VERSION = "b1."
+_ID_BYTES = _SECRET_BYTES = 16
+_HINT_BYTES = 4
+_BYTES = _ID_BYTES + _SECRET_BYTES + _HINT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a client has of a kept answer. `call_id` is what workers know its first answer by."""
+
+    call_id: str
+    secret: bytes
+    hint: bytes = bytes(_HINT_BYTES)
+
+    @classmethod
+    def new(cls, call_id: str) -> "Handle":
+        """A handle with a secret of its own."""
+        return cls(call_id, os.urandom(_SECRET_BYTES))
+
+    @classmethod
+    def parse(cls, text: str) -> "Handle":
+        """Reads what `text` has made. Raises InvalidRequest."""
+        try:
+            found = urlsafe_b64decode(text.removeprefix(_VERSION).encode())
+        except (Error, ValueError):
+            found = b""
+        if not text.startswith(_VERSION) or len(found) != _BYTES:
+            raise InvalidRequest.of("handle", "is not one that Started.resumption gives")
+        secret_at, hint_at = _ID_BYTES, _ID_BYTES + _SECRET_BYTES
+        return cls(found[:secret_at].hex(), found[secret_at:hint_at], found[hint_at:])
+
+    @property
+    def text(self) -> str:
+        """As clients have it. Never logged, and in no trace."""
+        return _VERSION + urlsafe_b64encode(bytes.fromhex(self.call_id) + self.secret + self.hint).decode()
+
+    @property
+    def secret_sha256(self) -> bytes:
+        """What workers know of the secret."""
+        return sha256(self.secret).digest()
+
+    def at(self, worker_id: str) -> "Handle":
+        """The same with a hint at a worker."""
+        return replace(self, hint=_hint(worker_id))
+
+    def hints_at(self, worker_id: str) -> bool:
+        """True if this is the worker that had the answer when the handle was made, as far as can be told."""
+        return self.hint == _hint(worker_id)
+
+
+def answer_call_id(call_id: str, answer: int) -> str:
+    """What workers know an answer by, of several to one request; the first has the request's own id."""
+    if not answer:
+        return call_id
+    return blake2b(f"{call_id}/{answer}".encode(), digest_size=_ID_BYTES).hexdigest()
+
+
+def owner_sha256(caller: str, tenant: str) -> bytes:
+    """Stands for the caller and the tenant that an answer belongs to."""
+    return sha256(f"{caller}\0{tenant}".encode()).digest()
+
+
+def _hint(worker_id: str) -> bytes:
+    return blake2b(worker_id.encode(), digest_size=_HINT_BYTES).digest()

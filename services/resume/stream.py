@@ -1,0 +1,212 @@
+"""A kept decode: its ids, what its routers need of it, and who reads it now.
+
+Its generation is owned by a task of `KeptStreams`, not by a call: a call that ends leaves it as it is.
+"""
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.engine.v1 import decode_pb2, prompt_pb2
+from baton.errors import StreamAdopted
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from engine_protocol.lane import TokenSource
+from services.engines.answer import Tokens
+from services.requests.prompts import logprob_message, prompt_logprobs_message
+
+# Of a stream, beside its record and its ids: what its own objects take.
+_OBJECT_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRequest:
+    """What came with a kept decode: for the router that takes it over. The prompt has no embeddings."""
+
+    request_id: str
+    prompt: prompt_pb2.Prompt
+    sampling: prompt_pb2.Sampling
+    record: bytes
+    secret_sha256: bytes
+    owner_sha256: bytes
+    grace_seconds: float
+    hop: int
+    emitted: Sequence[int]
+
+    @classmethod
+    def of(cls, request: decode_pb2.DecodeRequest, most_seconds: float) -> "KeptRequest":
+        """Of a request that has `keep`."""
+        keep, prompt = request.keep, request.prompt
+        if prompt.media:
+            prompt = prompt_pb2.Prompt()
+            prompt.CopyFrom(request.prompt)
+            for span in prompt.media:
+                span.ClearField("embedding")
+        return cls(
+            request_id=request.request_id,
+            prompt=prompt,
+            sampling=request.sampling,
+            record=keep.record,
+            secret_sha256=keep.secret_sha256,
+            owner_sha256=keep.owner_sha256,
+            grace_seconds=min(most_seconds, keep.grace.ToNanoseconds() / 1e9),
+            hop=keep.hop,
+            emitted=tuple(request.emitted),
+        )
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if a token is more than its id."""
+        return self.sampling.HasField("logprobs") or self.sampling.HasField("prompt_logprobs")
+
+
+class Reading(Protocol):
+    """The reader of a stream, as the stream knows it."""
+
+    ready: Callable[[], None]
+
+
+class KeptStream:
+    """One kept decode. `ended` is set once its generation has: then it has a `finished`, an `error`, or was settled."""
+
+    def __init__(self, kept: KeptRequest, logprob_bytes: int) -> None:
+        self.kept = kept
+        self.ids = array("I", kept.emitted)
+        self.attempt = self.attachment = 0
+        self.hop = kept.hop
+        self.accepted: decode_pb2.DecodeResponse | None = None
+        self.finished: decode_pb2.DecodeResponse | None = None
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
+        self.deadline_at: float | None = None  # of the event loop's clock
+        self.prompt_logprobs: generate_pb2.PromptLogprobs | None = None
+        self._logprobs: deque[bytes] = deque()  # of the last ids, serialized
+        self._logprobs_size, self._most_logprobs_size = 0, logprob_bytes
+        self._source: TokenSource | None = None
+        self._source_ended: asyncio.Future[None] | None = None
+        self._reader: Reading | None = None
+        self._changed: Callable[[], None] | None = None  # of the reader, told of what comes
+
+    @property
+    def size(self) -> int:
+        """The bytes that it takes, without its prompt."""
+        return _OBJECT_BYTES + len(self.kept.record) + self.ids.itemsize * len(self.ids) + self._logprobs_size
+
+    @property
+    def is_parked(self) -> bool:
+        """True if nobody reads it."""
+        return self._reader is None
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more ids will come."""
+        return self.ended.is_set() or (self._source_ended is not None and self._source_ended.done())
+
+    # Its owner.
+
+    async def send(self, source: TokenSource) -> None:
+        """Takes the ids of a source until its last ones; see SendTokens."""
+        self._source = source
+        self._source_ended = asyncio.get_running_loop().create_future()
+        await source.subscribe(self._wake)
+        await self._source_ended
+
+    def add(self, tokens: Tokens) -> None:
+        """Takes tokens that are more than their ids."""
+        self.ids.extend(tokens.ids)
+        if tokens.prompt_logprobs is not None:
+            self.prompt_logprobs = prompt_logprobs_message(tokens.prompt_logprobs)
+        for each in tokens.logprobs:
+            self._add_logprob(logprob_message(each).SerializeToString())
+        self.notify()
+
+    def accept(self, accepted: decode_pb2.DecodeResponse) -> None:
+        """Notes that its KV is here, or its prompt queued."""
+        self.accepted = accepted
+        self.notify()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Notes that its generation has ended; by itself if it has `finished`."""
+        self.error, self._source = error, None
+        self.ended.set()
+        self.notify()
+
+    def notify(self) -> None:
+        """Tells the reader that there is something new."""
+        if self._changed is not None:
+            self._changed()
+
+    # Its reader.
+
+    def attach(self, reader: Reading) -> None:
+        """Makes `reader` the only one: the one before, if there is one, gets StreamAdopted."""
+        before, self._reader = self._reader, reader
+        self._changed = reader.ready
+        self.attachment += 1
+        if before is not None:
+            before.ready()
+
+    def leave(self, reader: Reading) -> bool:
+        """The reader has gone. False if it was not the present one."""
+        if self._reader is not reader:
+            return False
+        self._reader = self._changed = None
+        # What comes from now on is taken as it comes.
+        self.drain()
+        return True
+
+    def subscribe(self, reader: Reading) -> None:
+        """The reader is told by another `ready` from now on."""
+        if self._reader is reader:
+            self._changed = reader.ready
+        reader.ready()
+
+    def require(self, reader: Reading) -> None:
+        """Raises StreamAdopted for a reader that is not the present one."""
+        if self._reader is not reader:
+            raise StreamAdopted("another router has taken the answer over")
+
+    def drain(self) -> Sequence[int]:
+        """Takes what has come. Returns it."""
+        source, ended = self._source, self._source_ended
+        if source is None or ended is None or ended.done():
+            return ()
+        try:
+            ids, is_last = source.pull()
+        except Exception as error:  # whatever it is, the owner raises it
+            ended.set_exception(error)
+            return ()
+        if ids:
+            self.ids.extend(ids)
+        if is_last:
+            ended.set_result(None)
+        return ids
+
+    def logprobs_from(self, start: int) -> list[sampling_pb2.TokenLogprob] | None:
+        """Those of the ids from `start` on; None if they are not here any more."""
+        first = len(self.ids) - len(self._logprobs)
+        if start < first:
+            return None
+        return [sampling_pb2.TokenLogprob.FromString(self._logprobs[at - first]) for at in range(start, len(self.ids))]
+
+    def _add_logprob(self, message: bytes) -> None:
+        self._logprobs.append(message)
+        self._logprobs_size += len(message)
+        # While it is read, what the reader has not got stays: its own bound is that of a slow reader.
+        while self._logprobs_size > self._most_logprobs_size and self.is_parked and len(self._logprobs) > 1:
+            self._logprobs_size -= len(self._logprobs.popleft())
+
+    def forget_logprobs(self, before: int) -> None:
+        """Drops what is over the bound of those that the reader has got."""
+        first = len(self.ids) - len(self._logprobs)
+        while self._logprobs_size > self._most_logprobs_size and first < before:
+            self._logprobs_size -= len(self._logprobs.popleft())
+            first += 1
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed()
+        else:
+            self.drain()

@@ -1,0 +1,265 @@
+"""All kept decodes of a worker: their owners, how long each stays, and what they may take together."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from baton.engine.v1 import decode_pb2
+from baton.errors import BatonError, DeadlineExceeded, FieldViolation, PositionInvalid, StaleAttempt, StreamLost
+from runtime.aio import wait_until_done
+from services.config import KeepConfig
+from services.engines.base import EngineLoad
+from services.resume.reader import StreamReader
+from services.resume.stream import KeptRequest, KeptStream
+
+Own = Callable[[KeptStream], Awaitable[None]]
+
+# A parked decode ends once requests have found no room for so long, looked at so often.
+_ROOM_SECONDS, _LOOK_SECONDS = 1.0, 0.25
+_NO_DIGEST = bytes(sha256().digest_size)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A stream in the table, its owner, and when it goes."""
+
+    stream: KeptStream
+    owner: "asyncio.Task[None] | None" = None
+    stopped_by: BatonError | None = None
+    grace: asyncio.TimerHandle | None = None
+    deadline: asyncio.TimerHandle | None = None
+
+    def stop(self, error: BatonError | None = None) -> None:
+        """Ends the generation; what it gave stays."""
+        if self.owner is not None and not self.owner.done():
+            self.stopped_by = error
+            self.owner.cancel()
+
+    def cancel_timers(self) -> None:
+        """Nothing happens to it by itself any more."""
+        for timer in (self.grace, self.deadline):
+            if timer is not None:
+                timer.cancel()
+
+
+class KeptStreams:
+    """The table of kept streams, by their requests' ids. An asynchronous context manager: leaving it ends them all.
+
+    A stream goes once nobody has read it for its grace, whether it has ended or not; one that failed goes at once.
+    """
+
+    def __init__(self, config: KeepConfig, load: Callable[[], EngineLoad]) -> None:
+        self._config = config
+        self._load = load
+        self._entries: dict[str, _Entry] = {}
+        self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
+        self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
+        self._look: asyncio.TimerHandle | None = None
+        self._full_since: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        owners = [entry.owner for entry in self._entries.values() if entry.owner is not None]
+        self.forget_all()
+        if self._look is not None:
+            self._look.cancel()
+        await wait_until_done(*owners)
+
+    @property
+    def streams(self) -> list[KeptStream]:
+        """All of them."""
+        return [entry.stream for entry in self._entries.values()]
+
+    @property
+    def is_running(self) -> bool:
+        """True if one of them generates."""
+        return any(not entry.stream.ended.is_set() for entry in self._entries.values())
+
+    def forget_all(self) -> None:
+        """Ends them all."""
+        for entry in tuple(self._entries.values()):
+            self._drop(entry)
+
+    async def start(self, request: decode_pb2.DecodeRequest, own: Own, seconds: float | None) -> KeptStream:
+        """Begins a decode: `own` runs it, in its own task, for `seconds` at most. One of the same id ends first."""
+        if (before := self._entries.get(request.request_id)) is not None:
+            self._drop(before)
+            if before.owner is not None:
+                await wait_until_done(before.owner)
+        stream = KeptStream(KeptRequest.of(request, self._config.max_seconds), self._config.logprob_bytes)
+        entry = self._entries[request.request_id] = _Entry(stream)
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            stream.deadline_at = loop.time() + seconds
+            entry.deadline = loop.call_later(seconds, entry.stop, DeadlineExceeded("the request's deadline has passed"))
+        entry.owner = asyncio.create_task(self._run(entry, own))
+        return stream
+
+    def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
+        """The stream that a router asks for. Raises StreamLost, also if the secret or the owner is another."""
+        entry = self._entries.get(request.request_id)
+        kept = entry.stream.kept if entry else None
+        knows = hmac.compare_digest(sha256(request.secret).digest(), kept.secret_sha256 if kept else _NO_DIGEST)
+        owns = hmac.compare_digest(request.owner_sha256, kept.owner_sha256 if kept else _NO_DIGEST)
+        if entry is None or not (knows and owns):
+            raise StreamLost("no such answer is kept here")
+        return entry.stream
+
+    @contextmanager
+    def reading(self, stream: KeptStream, at: int) -> Iterator[StreamReader]:
+        """The stream's reader from `at` on, while the context is open."""
+        entry = self._entries.get(stream.kept.request_id)
+        reader = StreamReader(stream, at)
+        stream.attach(reader)
+        if entry is not None and entry.stream is stream:
+            self._unpark(entry)
+        try:
+            yield reader
+        finally:
+            if stream.leave(reader) and entry is not None:
+                self._park(entry)
+
+    def settle(self, request: decode_pb2.SettleRequest) -> None:
+        """Ends the generation of a stream, or forgets all of it."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.stream.attachment != request.attachment:
+            return
+        entry.stop()
+        if request.forget:
+            self._drop(entry)
+
+    def find(self, request_ids: Any) -> Iterator[decode_pb2.FoundStream]:
+        """Those of these ids that are here."""
+        for request_id in request_ids:
+            if (entry := self._entries.get(request_id)) is not None:
+                stream = entry.stream
+                stream.drain()
+                yield decode_pb2.FoundStream(request_id=request_id, hop=stream.hop, tokens=len(stream.ids))
+
+    # Its owners.
+
+    async def _run(self, entry: _Entry, own: Own) -> None:
+        error: Exception | None = None
+        try:
+            await own(entry.stream)
+        except asyncio.CancelledError:
+            error = entry.stopped_by
+        except Exception as failure:  # whatever it is, the reader raises it
+            error = failure
+        finally:
+            if error is not None:
+                self._drop(entry)
+            entry.stream.end(error)
+            self._note_end(entry)
+
+    def _note_end(self, entry: _Entry) -> None:
+        self._parked.pop(entry, None)
+        if entry.deadline is not None:
+            entry.deadline.cancel()
+        if self._entries.get(entry.stream.kept.request_id) is not entry:
+            return
+        self._finished[entry] = entry.stream.size
+        while sum(self._finished.values()) > self._config.max_finished_bytes:
+            self._drop(next(iter(self._finished)))
+
+    # How long they stay.
+
+    def _park(self, entry: _Entry) -> None:
+        if self._entries.get(entry.stream.kept.request_id) is not entry:
+            return
+        seconds = entry.stream.kept.grace_seconds
+        entry.grace = asyncio.get_running_loop().call_later(seconds, self._drop, entry)
+        if entry.stream.ended.is_set():
+            return
+        self._parked[entry] = None
+        if len(self._parked) > self._config.max_parked:
+            self._drop(next(iter(self._parked)))
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._make_room)
+
+    def _unpark(self, entry: _Entry) -> None:
+        self._parked.pop(entry, None)
+        if entry.grace is not None:
+            entry.grace.cancel()
+            entry.grace = None
+
+    def _drop(self, entry: _Entry) -> None:
+        """Ends a stream, and forgets it."""
+        entry.cancel_timers()
+        entry.stop(entry.stopped_by)
+        self._parked.pop(entry, None)
+        self._finished.pop(entry, None)
+        if self._entries.get(entry.stream.kept.request_id) is entry:
+            del self._entries[entry.stream.kept.request_id]
+
+    def _make_room(self) -> None:
+        """Ends the generation of the longest parked stream once requests have waited too long for room."""
+        self._look = None
+        if not self._parked:
+            self._full_since = None
+            return
+        loop = asyncio.get_running_loop()
+        if not self._load().waiting:
+            self._full_since = None
+        elif self._full_since is None:
+            self._full_since = loop.time()
+        elif loop.time() - self._full_since >= _ROOM_SECONDS:
+            self._full_since = None
+            entry = next(iter(self._parked))
+            del self._parked[entry]
+            entry.stop()
+        self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
+
+
+def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:
+    """What there is of a stream, for a router that may attach to it: nothing of it has changed.
+
+    Raises PositionInvalid if the client has more than there is, or if what it lacks is gone.
+    """
+    stream.drain()
+    kept, loop = stream.kept, asyncio.get_running_loop()
+    if request.from_tokens > len(stream.ids):
+        text = f"the client has {request.from_tokens} tokens; {len(stream.ids)} have been generated"
+        raise PositionInvalid([FieldViolation("from_tokens", text)])
+    message = decode_pb2.DecodeAttached(
+        record=kept.record, attachment=stream.attachment, hop=stream.hop, token_ids=stream.ids.tolist()
+    )
+    message.prompt.CopyFrom(kept.prompt)
+    message.sampling.CopyFrom(kept.sampling)
+    if stream.deadline_at is not None:
+        message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
+    if kept.has_logprobs and not request.peek:
+        _add_logprobs(stream, request.from_tokens, message)
+    return decode_pb2.DecodeResponse(attached=message)
+
+
+def require_later(stream: KeptStream, attempt: int) -> None:
+    """Raises StaleAttempt unless it is above that of the last Attach."""
+    if attempt <= stream.attempt:
+        raise StaleAttempt(f"attempt {attempt} comes after attempt {stream.attempt}")
+    stream.attempt = attempt
+
+
+def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:
+    sampling = stream.kept.sampling
+    if sampling.HasField("prompt_logprobs") and not start:
+        raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of the prompt are gone")])
+    if sampling.HasField("logprobs"):
+        found = stream.logprobs_from(start)
+        if found is None:
+            raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of later tokens are gone")])
+        message.logprobs.extend(found)

@@ -1,0 +1,152 @@
+"""The Python clients: answers without a gap over lost routers, and stopped when nobody wants them any more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
+from support.eventually import eventually
+from support.servers.tcp_proxy import TcpProxy
+
+from baton import AsyncClient, Client, Resume
+from baton.errors import StreamLost, Unavailable
+from baton.inference.v1 import generate_pb2
+from router.server import host_router
+from runtime.aio import timeout
+
+_RESUME = Resume(keep_seconds=5.0, stall_seconds=0.5)
+_REQUEST = generate_pb2.GenerateRequest(
+    prompt="go on", stopping={"max_tokens": 150, "ignore_eos": True}, sampling={"seed": 4, "temperature": 0.7}
+)
+
+
+@dataclass
+class Routers:
+    """Two routers, each behind a proxy that a test may cut or freeze."""
+
+    running: Bench
+    proxies: list[TcpProxy]
+
+    @property
+    def address(self) -> str:
+        return ",".join(proxy.address for proxy in self.proxies)
+
+
+@pytest.fixture
+async def routers() -> AsyncIterator[Routers]:
+    workers = [simulated(f"worker-{number}", "prefill", "decode", decode_step_seconds=0.005) for number in range(2)]
+    async with timeout(40), bench(*workers, proxied=False) as running, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(host_router(FAST_ROUTER, running.registry))
+        await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == 2)
+        addresses = (running.address, other.address)
+        proxies = [await stack.enter_async_context(TcpProxy(address)) for address in addresses]
+        yield Routers(running, proxies)
+        await eventually(lambda: running.used_blocks() == 0, 8.0)
+
+
+async def _expected(routers: Routers) -> str:
+    async with AsyncClient(routers.running.address) as client:
+        return await client.generate(_REQUEST).text()
+
+
+@asynccontextmanager
+async def _lost_after(routers: Routers, way: str) -> AsyncIterator[asyncio.Event]:
+    """Loses the first router once the event is set."""
+    begin = asyncio.Event()
+
+    async def lose() -> None:
+        await begin.wait()
+        proxy = routers.proxies[0]
+        if way == "frozen":
+            proxy.freeze()
+        else:
+            await proxy.cut()
+
+    losing = asyncio.create_task(lose())
+    try:
+        yield begin
+    finally:
+        losing.cancel()
+
+
+@pytest.mark.parametrize("way", ["cut", "frozen"])
+async def test_an_asynchronous_answer_has_no_gap(routers: Routers, way: str) -> None:
+    expected, text, numbers = await _expected(routers), "", []
+    async with _lost_after(routers, way) as lose, AsyncClient(routers.address, resume=_RESUME) as client:
+        generation = client.generate(_REQUEST)
+        async for event in generation:
+            text += event.token.text
+            numbers.append(event.sequence)
+            if len(text) > 20:
+                lose.set()
+    assert text == expected
+    assert numbers == list(range(len(numbers)))
+    assert (generation.resumptions, generation.recomputations) == (1, 0)
+
+
+@pytest.mark.parametrize("way", ["cut", "frozen"])
+async def test_a_synchronous_answer_has_no_gap(routers: Routers, way: str) -> None:
+    expected, loop = await _expected(routers), asyncio.get_running_loop()
+    async with _lost_after(routers, way) as lose:
+
+        def read() -> tuple[str, int]:
+            text = ""
+            with Client(routers.address, resume=_RESUME) as client:
+                generation = client.generate(_REQUEST)
+                for event in generation:
+                    text += event.token.text
+                    if len(text) > 20:
+                        loop.call_soon_threadsafe(lose.set)
+            return text, generation.resumptions
+
+        assert await asyncio.to_thread(read) == (expected, 1)
+
+
+async def test_leaving_a_kept_answer_stops_it(routers: Routers) -> None:
+    long = generate_pb2.GenerateRequest(prompt="a", stopping={"max_tokens": 2000, "ignore_eos": True})
+    async with AsyncClient(routers.address, resume=_RESUME) as client:
+        async with client.generate(long) as events:
+            async for event in events:
+                if event.HasField("token"):
+                    break
+        await eventually(lambda: routers.running.used_blocks() == 0, 2.0)
+
+    def leave() -> None:
+        with Client(routers.address, resume=_RESUME) as client, client.generate(long) as events:
+            for event in events:
+                if event.HasField("token"):
+                    return
+
+    await asyncio.to_thread(leave)
+    await eventually(lambda: routers.running.used_blocks() == 0, 2.0)
+
+
+async def test_another_process_reads_an_answer_by_its_handle(routers: Routers) -> None:
+    expected = await _expected(routers)
+    async with AsyncClient(routers.address, resume=_RESUME) as client:
+        first = client.generate(_REQUEST)
+        async for event in first:
+            if event.HasField("token"):
+                break
+        assert await client.resume(first.handle).text() == expected
+        with pytest.raises(StreamLost):
+            await client.resume(first.handle[:30] + "AAAA" + first.handle[34:]).text()
+
+
+async def test_without_resume_a_lost_router_is_an_error_and_nothing_is_kept(routers: Routers) -> None:
+    async with _lost_after(routers, "cut") as lose, AsyncClient(routers.address) as client:
+        events = client.generate(_REQUEST)
+        assert not (await anext(events)).started.HasField("resumption")
+        lose.set()
+        with pytest.raises(Unavailable):
+            await events.text()
+    assert events.handle == ""
+
+
+async def test_calls_go_to_the_next_router_when_the_first_is_lost(routers: Routers) -> None:
+    await routers.proxies[0].cut()
+    async with AsyncClient(routers.address) as client:
+        assert [model.name for model in await client.models()] == ["demo"]
+        assert await client.generate(_REQUEST).text()

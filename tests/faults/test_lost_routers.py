@@ -1,0 +1,115 @@
+"""Routers killed with SIGKILL, paused and killed together with a worker, under running streams: nothing is lost."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+from support.cluster.fleet import Fleet, FleetPlan, fleet
+from support.faults.lost_routers import Report, Streams
+from support.servers.etcd import EtcdServer
+
+from baton.inference.v1 import generate_pb2
+
+_SIMULATED = "engine={kind: simulated, name: demo, num_blocks: 4096, block_bytes: 1024, decode_step_seconds: 0.01}"
+_EMBEDDED = "engine={kind: pytorch, model: models/demo, device: cpu, threads: 1, kv_cache_bytes: 48MiB}"
+_ROUTER = ("probe={interval_seconds: 0.3, timeout_seconds: 1.5, hung_seconds: 3}", "drain_seconds=1")
+_SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}'
+
+
+def _requests(*, guided: bool) -> dict[str, generate_pb2.GenerateRequest]:
+    seeded = {"temperature": 0.8, "seed": 11}
+    stopping = {"max_tokens": 60, "ignore_eos": True}
+    asked: dict[str, dict[str, object]] = {
+        "plain": {"sampling": {"temperature": 0.0}},
+        "seeded": {"sampling": seeded},
+        "stop": {"sampling": seeded, "stopping": {**stopping, "stop": ["qz", "th", "e e"]}},
+        "three": {"sampling": {**seeded, "n": 3}},
+        "logprobs": {"sampling": seeded, "response": {"logprobs": 2}},
+        "slow": {"sampling": seeded, "response": {"min_tokens_per_message": 9}},
+    }
+    if guided:
+        asked["guided"] = {"sampling": seeded, "guided": {"json_schema": _SCHEMA}}
+        user = {"role": "user", "parts": [{"text": "Sort: pear apple"}]}
+        asked["chat"] = {"sampling": seeded, "prompt": None, "chat": {"messages": [user]}}
+    return {
+        name: generate_pb2.GenerateRequest(**{"prompt": "Sort: pear apple mango", "stopping": stopping, **fields})  # type: ignore[arg-type]
+        for name, fields in asked.items()
+    }
+
+
+async def _orphans_end(running: Fleet) -> None:
+    async def none_used() -> bool:
+        return await running.blocks_used() == 0
+
+    for _ in range(240):
+        if await none_used():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{await running.blocks_used()} blocks are in use")
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("engine", ["simulated", "embedded"])
+async def test_routers_that_are_killed_and_paused_lose_no_stream(
+    engine: str, shared_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    is_embedded = engine == "embedded"
+    worker = (_EMBEDDED if is_embedded else _SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
+    plan = FleetPlan(f"lost-{engine}", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)
+    async with fleet(plan, tmp_path) as running:
+        routers = [node for node in running.nodes.values() if node.role == "router"]
+        streams = Streams([node.direct for node in routers], _requests(guided=is_embedded), Report())
+        await streams.learn()
+
+        async def lose() -> None:
+            for number in range(4):
+                await asyncio.sleep(1.0)
+                streams.report.losses += 1
+                router = routers[number % 2]
+                if number == 2:
+                    router.pause()
+                    await asyncio.sleep(4.0)
+                    router.resume()
+                else:
+                    router.kill()
+                    router.start()
+                    await router.serving()
+            await asyncio.sleep(1.0)
+
+        await streams.run(8, lose)
+        report = streams.report
+        print(f"\n{engine}: {report}")
+        assert (report.failed, report.different) == ([], [])
+        assert report.resumed > 3
+        await _orphans_end(running)
+
+
+@pytest.mark.timeout(170)
+async def test_a_router_and_a_worker_killed_together_lose_no_stream(shared_etcd: EtcdServer, tmp_path: Path) -> None:
+    worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
+    plan = FleetPlan("lost-both", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)
+    async with fleet(plan, tmp_path) as running:
+        routers = [node for node in running.nodes.values() if node.role == "router"]
+        streams = Streams([node.direct for node in routers], _requests(guided=False), Report())
+        await streams.learn()
+
+        async def lose() -> None:
+            await asyncio.sleep(1.0)
+            streams.report.losses += 1
+            # At one moment: a router that outlives the worker goes on elsewhere, and is then adopted.
+            for lost in (running.nodes["decode-1"], routers[0]):
+                lost.signal(signal.SIGKILL)
+            for lost in (running.nodes["decode-1"], routers[0]):
+                lost.kill()
+            await asyncio.sleep(6.0)
+            running.nodes["decode-1"].start()
+            routers[0].start()
+            await running.nodes["decode-1"].serving()
+
+        await streams.run(6, lose)
+        report = streams.report
+        print(f"\nrouter and worker: {report}")
+        assert (report.failed, report.different) == ([], [])
+        assert report.recomputed > 0
+        await _orphans_end(running)

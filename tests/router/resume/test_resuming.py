@@ -1,0 +1,268 @@
+"""An answer whose stream was lost goes on at another router, and is the one that an undisturbed stream gives."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.clients.resuming import Received
+from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
+from support.eventually import PATIENCE_SECONDS, eventually
+
+from baton.calls import stream, unary
+from baton.errors import InvalidRequest, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, sampling_pb2
+from router.server import host_router
+from rpc.channels import open_channel
+from runtime.aio import timeout
+
+_GRACE = {"seconds": 3}
+
+
+@dataclass
+class Pair:
+    """Two routers before the same workers."""
+
+    running: Bench
+    first: inference_service_pb2_grpc.InferenceServiceStub
+    second: inference_service_pb2_grpc.InferenceServiceStub
+
+
+@asynccontextmanager
+async def _routers(*roles: str, **engine: Any) -> AsyncIterator[Pair]:
+    settings = {"decode_step_seconds": 0.002, **engine}
+    configs = [simulated(f"worker-{number}", *role.split("+"), **settings) for number, role in enumerate(roles)]
+    async with (
+        timeout(50),
+        bench(*configs, proxied=False) as running,
+        host_router(FAST_ROUTER, running.registry) as other,
+    ):
+        await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == len(configs))
+        async with open_channel(other.address) as channel:
+            yield Pair(running, running.stub, inference_service_pb2_grpc.InferenceServiceStub(channel))
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with _routers("prefill", "decode", "prefill+decode") as found:
+        yield found
+        await eventually(lambda: found.running.used_blocks() == 0, 5.0)
+
+
+def _request(**fields: Any) -> generate_pb2.GenerateRequest:
+    given: dict[str, Any] = {"prompt": "resume me", "sampling": {"seed": 5, "temperature": 0.8}, **fields}
+    response = {**given.pop("response", {}), "keep": _GRACE}
+    stopping = {"max_tokens": 80, "ignore_eos": True, **given.pop("stopping", {})}
+    return generate_pb2.GenerateRequest(response=response, stopping=stopping, **given)
+
+
+async def _read(call: Any, received: Received, until: int = 10**9) -> Received:
+    async with aclosing(stream(call)) as messages:
+        async for message in messages:
+            received.add(message)
+            if received.tokens >= until:
+                break
+    return received
+
+
+async def _whole(pair: Pair, request: generate_pb2.GenerateRequest) -> Received:
+    return await _read(pair.first.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy": {"sampling": {"temperature": 0.0}},
+    "logprobs": {"response": {"logprobs": 2}},
+    "stop_string": {"stopping": {"stop": ["ab", "q", "zz"]}},
+    "slow_pace": {"response": {"min_tokens_per_message": 7}},
+    "three_answers": {"sampling": {"seed": 5, "temperature": 0.8, "n": 3}},
+    "penalties": {"sampling": {"seed": 3, "temperature": 0.9, "presence_penalty": 1.0}},
+    "ids": {"prompt": None, "token_ids": {"ids": [10, 11, 12, 13]}},
+    "aggregated": {"routing": {"topology": generate_pb2.TOPOLOGY_AGGREGATED}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_copy", [False, True], ids=["handle_alone", "with_copy"])
+async def test_a_lost_stream_goes_on_exactly_at_another_router(pair: Pair, kind: str, with_copy: bool) -> None:
+    request = _request(**KINDS[kind])
+    expected = await _whole(pair, request)
+    chosen = random.Random(kind)
+    for _ in range(3):
+        cut = chosen.randrange(1, max(2, expected.tokens))
+        received = await _read(pair.first.Generate(request), Received(request), until=cut)
+        if received.finished is None:
+            again = chosen.randrange(received.tokens + 1, expected.tokens + 2)
+            await _read(pair.second.ResumeGeneration(received.resume(with_copy=with_copy)), received, until=again)
+        if received.finished is None:
+            await _read(pair.first.ResumeGeneration(received.resume(with_copy=with_copy)), received)
+        assert received.whole == expected.whole
+        if with_copy is False:
+            assert not any(one.recomputed for one in received.resumed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_no_worker_has_is_computed_from_the_clients_copy(pair: Pair, kind: str) -> None:
+    request = _request(**KINDS[kind])
+    expected = await _whole(pair, request)
+    received = await _read(pair.first.Generate(request), Received(request), until=min(20, expected.tokens - 1))
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    await _read(pair.second.ResumeGeneration(received.resume()), received)
+    assert received.whole == expected.whole
+    assert [one.recomputed for one in received.resumed] == [True]
+
+
+async def test_who_has_all_tokens_and_no_end_gets_it_from_its_own_copy(pair: Pair) -> None:
+    request = _request()
+    expected = await _whole(pair, request)
+    received = await _read(pair.first.Generate(request), Received(request), until=expected.tokens)
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    await _read(pair.second.ResumeGeneration(received.resume()), received)
+    assert received.whole == expected.whole
+
+
+async def test_without_a_copy_a_lost_answer_is_not_found(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    with pytest.raises(StreamLost):
+        await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+
+
+async def test_a_client_that_resumes_at_the_same_router_displaces_its_first_stream(pair: Pair) -> None:
+    request = _request(request_id="mine", stopping={"max_tokens": 300})
+    expected = await _whole(pair, request)
+    first, error = Received(request), None
+
+    async def read() -> None:
+        nonlocal error
+        try:
+            await _read(pair.first.Generate(request), first)
+        except StreamAdopted as adopted:
+            error = adopted
+
+    reading = asyncio.create_task(read())
+    await eventually(lambda: first.tokens > 5)
+    second = Received(request, first.handle, first.seed)
+    second.positions, second.ids, second.texts = {}, {}, {}
+    await _read(pair.first.ResumeGeneration(second.resume(with_copy=False)), second)
+    await reading
+    assert error is not None
+    assert second.whole == expected.whole
+
+
+async def test_a_finished_answer_is_given_again_to_who_missed_its_end(pair: Pair) -> None:
+    request = _request()
+    expected = await _whole(pair, request)
+    received = await _read(pair.first.Generate(request), Received(request), until=79)
+    await asyncio.sleep(0.2)
+    await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+    assert received.whole == expected.whole
+
+
+async def test_without_keep_nothing_is_told_and_leaving_stops_the_request(pair: Pair) -> None:
+    request = _request()
+    request.response.ClearField("keep")
+    received = await _read(pair.first.Generate(request), Received(request), until=5)
+    assert not received.handle
+    await eventually(lambda: pair.running.used_blocks() == 0)
+    assert all(len(worker.kept) == 0 for worker in pair.running.workers.values())
+
+
+async def test_a_cancel_by_the_handle_reaches_an_answer_that_nobody_reads(pair: Pair) -> None:
+    request = _request(stopping={"max_tokens": 900}, sampling={"n": 2, "seed": 1})
+    received = await _read(pair.first.Generate(request), Received(request), until=10)
+    await unary(pair.second.CancelGeneration(generate_pb2.CancelGenerationRequest(handle=received.handle)))
+    await eventually(lambda: pair.running.used_blocks() == 0, 1.0)
+    with pytest.raises(StreamLost):
+        await unary(pair.first.CancelGeneration(generate_pb2.CancelGenerationRequest(handle=received.handle)))
+
+
+async def test_an_answer_goes_on_after_its_worker_is_lost_too(pair: Pair) -> None:
+    request = _request(stopping={"max_tokens": 300})
+    expected = await _whole(pair, request)
+    received = await _read(pair.first.Generate(request), Received(request), until=10)
+    await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received, until=20)
+    [worker_id] = [name for name, worker in pair.running.workers.items() if len(worker.kept) and worker.kept.is_running]
+
+    async def lose() -> None:
+        await eventually(lambda: received.tokens > 40)
+        await pair.running.stop(worker_id)
+
+    losing = asyncio.create_task(lose())
+    await _read(pair.first.ResumeGeneration(received.resume()), received)
+    await losing
+    assert received.whole == expected.whole
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"handle": "b1.nonsense"}, InvalidRequest),
+        ({"handle": ""}, InvalidRequest),
+        ({"attempt": 0}, InvalidRequest),
+        ({"have": [{"index": 0, "tokens": 100_000}]}, PositionInvalid),
+        ({"have": [{"index": 0}, {"index": 0}]}, InvalidRequest),
+        ({"have": [{"index": 99}]}, InvalidRequest),
+    ],
+)
+async def test_a_wrong_request_to_resume_names_its_field(pair: Pair, change: dict[str, Any], error: type) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    fields = {"handle": received.handle, "attempt": 1, **change}
+    with pytest.raises(error):
+        await _read(pair.second.ResumeGeneration(generate_pb2.ResumeGenerationRequest(**fields)), received)
+
+
+async def test_received_ids_must_be_as_many_as_the_position_says(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    asked = received.resume()
+    asked.received[0].ids.append(1)
+    with pytest.raises(PositionInvalid, match="received"):
+        await _read(pair.second.ResumeGeneration(asked), received)
+
+
+async def test_an_old_attempt_and_another_tenant_are_refused(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    received.attempt = 4
+    tenant = (("x-baton-tenant", "another"),)
+    with pytest.raises(StreamLost):
+        await _read(pair.second.ResumeGeneration(received.resume(with_copy=False), metadata=tenant), received)
+    await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received, until=10)
+    received.attempt = 3
+    with pytest.raises(StaleAttempt):
+        await _read(pair.second.ResumeGeneration(received.resume()), received)
+
+
+async def test_an_answer_in_one_message_cannot_be_kept(pair: Pair) -> None:
+    with pytest.raises(Unsupported, match="keep"):
+        await unary(pair.first.GenerateUnary(generate_pb2.GenerateUnaryRequest(request=_request())))
+
+
+async def test_a_negative_keep_is_refused(pair: Pair) -> None:
+    request = generate_pb2.GenerateRequest(prompt="a", response={"keep": {"seconds": -1}})
+    with pytest.raises(InvalidRequest, match=r"response\.keep"):
+        await _read(pair.first.Generate(request), Received(request))
+
+
+async def test_forged_handles_disturb_nobody(pair: Pair) -> None:
+    request = _request(stopping={"max_tokens": 900})
+    received, chosen = Received(request), random.Random(1)
+    reading = asyncio.create_task(_read(pair.first.Generate(request), received))
+    await eventually(lambda: received.tokens > 5)
+    for _ in range(300):
+        text = list(received.handle)
+        text[chosen.randrange(25, 45)] = chosen.choice("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+        forged = "".join(text)
+        if forged != received.handle:
+            asked = generate_pb2.ResumeGenerationRequest(handle=forged, attempt=chosen.randrange(1, 9))
+            with pytest.raises((StreamLost, InvalidRequest)):
+                await _read(pair.second.ResumeGeneration(asked), Received(request))
+    await reading
+    assert received.whole == (await _whole(pair, request)).whole
+    assert received.finished is not None
+    assert received.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
