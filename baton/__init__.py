@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.async_client import AsyncClient, AsyncGeneration
     from baton.client import Client, Generation
     from baton.connection.credentials import Tls
-    from baton.connection.retry import Retry
+    from baton.connection.retry import Resume, Retry
     from baton.errors import BatonError
 
 __all__ = [
@@ -51,7 +51,7 @@ _MODULES = {
     "BatonError": "baton.errors",
     "Client": "baton.client",
     "Generation": "baton.client",
-    "Resume": "baton.resuming",
+    "Resume": "baton.connection.retry",
     "Retry": "baton.connection.retry",
     "Tls": "baton.connection.credentials",
 }

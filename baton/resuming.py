@@ -6,28 +6,12 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from baton.connection.retry import Resume
 from baton.errors import BatonError, EmbeddingLost, InvalidReply, Unavailable
 from baton.inference.v1 import generate_pb2
 
 # Of the calls that resume an answer: the first is made at once, later ones after growing pauses.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """How answers survive the loss of a connection, or of a router: they go on, and the client asks for the rest.
-
-    `keep_seconds` is how long an answer goes on without its client, and how long the client tries; the router's limit
-    may be lower. A router that says nothing for `stall_seconds`, and does not answer a question either, is lost too.
-    A client that ends without closing its answers leaves them to run for `keep_seconds`.
-    """
-
-    keep_seconds: float = 10.0
-    stall_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.keep_seconds <= 0 or self.stall_seconds <= 0:
-            raise ValueError("Resume needs times above 0")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
 from baton.errors import ConfigError
-from baton.inference.v1 import timing_pb2
 
 ENTRY_POINTS = "baton.roles"
 LANGUAGE_MODEL = "language_model"
@@ -23,8 +22,9 @@ Role: TypeAlias = str
 class RoleKind:
     """A role, its gRPC service by its full name, and the stage that its calls begin with.
 
-    `engine` is the part of an engine that serves it; the one with a block pool is LANGUAGE_MODEL. A worker of a role
-    that `completes` requests makes a model ready. `worker` is the `module:function` that opens the service on a worker,
+    `stage` is the name of a value of `baton.inference.v1.Stage`: the command line reads roles without stubs. `engine` is
+    the part of an engine that serves the role; the one with a block pool is LANGUAGE_MODEL. A worker of a role that
+    `completes` requests makes a model ready. `worker` is the `module:function` that opens the service on a worker,
     given its WorkerParts. A role that the InferenceService does not have has a `client_service` of its own on routers:
     `router` is the `module:function` that makes it, given the RequestPath. `fault_points` are those of docs/faults.md;
     by default the role's name.
@@ -32,7 +32,7 @@ class RoleKind:
 
     name: Role
     service: str
-    stage: "timing_pb2.Stage.ValueType"
+    stage: str
     engine: str
     worker: str
     client_service: str = ""
@@ -52,13 +52,11 @@ class RoleKind:
 
 
 _BUILT_IN = (
-    RoleKind(
-        "encode", "baton.engine.v1.EncodeService", timing_pb2.STAGE_ENCODE, "encoder", "services.encode:open_service"
-    ),
+    RoleKind("encode", "baton.engine.v1.EncodeService", "STAGE_ENCODE", "encoder", "services.encode:open_service"),
     RoleKind(
         "prefill",
         "baton.engine.v1.PrefillService",
-        timing_pb2.STAGE_PREFILL_COMPUTE,
+        "STAGE_PREFILL_COMPUTE",
         LANGUAGE_MODEL,
         "services.prefill:open_service",
         fault_points=("prefill", "held"),
@@ -66,7 +64,7 @@ _BUILT_IN = (
     RoleKind(
         "decode",
         "baton.engine.v1.DecodeService",
-        timing_pb2.STAGE_DECODE,
+        "STAGE_DECODE",
         LANGUAGE_MODEL,
         "services.decode:open_service",
         completes=True,
@@ -75,7 +73,7 @@ _BUILT_IN = (
     RoleKind(
         "embed",
         "baton.engine.v1.EmbedService",
-        timing_pb2.STAGE_EMBED,
+        "STAGE_EMBED",
         "embedder",
         "services.embed:open_service",
         completes=True,

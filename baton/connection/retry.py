@@ -1,4 +1,4 @@
-"""When a failed call is made again, and after which pause."""
+"""When a failed call is made again, and after which pause; and when a lost answer is resumed."""
 
 import random
 from dataclasses import dataclass
@@ -38,3 +38,20 @@ class Retry:
 
 
 NO_RETRY = Retry(attempts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How answers survive the loss of a connection, or of a router: they go on, and the client asks for the rest.
+
+    `keep_seconds` is how long an answer goes on without its client, and how long the client tries; the router's limit
+    may be lower. A router that says nothing for `stall_seconds`, and does not answer a question either, is lost too.
+    A client that ends without closing its answers leaves them to run for `keep_seconds`.
+    """
+
+    keep_seconds: float = 10.0
+    stall_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.keep_seconds <= 0 or self.stall_seconds <= 0:
+            raise ValueError("Resume needs times above 0")

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 from baton.connection import tracing
 from baton.connection.credentials import Tls, authorization
 from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY, Metadata, header
-from baton.connection.retry import NO_RETRY, Retry
+from baton.connection.retry import NO_RETRY, Resume, Retry
 from baton.errors import BatonError, Unavailable
-from baton.resuming import Resume
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

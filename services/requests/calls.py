@@ -116,7 +116,8 @@ class Calls:
 @cache
 def first_stages() -> Mapping[CallKind, "timing_pb2.Stage.ValueType"]:
     """The stage that a call begins with, in the order of a request's calls."""
-    return {kind.name: kind.stage for kind in role_kinds().values()} | {_PREFETCH: timing_pb2.STAGE_HANDOFF_WAIT}
+    stages = {kind.name: timing_pb2.Stage.Value(kind.stage) for kind in role_kinds().values()}
+    return stages | {_PREFETCH: timing_pb2.STAGE_HANDOFF_WAIT}
 
 
 def _role(kind: CallKind) -> Role:

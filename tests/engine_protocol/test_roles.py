@@ -19,7 +19,7 @@ def test_each_role_has_the_service_that_it_declares() -> None:
 
 
 def test_each_role_has_a_stage_and_the_workers_of_a_model_are_counted_by_role() -> None:
-    stages = {name: kind.stage for name, kind in role_kinds().items()}
+    stages = {name: timing_pb2.Stage.Value(kind.stage) for name, kind in role_kinds().items()}
     assert {name: first_stages()[name] for name in roles()} == stages
     assert len({*stages.values()} - {timing_pb2.STAGE_UNSPECIFIED}) == len(stages)
     counted = {field.name for field in model_pb2.Model.DESCRIPTOR.fields if field.name.endswith("_workers")}

@@ -3,7 +3,6 @@
 The entry point of docs/extending.md names KIND. It imports neither a router nor a worker: each loads its own side.
 """
 
-from baton.inference.v1 import timing_pb2
 from engine_protocol.roles import RoleKind
 
 ROLE = "rerank"
@@ -11,7 +10,7 @@ ROLE = "rerank"
 KIND = RoleKind(
     ROLE,
     service="example.rerank.v1.ScoreService",
-    stage=timing_pb2.STAGE_EMBED,
+    stage="STAGE_EMBED",
     engine="embedder",
     worker="rerank_worker:open_service",
     completes=True,
