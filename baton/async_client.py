@@ -182,12 +182,12 @@ class AsyncGeneration:
 
     @property
     def resumptions(self) -> int:
-        """How often a router took the answer over."""
+        """The number of times that a router took the answer over."""
         return self._received.resumptions
 
     @property
     def recomputations(self) -> int:
-        """How often of these the prompt was computed again, since no worker had the answer any more."""
+        """The number of these at which the prompt was computed again, since no worker had the answer any more."""
         return self._received.recomputations
 
     @property
@@ -266,7 +266,7 @@ class AsyncGeneration:
                 return
 
     async def _answers(self) -> bool:
-        """Whether the router answers a question."""
+        """True if the router answers a question."""
         method = self._routers.method("InferenceService/GetServerInfo")
         try:
             metadata = self._settings.bare_metadata

@@ -194,12 +194,12 @@ class Generation:
 
     @property
     def resumptions(self) -> int:
-        """How often a router took the answer over."""
+        """The number of times that a router took the answer over."""
         return self._received.resumptions
 
     @property
     def recomputations(self) -> int:
-        """How often of these the prompt was computed again, since no worker had the answer any more."""
+        """The number of these at which the prompt was computed again, since no worker had the answer any more."""
         return self._received.recomputations
 
     @property

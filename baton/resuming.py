@@ -16,14 +16,14 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 @dataclass(slots=True)
 class _Answer:
-    """What has come of one answer."""
+    """The received part of one answer."""
 
     position: generate_pb2.AnswerPosition
     ids: "array[int]" = field(default_factory=lambda: array("I"))
 
 
 class Received:
-    """What has come of the answers to one request, over all of its streams: sums, and the ids.
+    """The received parts of the answers to one request, over all of its streams: sums, and the ids.
 
     Without `resume` nothing is kept, and the request is the one that was given.
     """

@@ -22,8 +22,8 @@ Role: TypeAlias = str
 class RoleKind:
     """A role, its gRPC service by its full name, and the stage that its calls begin with.
 
-    `stage` is the name of a value of `baton.inference.v1.Stage`: the command line reads roles without stubs. `engine` is
-    the part of an engine that serves the role; the one with a block pool is LANGUAGE_MODEL. A worker of a role that
+    `stage` is the name of a value of `baton.inference.v1.Stage`: the command line reads roles without stubs. `engine`
+    is the part of an engine that serves the role; the one with a block pool is LANGUAGE_MODEL. A worker of a role that
     `completes` requests makes a model ready. `worker` is the `module:function` that opens the service on a worker,
     given its WorkerParts. A role that the InferenceService does not have has a `client_service` of its own on routers:
     `router` is the `module:function` that makes it, given the RequestPath. `fault_points` are those of docs/faults.md;

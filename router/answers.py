@@ -162,7 +162,7 @@ class _Answer:
 
     @property
     def _is_known(self) -> bool:
-        """Whether the client has the end of this answer already."""
+        """True if the client has the end of this answer already."""
         keep = self.ctx.keep
         return keep is not None and keep.is_resumed and keep.of(self.ctx.answer).have.is_finished
 

@@ -42,7 +42,7 @@ NO_RETRY = Retry(attempts=1)
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How answers survive the loss of a connection, or of a router: they go on, and the client asks for the rest.
+    """Answers that survive the loss of a connection, or of a router: they go on, and the client asks for the rest.
 
     `keep_seconds` is how long an answer goes on without its client, and how long the client tries; the router's limit
     may be lower. A router that says nothing for `stall_seconds`, and does not answer a question either, is lost too.

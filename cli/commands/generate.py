@@ -49,7 +49,7 @@ async def _stream(arguments: argparse.Namespace) -> generate_pb2.Finished:
 
 
 def _resume(arguments: argparse.Namespace) -> Resume | None:
-    """How the answer survives the loss of a router, if it is to."""
+    """The option for an answer that survives the loss of a router; None without it."""
     if arguments.keep:
         return Resume(keep_seconds=arguments.keep)
     return Resume() if arguments.resume else None

@@ -53,7 +53,7 @@ class HttpTarget:
 
 
 class OpenAIServer:
-    """See BenchServer. A connection carries one request after another, and is kept for the next."""
+    """Sends a request (BenchServer). A connection carries one request after another, and is kept for the next."""
 
     def __init__(self, target: HttpTarget, timeout_seconds: float) -> None:
         self._target = target
@@ -168,7 +168,7 @@ class _Connection:
             raise RequestFailed(f"HTTP {status}", f"HTTP {status}: {refusal.decode('utf-8', 'replace')}")
 
     def start_next_cycle(self) -> bool:
-        """Whether another request may follow."""
+        """True if another request may follow."""
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()

@@ -13,7 +13,7 @@ from runtime.timing_profile import DecodePoint, PrefillPoint, TimingProfile
 
 @dataclass(frozen=True, slots=True)
 class ProfilePlan:
-    """What is measured. Each prompt length `repeats` times, each pair of batch and context with one answer each."""
+    """The points to measure: each prompt length `repeats` times, each pair of batch and context once."""
 
     prompts: Sequence[int]
     batches: Sequence[int]
@@ -24,7 +24,7 @@ class ProfilePlan:
 
     @property
     def requests(self) -> int:
-        """How many requests it sends."""
+        """The number of requests that it sends."""
         return len(self.prompts) * self.repeats + 2 * sum(self.batches) * len(self.contexts)
 
 

@@ -1,4 +1,4 @@
-"""What the answers of one step of a benchmark come to."""
+"""The summary of the answers of one step of a benchmark."""
 
 import statistics
 from collections import Counter
@@ -16,7 +16,7 @@ class Targets:
     token_seconds: float = 0.0
 
     def meets(self, answer: Measured) -> bool:
-        """Whether an answer succeeded within the targets."""
+        """True if an answer succeeded within the targets."""
         return (
             not answer.error
             and (not self.first_token_seconds or answer.first_token_seconds <= self.first_token_seconds)

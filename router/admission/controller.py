@@ -169,7 +169,7 @@ class AdmissionController:
             queue.leave(ticket, None)
 
     async def enter(self, ctx: RequestContext, estimate: RequestEstimate) -> tuple[AdmissionQueue, Ticket]:
-        """See `admit`. The request leaves the queue that is returned, by its ticket, when it ends."""
+        """Queues a request as `admit` does. It leaves the returned queue, by its ticket, when it ends."""
         queue = self._queue(estimate.model, estimate.role)
         generates = estimate.role == _GENERATING
         ticket = queue.order.ticket(ctx.qos.tenant, ctx.qos.priority, estimate.prompt_tokens, generates=generates)
@@ -241,7 +241,7 @@ class AdmissionController:
                 del self._queues[key], self._places[key]
 
     def _limit(self, model: str, role: str) -> int | None:
-        """How many requests may run, from the number of ready workers that complete them. None: any number."""
+        """The number of requests that may run, from the ready workers that complete them. None: any number."""
         most = self._config.max_running_per_worker
         if not most:
             return None
@@ -267,7 +267,7 @@ class AdmissionController:
 
 
 class _Admission:
-    """What `AdmissionController.admit` returns. Not a generator: each request has one."""
+    """The context of `AdmissionController.admit`. Not a generator: each request has one."""
 
     __slots__ = ("_controller", "_ctx", "_entered", "_estimate", "_queue", "_ticket")
 

@@ -257,7 +257,7 @@ class FairQueue:
             tenant.uncached_share += _LEARNT * (uncached / ticket.prompt_tokens - tenant.uncached_share)
 
     def _answer_work(self, ticket: Ticket, answer_tokens: int) -> float:
-        """What an answer's estimate is corrected by, and what is learnt from it.
+        """The correction of an answer's estimate, and what is learnt from it.
 
         By the estimate of now, not of its begin: the counter then follows what was served in the last seconds more
         closely (1.15 to 1.19 between two tenants in 10 s at p95, instead of 1.20 to 1.26). In the sum both are the same
@@ -295,12 +295,12 @@ class FairQueue:
 
     @property
     def compares_routers(self) -> bool:
-        """Whether its counters mean the same at every router."""
+        """True if its counters mean the same at every router."""
         return self.tells_tenants and not self._is_strict
 
     @property
     def step(self) -> float:
-        """What a waiting request adds to a counter, on average."""
+        """The work that a waiting request adds to a counter, on average."""
         return self._lanes[0].work / max(1, self.count)
 
     def take_unsent(self, most: int) -> Mapping[str, float]:
@@ -324,11 +324,11 @@ class FairQueue:
         return self._tenants.values()
 
     def recent_work(self, tenant: Tenant) -> float:
-        """What a tenant was served in the last minute."""
+        """The work that a tenant was served in the last minute."""
         return self._recent(tenant.served)
 
     def starving(self) -> int:
-        """How many tenants have waited for long, and got little of what the tenants in this queue got."""
+        """The number of tenants that have waited for long, and got little of what the tenants in this queue got."""
         active = max(1, sum(lane.active for lane in self._lanes.values()))
         little = _LITTLE * self._recent(self._served) / active
         return sum(

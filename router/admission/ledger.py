@@ -1,4 +1,4 @@
-"""What this router lends as the home of tenants: their buckets of requests and tokens, and how many requests run.
+"""The loans of this router as the home of tenants: their buckets of requests and tokens, and their running requests.
 
 A bucket's level and what it has lent never exceed its size together, so that all routers use at most `rate * W + size`
 in any time W. What is lent and not given back within a second counts as used.
@@ -41,13 +41,13 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """What can be taken now."""
+        """The units that can be taken now."""
         self._fill()
         return self._level
 
     @property
     def is_full(self) -> bool:
-        """Whether it is filled to its size."""
+        """True if it is filled to its size."""
         return not self.rate or self.level >= self.size
 
     def empty(self, since: float) -> None:
@@ -127,7 +127,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """Whether forgetting it changes nothing."""
+        """True if forgetting it changes nothing."""
         return not self.running and not self.loans and self.requests.is_full and self.tokens.is_full
 
     def settle(self, borrower: str, ask: peer_pb2.QuotaAsk, now: float) -> float:

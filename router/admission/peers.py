@@ -12,7 +12,7 @@ class Peers(Protocol):
 
     @property
     def count(self) -> int:
-        """How many they are; 1 without others."""
+        """The number of routers; 1 without others."""
 
     @property
     def routers(self) -> frozenset[str]:

@@ -101,7 +101,7 @@ class PlaceLender:
                 del counters[name]
 
     def _surplus(self, holder: _Holder, held: int, other: _Holder) -> int:
-        """How many places a router gives up for another: for requests whose tenants got less, else half of what it has
+        """The number of places that a router gives up: for requests whose tenants got less, else half of what it has
         more.
         """
         if not holder.is_short:
@@ -152,7 +152,7 @@ class SharedPlaces:
         return self._held if self._peers.count > 1 else 0
 
     def is_due(self, now: float) -> bool:
-        """Whether the home is to be asked."""
+        """True if the home is to be asked."""
         return self._peers.count > 1 and now >= self._ask_at
 
     @property
@@ -229,5 +229,5 @@ class PlaceLenders:
 
 
 def key_of(model: str, role: str) -> str:
-    """What the home of a model's places is chosen by. No tenant has such a name."""
+    """The name that the home of a model's places is chosen by. No tenant has such a name."""
     return f"\n{role}\n{model}"

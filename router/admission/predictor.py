@@ -51,7 +51,7 @@ class _Lengths:
 
     @property
     def is_known(self) -> bool:
-        """Whether there are recent measurements."""
+        """True if there are recent measurements."""
         return self._share.value is not None or self._length.value is not None
 
     def tokens(self, max_tokens: int | None) -> float:

@@ -29,7 +29,7 @@ def _call_later(seconds: float, call: Callable[[], None]) -> Timer:
 
 
 class Places(Protocol):
-    """How many of a fleet's places this router may use."""
+    """The number of a fleet's places that this router may use."""
 
     def usable(self, limit: int) -> int:
         """Of so many that all routers have together."""
@@ -46,7 +46,7 @@ class OwnPlaces:
         return limit
 
     def changed(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 _OWN_PLACES = OwnPlaces()
@@ -84,7 +84,7 @@ class AdmissionQueue:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no request runs or waits."""
+        """True if no request runs or waits."""
         return not self._running and not self.order.count
 
     @property
@@ -99,7 +99,7 @@ class AdmissionQueue:
 
     @property
     def limit(self) -> int | None:
-        """How many requests may run in the fleet."""
+        """The number of requests that may run in the fleet."""
         return self._limit()
 
     def expected_seconds(self, ticket: Ticket) -> float:
@@ -112,7 +112,7 @@ class AdmissionQueue:
 
     @property
     def _seconds_of_work(self) -> float:
-        """How long a place is taken by a unit of work; 0 if unknown."""
+        """The seconds that a unit of work takes a place; 0 if unknown."""
         return (self._run_seconds.value or 0.0) / (self._run_work.value or 1.0)
 
     def enter_now(self, ticket: Ticket) -> bool:

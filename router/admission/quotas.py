@@ -39,7 +39,7 @@ _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a request uses at once."""
+    """The units that a request uses at once."""
 
     requests: int = 0
     tokens: int = 0

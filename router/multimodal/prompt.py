@@ -172,7 +172,7 @@ class AdoptedPrompt(MultimodalPrompt):
     """The prompt of an answer that was taken over. Its media are not here: with any it cannot be computed again."""
 
     async def with_embeddings(self) -> prompt_pb2.Prompt:
-        """See MultimodalPrompt. Raises EmbeddingLost for a prompt with media."""
+        """The prompt for a worker, as of MultimodalPrompt. Raises EmbeddingLost for a prompt with media."""
         if self.without_embeddings.media:
             raise EmbeddingLost("an answer that was taken over has no embeddings: resume it with its request")
         return self.without_embeddings

@@ -81,7 +81,7 @@ class StreamFinder:
 
 
 async def _ask_one(worker: WorkerHandle, request: decode_pb2.FindStreamsRequest) -> Sequence[decode_pb2.FoundStream]:
-    """What a worker has; nothing if it does not answer."""
+    """The streams of a worker; none if it does not answer."""
     try:
         with worker.keep_open():
             answer = await unary(worker.decode.FindStreams(request, timeout=_ANSWER_SECONDS))

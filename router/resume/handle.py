@@ -16,7 +16,7 @@ _BYTES = _ID_BYTES + _SECRET_BYTES + _HINT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What a client has of a kept answer. `call_id` is what workers know its first answer by."""
+    """The handle of a kept answer. `call_id` is the id of its first answer on workers."""
 
     call_id: str
     secret: bytes
@@ -46,7 +46,7 @@ class Handle:
 
     @property
     def secret_sha256(self) -> bytes:
-        """What workers know of the secret."""
+        """The digest of the secret, which workers know."""
         return sha256(self.secret).digest()
 
     def at(self, worker_id: str) -> "Handle":
@@ -59,7 +59,7 @@ class Handle:
 
 
 def answer_call_id(call_id: str, answer: int) -> str:
-    """What workers know an answer by, of several to one request; the first has the request's own id."""
+    """The id of an answer on workers, of several to one request; the first has the request's own id."""
     if not answer:
         return call_id
     return blake2b(f"{call_id}/{answer}".encode(), digest_size=_ID_BYTES).hexdigest()

@@ -1,4 +1,4 @@
-"""What a request asks for by `keep`, what its client has of it, and what its decode worker keeps for other routers."""
+"""Keeping of answers: a request's `keep`, its client's part of the answers, and the record for other routers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _LONGEST_RECORD = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What a client has of one answer: sums, and the ids if it sends them."""
+    """The client's part of one answer: sums, and the ids if it sends them."""
 
     have: generate_pb2.AnswerPosition
     received: Sequence[int] = ()
@@ -27,7 +27,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How long a request's answers go on without their client, and their handle.
+    """The grace of a request's answers without their client, and their handle.
 
     `continued` has what the client has of each answer, if it resumes them; `attempt` counts how often.
     """
@@ -43,17 +43,17 @@ class Keep:
         return self.attempt > 0
 
     def of(self, answer: int) -> Continued:
-        """What the client has of one answer."""
+        """The client's part of one answer."""
         return self.continued.get(answer) or Continued(generate_pb2.AnswerPosition(index=answer))
 
 
 def keep_seconds(response: generate_pb2.ResponseOptions, most: float) -> float:
-    """What is granted of what a request asks for; 0 if it asks for nothing."""
+    """The granted seconds of `keep`; 0 if a request asks for nothing."""
     return min(most, max(0.0, response.keep.seconds + response.keep.nanos / 1e9))
 
 
 def resumption(ctx: "RequestContext", worker: "WorkerRecord", seed: int) -> generate_pb2.Resumption | None:
-    """What Started says of a kept answer; None if it is not kept: nothing was asked for, or this worker keeps none."""
+    """The resumption in a kept answer's Started; None if it is not kept: not asked for, or this worker keeps none."""
     keep = ctx.keep
     if keep is None or keep.seconds <= 0 or KEEPS_STREAMS not in worker.capabilities:
         return None
@@ -65,7 +65,7 @@ def resumption(ctx: "RequestContext", worker: "WorkerRecord", seed: int) -> gene
 
 
 def stream_keep(ctx: "RequestContext", started: generate_pb2.Started) -> decode_pb2.StreamKeep:
-    """What a decode worker keeps of an answer whose `started` has a resumption."""
+    """The record that a decode worker keeps of an answer whose `started` has a resumption."""
     keep = ctx.keep
     assert keep is not None
     record = resume_pb2.ResumeRecord(
@@ -89,7 +89,7 @@ def stream_keep(ctx: "RequestContext", started: generate_pb2.Started) -> decode_
 
 
 def owner_of(ctx: "RequestContext") -> bytes:
-    """Whose answer it is."""
+    """The digest of the answer's owner."""
     return owner_sha256(ctx.caller.name if ctx.caller else "", ctx.qos.tenant)
 
 

@@ -56,20 +56,17 @@ class ReplayedCompletion(Completion):
 
     @property
     def is_plain(self) -> bool:
-        """See Completion. Text that the client has is cut, which plain tokens are not."""
+        """Plain as of Completion, but text that the client has is cut, which plain tokens are not."""
         return not self._text_left and super().is_plain
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> TokenDelta:
-        """See Completion."""
         return self._cut(super().push(token_ids, logprobs))
 
     def push_token(self, token_id: int) -> str:
-        """See Completion."""
         text = super().push_token(token_id)
         return self._cut_text(text) if self._text_left else text
 
     def flush(self) -> TokenDelta:
-        """See Completion."""
         return self._cut(super().flush())
 
     def _replay_had(self, ids: Sequence[int]) -> TokenDelta:

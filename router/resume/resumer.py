@@ -60,12 +60,12 @@ class _Request:
 
     @property
     def owner(self) -> bytes:
-        """Whose answers it asks for."""
+        """The digest of the answers' owner."""
         caller = current_caller()
         return owner_sha256(caller.name if caller else "", self.qos.tenant)
 
     def keep(self, seconds: float, handle: Handle) -> Keep:
-        """What the client has, for the contexts of its answers."""
+        """The client's parts, for the contexts of its answers."""
         return Keep(seconds, handle, self.message.attempt, _continued(self.message))
 
 
@@ -309,7 +309,7 @@ class Resumer:
 
 
 def _continued(message: generate_pb2.ResumeGenerationRequest) -> Mapping[int, Continued]:
-    """What the client has, by answer."""
+    """The client's part of each answer."""
     received = message.received
     return {
         position.index: Continued(position, received[position.index].ids if position.index < len(received) else ())
@@ -318,7 +318,7 @@ def _continued(message: generate_pb2.ResumeGenerationRequest) -> Mapping[int, Co
 
 
 async def _first(call: Any) -> decode_pb2.DecodeAttached:
-    """What a worker tells of an answer. Raises StreamLost also if the worker fails."""
+    """A worker's report of an answer. Raises StreamLost also if the worker fails."""
     try:
         async with timeout(_ATTACH_SECONDS):
             response = await anext(aiter(call))

@@ -60,7 +60,7 @@ class AdoptedDecode:
 
     @property
     def hop(self) -> int:
-        """How many decodes the answer has had."""
+        """The number of decodes that the answer has had."""
         return self.attached.hop
 
     @property

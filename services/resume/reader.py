@@ -80,7 +80,7 @@ class StreamReader:
 
 
 def _failure(error: Exception | None) -> Exception:
-    """What a reader raises for a stream without an end. Each raises its own: one that is raised twice keeps frames."""
+    """The error of a reader whose stream has no end. Each raises its own: one raised twice keeps frames."""
     if error is None:
         return Unavailable("the decode was ended to make room, or by the router that read it before")
     if isinstance(error, BatonError):

@@ -23,7 +23,7 @@ _OBJECT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
-    """What came with a kept decode: for the router that takes it over. The prompt has no embeddings."""
+    """The request of a kept decode, for the router that takes it over. The prompt has no embeddings."""
 
     request_id: str
     prompt: prompt_pb2.Prompt
@@ -62,7 +62,7 @@ class KeptRequest:
         return self.sampling.HasField("logprobs") or self.sampling.HasField("prompt_logprobs")
 
 
-class Reading(Protocol):
+class StreamListener(Protocol):
     """The reader of a stream, as the stream knows it."""
 
     ready: Callable[[], None]
@@ -86,7 +86,7 @@ class KeptStream:
         self._logprobs_size, self._most_logprobs_size = 0, logprob_bytes
         self._source: TokenSource | None = None
         self._source_ended: asyncio.Future[None] | None = None
-        self._reader: Reading | None = None
+        self._reader: StreamListener | None = None
         self._changed: Callable[[], None] | None = None  # of the reader, told of what comes
 
     @property
@@ -140,7 +140,7 @@ class KeptStream:
 
     # Its reader.
 
-    def attach(self, reader: Reading) -> None:
+    def attach(self, reader: StreamListener) -> None:
         """Makes `reader` the only one: the one before, if there is one, gets StreamAdopted."""
         before, self._reader = self._reader, reader
         self._changed = reader.ready
@@ -148,7 +148,7 @@ class KeptStream:
         if before is not None:
             before.ready()
 
-    def leave(self, reader: Reading) -> bool:
+    def leave(self, reader: StreamListener) -> bool:
         """The reader has gone. False if it was not the present one."""
         if self._reader is not reader:
             return False
@@ -157,13 +157,13 @@ class KeptStream:
         self.drain()
         return True
 
-    def subscribe(self, reader: Reading) -> None:
+    def subscribe(self, reader: StreamListener) -> None:
         """The reader is told by another `ready` from now on."""
         if self._reader is reader:
             self._changed = reader.ready
         reader.ready()
 
-    def require(self, reader: Reading) -> None:
+    def require(self, reader: StreamListener) -> None:
         """Raises StreamAdopted for a reader that is not the present one."""
         if self._reader is not reader:
             raise StreamAdopted("another router has taken the answer over")

@@ -226,7 +226,7 @@ class KeptStreams:
 
 
 def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:
-    """What there is of a stream, for a router that may attach to it: nothing of it has changed.
+    """The state of a stream, for a router that may attach to it: nothing of it has changed.
 
     Raises PositionInvalid if the client has more than there is, or if what it lacks is gone.
     """
