@@ -23,7 +23,7 @@ from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
 from router.multimodal.prompt import MultimodalPrompt
 from router.placement.placer import Placer
-from router.resume.keep import resumption, stream_keep
+from router.resume.record import resumption, stream_keep
 from router.routing.latency import DecodeTimer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
 from router.routing.retry import Attempts, Retries

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.structure import ROOT, Module, clause_first, protocols, read, repeated_class_names
+from tools.structure import ROOT, Module, circles, clause_first, protocols, read, repeated_class_names
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,11 @@ def test_a_class_name_may_come_again_in_another_package_only() -> None:
         [module("one.a", "class Call: ..."), module("one.b", "class Call: ..."), module("two.a", "class Call: ...")]
     )
     assert repeated_class_names(modules) == ["one.Call"]
+
+
+def test_neither_rooms_nor_files_import_each_other_in_circles(product: dict[str, Module]) -> None:
+    found = [line for line in circles(product, True) if line.startswith("    ")]
+    assert found == []
 
 
 def test_docstrings_begin_with_their_subject(product: dict[str, Module]) -> None:
