@@ -131,5 +131,5 @@ def test_the_pause_is_what_the_server_asks_for_else_it_doubles() -> None:
 
 
 def test_a_retry_of_no_attempts_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 attempt"):
+    with pytest.raises(ValueError, match="attempts must be at least 1"):
         Retry(attempts=0)

@@ -117,7 +117,7 @@ async def test_bodies_that_are_not_read_use_no_more_than_the_budget(bounded: Ben
     first = done.pop().result()
     assert first.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in first
-    assert b"use all memory for them" in first
+    assert b"the memory for unread requests is used up" in first
     for each in clients:
         each.writer.transport.abort()
     await asyncio.wait(answers)
