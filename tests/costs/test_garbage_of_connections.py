@@ -9,7 +9,7 @@ from support.servers.tcp_proxy import TcpProxy
 
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
-from baton_http2.client.call import Call
+from baton_http2.client.call import ClientCall
 from baton_http2.client.dialing import ServerAddress, open_call
 from benchmarks.leftovers import garbage
 from rpc.health import Health
@@ -27,22 +27,24 @@ class Waiting(multiplex_pb2_grpc.MultiplexServiceServicer):
             pass
 
 
-async def cut(proxy: TcpProxy, call: Call) -> None:
+async def cut(proxy: TcpProxy, call: ClientCall) -> None:
     await proxy.cut()
     await asyncio.shield(call.status)
     await proxy.restore()
 
 
-async def cancel(proxy: TcpProxy, call: Call) -> None:
+async def cancel(proxy: TcpProxy, call: ClientCall) -> None:
     call.cancel()
 
 
-async def leave(proxy: TcpProxy, call: Call) -> None:
+async def leave(proxy: TcpProxy, call: ClientCall) -> None:
     pass
 
 
 @pytest.mark.parametrize("end", [cut, cancel, leave])
-async def test_a_connection_that_has_ended_is_no_garbage(end: Callable[[TcpProxy, Call], Awaitable[None]]) -> None:
+async def test_a_connection_that_has_ended_is_no_garbage(
+    end: Callable[[TcpProxy, ClientCall], Awaitable[None]],
+) -> None:
     service = Service(NAME, multiplex_pb2_grpc.add_MultiplexServiceServicer_to_server, Waiting())
     async with (
         timeout(60),

@@ -44,7 +44,7 @@ def test_a_keyword_that_is_not_supported_is_named_with_its_path(schema: dict[str
         ({"json_schema": "{"}, "guided.json_schema", "is not JSON"),
         ({"json_schema": "[1]"}, "guided.json_schema", "must be the text of a JSON object"),
         ({"json_schema": '{"type": "number", "minimum": 3, "maximum": 2}'}, "guided.json_schema", "Unsatisfiable"),
-        ({"json_schema": '{"$ref": "https://example.com/schema"}'}, "guided.json_schema.$ref", "within"),
+        ({"json_schema": '{"$ref": "https://example.com/schema"}'}, "guided.json_schema.$ref", "outside of the schema"),
         ({"regex": "(a"}, "guided.regex", "unclosed group"),
         ({"regex": r"a?(\<image>)b"}, "guided.regex", "lookarounds"),
         ({"json_schema": r'{"type": "string", "pattern": "\\<a\\>"}'}, "guided.json_schema", "lookarounds"),

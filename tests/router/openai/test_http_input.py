@@ -48,11 +48,15 @@ class Client:
     async def drip(self, data: bytes) -> bytes:
         """Sends byte by byte until something comes, or the connection is closed: what came."""
         answer = asyncio.create_task(self.reader.read(4096))
-        for at in range(len(data)):
-            await self.send(data[at : at + 1])
-            if (await asyncio.wait([answer], timeout=0.02))[0]:
-                break
-        return await asyncio.wait_for(answer, 20)
+        with suppress(ConnectionResetError):  # closed while a byte was on its way
+            for at in range(len(data)):
+                await self.send(data[at : at + 1])
+                if (await asyncio.wait([answer], timeout=0.02))[0]:
+                    break
+        try:
+            return await asyncio.wait_for(answer, 20)
+        except ConnectionResetError:
+            return b""
 
 
 async def client_of(bench: Bench) -> Client:

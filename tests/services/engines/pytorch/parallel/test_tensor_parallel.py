@@ -131,7 +131,7 @@ async def test_ranks_end_when_rank_0_is_killed_and_not_by_signals_to_the_group(t
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"execution": "library"}, "tensor_parallel_size: transformers' modules are not split"),
+        ({"execution": "library"}, "tensor_parallel_size: execution must not be library"),
         ({"lora": {"folder": "/tmp"}}, "tensor_parallel_size: a split model does not support lora"),
         ({"speculation": {"kind": "prompt_lookup"}}, "tensor_parallel_size: a split model does not support spec"),
     ],
