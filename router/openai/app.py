@@ -23,13 +23,14 @@ from baton_http2.server.reply import Reply
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
-from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, whole
+from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, run_stream, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
 from router.openai.fields import SamplingFields, read
 from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
+from router.openai.resumable.streams import Asked, ResumableStreams, keep_seconds_of
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text import request_input
@@ -97,6 +98,7 @@ class OpenAIApp:
         self._max_body_bytes = max_body_bytes
         self._input = input
         self._created = now()
+        self._resumable = ResumableStreams(path)
         self.running = RunningCalls()
         self._targets = {
             "/v1/chat/completions": self._target("/v1/chat/completions", POST=self._chat),
@@ -215,6 +217,12 @@ class OpenAIApp:
         self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind
     ) -> None:
         call.guided_field = body.guided_field
+        options = body.stream_options
+        seconds = keep_seconds_of(call, options.keep_seconds if options else None, is_stream=bool(body.stream))
+        if seconds:
+            asked = Asked(kind, request, self._token_text(body.model), body.wants_usage)
+            await self._resumable.run(call, asked, seconds)
+            return
         answering = Answering(kind, f"{_ID_PREFIXES[kind]}{call.request_id}", self._token_text(body.model), now())
         if body.stream:
             await self._run(call, request, ChoiceStream(call, answering, body.wants_usage))
@@ -288,15 +296,12 @@ class OpenAIApp:
     ) -> None:
         """Runs the request in the pipeline. An error after the response has begun ends it."""
         ctx = self._path.contexts.create(request, call)
-        try:
+        work = self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+        if isinstance(stream, UnaryCollector):
             async with call.while_connected():
-                await self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
-        except BatonError as error:
-            if not call.response_status or isinstance(stream, UnaryCollector):
-                raise
-            call.status = code_of(type(error))
-            add_log_fields(reason=error.reason, error=error.message)
-            await stream.fail(error)
+                await work
+        else:
+            await run_stream(call, stream, work)
 
     def _token_text(self, name: str) -> Callable[[int], str]:
         """Names the tokens of a model in logprobs. The model is looked up when it is needed: it may not exist."""

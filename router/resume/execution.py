@@ -83,7 +83,7 @@ class ResumedExecution(RequestExecution):
         self._has_started = True
         keep = self._ctx.keep
         assert keep is not None
-        resumed = generate_pb2.Resumed(started=started, recomputed=self._adopted is None, attempt=keep.attempt)
+        resumed = generate_pb2.Resumed(started=started, recomputed=self._adopted is None, attempt=keep.attempt or 0)
         self._stream.start(resumed)
         if (missing := self._replay.missing) != _NOTHING:
             self._stream.put_now(missing)

@@ -90,20 +90,31 @@ class Resumer:
 
         Raises StreamLost, StaleAttempt, PositionInvalid and InvalidRequest, and what a request itself raises.
         """
+        if not message.attempt:
+            raise InvalidRequest.of("attempt", "is 0 or unset; the first one is 1")
+        reply = call.reply()
+        if await self.adopt(message, call, reply):
+            return
+        if not message.HasField("request"):
+            raise StreamLost("nothing is left of this answer: resume it with its request, or send that again")
+        await self._pipeline.run(self._context_again(self._read(message, call)), reply)
+
+    async def adopt(self, message: generate_pb2.ResumeGenerationRequest, call: Any, reply: Reply) -> bool:
+        """Sends what a client lacks, to the end, from the workers that have the answers. False if none has them.
+
+        Raises as `run`. An attempt of 0 is the next one, whatever came before.
+        """
         request = self._read(message, call)
         async with AsyncExitStack() as attached:
             answers = await self._attach_all(request, attached)
-            if answers:
-                ctx = self._context(request, answers[0])
-                reply = call.reply()
-                describe = partial(set_request_attributes, ctx.request)
-                answer = partial(self._answer_adopted, answers, ctx, reply)
-                ended = partial(end_reply, reply, ctx.timings)
-                await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
-                return
-        if not message.HasField("request"):
-            raise StreamLost("nothing is left of this answer: resume it with its request, or send that again")
-        await self._pipeline.run(self._context_again(request), call.reply())
+            if not answers:
+                return False
+            ctx = self._context(request, answers[0])
+            describe = partial(set_request_attributes, ctx.request)
+            answer = partial(self._answer_adopted, answers, ctx, reply)
+            ended = partial(end_reply, reply, ctx.timings)
+            await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
+        return True
 
     async def cancel(self, handle: Handle, qos: RequestQos) -> None:
         """Ends a kept answer, wherever it is. Raises StreamLost."""
@@ -120,8 +131,6 @@ class Resumer:
 
     def _read(self, message: generate_pb2.ResumeGenerationRequest, call: Any) -> _Request:
         handle = Handle.parse(message.handle)
-        if not message.attempt:
-            raise InvalidRequest.of("attempt", "is 0 or unset; the first one is 1")
         indices = [position.index for position in message.have]
         if len(set(indices)) < len(indices):
             raise InvalidRequest.of("have", "has an answer twice")

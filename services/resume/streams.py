@@ -248,10 +248,10 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
 
 
 def require_later(stream: KeptStream, attempt: int) -> None:
-    """Raises StaleAttempt unless it is above that of the last Attach."""
-    if attempt <= stream.attempt:
+    """Raises StaleAttempt unless it is above that of the last Attach; 0 is the next one, whatever came before."""
+    if attempt and attempt <= stream.attempt:
         raise StaleAttempt(f"attempt {attempt} comes after attempt {stream.attempt}")
-    stream.attempt = attempt
+    stream.attempt = attempt or stream.attempt + 1
 
 
 def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:
