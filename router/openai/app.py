@@ -7,6 +7,7 @@ authenticated; an error becomes a response in OpenAI's shape.
 import asyncio
 import json
 import sys
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from opentelemetry.trace import SpanKind
 from pydantic import BaseModel
 
 from baton.errors import BatonError, InvalidRequest
-from baton.inference.v1 import generate_pb2, lora_pb2
+from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
 from baton_http2.server.reply import Reply
 from router.openai import embeddings
@@ -26,17 +27,20 @@ from router.openai.chat import ChatCompletionRequest
 from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, run_stream, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
-from router.openai.errors import HttpRefusal, failure_of
+from router.openai.errors import HttpRefusal, failure_of, known_error
 from router.openai.fields import SamplingFields, read
 from router.openai.json_body import parse
+from router.openai.models import MODELS, ModelEndpoints
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.openai.resumable.streams import Asked, ResumableStreams, keep_seconds_of
+from router.openai.stored.document import RecordedStream, ResponseDocument
+from router.openai.stored.endpoints import CANCEL, StoredEndpoints, stream_events
+from router.openai.stored.endpoints import PATH as RESPONSES
+from router.openai.stored.service import ID_PREFIX, ResponseService
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text import request_input
-from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
-from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
 from rpc.interceptors.arrival import record_arrival, record_size
 from rpc.interceptors.authorizing import authorize
@@ -48,7 +52,7 @@ from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
-from runtime.aio import forget_frames, leaf_errors
+from runtime.aio import forget_frames
 from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
@@ -90,14 +94,16 @@ class OpenAIApp:
         texts: LongestTexts,
         max_body_bytes: int,
         input: InputBudget,
+        responses: ResponseService,
     ) -> None:
         self._path = path
+        self._stored = responses
         self._access = access
         self._tracer = tracer
         self._texts = texts
         self._max_body_bytes = max_body_bytes
         self._input = input
-        self._created = now()
+        models = ModelEndpoints(path.cluster)
         self._resumable = ResumableStreams(path)
         self.running = RunningCalls()
         self._targets = {
@@ -105,9 +111,12 @@ class OpenAIApp:
             "/v1/completions": self._target("/v1/completions", POST=self._completions),
             "/v1/responses": self._target("/v1/responses", POST=self._responses),
             "/v1/embeddings": self._target("/v1/embeddings", POST=self._embeddings),
-            "/v1/models": self._target("/v1/models", GET=self._models),
+            "/v1/models": self._target("/v1/models", GET=models.all),
         }
-        self._model_target = self._target("/v1/models/{model}", GET=self._model)
+        self._model_target = self._target("/v1/models/{model}", GET=models.one)
+        stored = StoredEndpoints(responses)
+        self._response_target = self._target("/v1/responses/{id}", GET=stored.retrieve, DELETE=stored.delete)
+        self._cancel_target = self._target("/v1/responses/{id}/cancel", POST=stored.cancel)
         self._unknown = self._target("/unknown")
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
@@ -130,8 +139,10 @@ class OpenAIApp:
                 task.uncancel()
 
     def _find(self, path: str) -> Target:
-        if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
+        if path.startswith(MODELS) and len(path) > len(MODELS):
             return self._model_target
+        if path.startswith(RESPONSES) and len(path) > len(RESPONSES):
+            return self._cancel_target if path.endswith(CANCEL) else self._response_target
         return self._targets.get(path.rstrip("/"), self._unknown)
 
     def _target(self, name: str, **methods: Callable[[HttpCall, str], Awaitable[None]]) -> Target:
@@ -139,7 +150,7 @@ class OpenAIApp:
 
         async def refuse(_call: HttpCall, path: str) -> None:
             if methods:
-                allowed = ("GET", "HEAD") if "GET" in methods else tuple(methods)
+                allowed = ("GET", "HEAD", *set(methods) - {"GET"}) if "GET" in methods else tuple(methods)
                 raise HttpRefusal(405, f"{path} expects {' or '.join(methods)}", allowed)
             raise HttpRefusal(404, f"unknown path {path!r}")
 
@@ -234,13 +245,38 @@ class OpenAIApp:
     async def _responses(self, call: HttpCall, _path: str) -> None:
         body, request = await self._read(call, ResponsesRequest, ResponsesRequest.generate_request)
         call.guided_field = body.guided_field
-        builder = ResponseBuilder(body, f"resp_{call.request_id}", now())
-        if body.stream:
-            await self._run(call, request, ResponseStream(call, builder))
-            return
-        collector = UnaryCollector()
-        await self._run(call, request, collector)
-        await call.respond(200, json.dumps(builder.whole(collector)).encode())
+        body.require_consistent()
+        seconds = keep_seconds_of(call, None, is_stream=bool(body.stream))
+        turns = await self._stored.go_on(call, body, request) if body.uses_memory else ()
+        if body.background:
+            entry = await self._stored.begin(call, body, request, turns)
+            if body.stream:
+                await stream_events(call, entry)
+            else:
+                await call.respond(200, json.dumps(entry.document.response()).encode())
+        elif seconds:
+            asked = await self._resumable.response(call, request)
+            builder = ResponseBuilder(body, asked.identity, asked.origin.created)
+            document = self._stored.recording(call, body, turns, builder)
+            await self._resumable.run_response(call, document, asked, seconds)
+        elif body.store:
+            builder = ResponseBuilder(body, f"{ID_PREFIX}{uuid.uuid4().hex}", now())
+            await self._whole_or_streamed(call, request, builder, self._stored.recording(call, body, turns, builder))
+        else:
+            await self._whole_or_streamed(call, request, ResponseBuilder(body, f"{ID_PREFIX}{call.request_id}", now()))
+
+    async def _whole_or_streamed(
+        self,
+        call: HttpCall,
+        request: generate_pb2.GenerateRequest,
+        builder: ResponseBuilder,
+        document: ResponseDocument | None = None,
+    ) -> None:
+        collector = None if builder.is_streamed else UnaryCollector()
+        stream: AnswerStream | UnaryCollector = collector or ResponseStream(call, builder)
+        await self._run(call, request, RecordedStream(document, stream) if document else stream)
+        if collector is not None:
+            await call.respond(200, json.dumps(builder.whole(collector)).encode())
 
     async def _embeddings(self, call: HttpCall, _path: str) -> None:
         body, request = await self._read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request)
@@ -248,31 +284,6 @@ class OpenAIApp:
             response = await self._path.embed_pipeline.run(request, call)
         content = await asyncio.to_thread(embeddings.whole, response, body.encoding_format)
         await call.respond(200, content)
-
-    async def _models(self, call: HttpCall, _path: str) -> None:
-        models: list[dict[str, Any]] = []
-        for model in self._path.cluster.models:
-            models.append(self._described(model))
-            adapters = loras_of_model(self._path.cluster.workers, model.name).values()
-            models += [self._described(model, adapter) for adapter in adapters]
-        await call.respond(200, json.dumps({"object": "list", "data": models}).encode())
-
-    async def _model(self, call: HttpCall, path: str) -> None:
-        name = path.removeprefix("/v1/models/")
-        model = self._path.cluster.model(name)
-        adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
-        await call.respond(200, json.dumps(self._described(model, adapter)).encode())
-
-    def _described(self, model: ServedModel, adapter: lora_pb2.LoraAdapter | None = None) -> dict[str, Any]:
-        context = model.limits.max_context_tokens
-        return {
-            "id": named(model.name, adapter),
-            "object": "model",
-            "created": self._created,
-            "owned_by": "baton",
-            "max_model_len": context,
-            "parent": model.name if adapter else None,
-        }
 
     # A request, from its body to its answer.
 
@@ -339,21 +350,11 @@ def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
                 forget_frames(error)
                 return
             try:
-                await _respond(call, _known(method, error))
+                await _respond(call, known_error(method, error))
             finally:
                 forget_frames(error)
 
     return guarded
-
-
-def _known(method: str, error: Exception) -> BatonError:
-    """The error that the client gets to know of."""
-    found = leaf_errors(error)
-    known = [one for one in found if isinstance(one, BatonError)]
-    if len(known) < len(found):
-        log.error("call failed", method=method, exc_info=error)
-        return BatonError("internal error")
-    return known[0]
 
 
 async def _respond(call: HttpCall, error: BatonError) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import parse_qsl
 
 from grpc import StatusCode
 
@@ -26,6 +27,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 _LARGE_BYTES = 1024 * 1024
 _TOO_SLOW = "the body came too slowly"
 _NO_MEMORY = "the memory for unread requests is used up; try again"
+_MOST_OPTIONS = 16
 JSON = (b"content-type", b"application/json")
 
 
@@ -43,6 +45,7 @@ class HttpCall:
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
+        self._query = bytes(scope.get("query_string", b""))
         self._metadata = tuple(_decoded(scope["headers"]))
         self._host = str((scope.get("client") or ("",))[0])
         self._has_left = False
@@ -76,6 +79,14 @@ class HttpCall:
         return self._has_left
 
     # The request and the response.
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """The options of the URL; of one that comes twice the last. Raises InvalidRequest for too many."""
+        text = self._query.decode("latin-1")
+        if text.count("&") >= _MOST_OPTIONS:
+            raise InvalidRequest.of("query", f"has more than {_MOST_OPTIONS} options")
+        return dict(parse_qsl(text, keep_blank_values=True))
 
     async def read_body(self, max_bytes: int, budget: InputBudget) -> "Body":
         """The whole body, which counts in `budget` until the caller releases it.

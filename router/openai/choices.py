@@ -21,7 +21,7 @@ TokenText = Callable[[int], str]
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _DONE = b"data: [DONE]\n\n"
 # For clients of streams with ids: how long they wait before they ask for the rest.
-_RETRY = b"retry: 200\n\n"
+RETRY = b"retry: 200\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ChoiceStream:
         await self._call.begin(200, EVENTS)
         if self._ids is not None:
             self._ids.start(started)
-            await self._call.write(_RETRY)
+            await self._call.write(RETRY)
 
     def _delta(self, delta: generate_pb2.TokenDelta) -> bytes:
         opening = b"" if self._answering.kind == "text" or delta.index in self._opened else self._open(delta.index)

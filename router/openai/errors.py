@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -25,6 +27,9 @@ from baton.errors import (
     Unavailable,
     Unsupported,
 )
+from runtime.aio import leaf_errors
+
+log = structlog.get_logger(__name__)
 
 # Subclasses that are not listed have their parent's status. OpenAI's clients try 408, 409, 429 and 5xx again.
 STATUSES: dict[type[BatonError], int] = {
@@ -104,6 +109,16 @@ class OpenAiError:
     status: int
     body: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def known_error(method: str, error: Exception) -> BatonError:
+    """The error that the client gets to know of."""
+    found = leaf_errors(error)
+    known = [one for one in found if isinstance(one, BatonError)]
+    if len(known) < len(found):
+        log.error("call failed", method=method, exc_info=error)
+        return BatonError("internal error")
+    return known[0]
 
 
 def failure_of(error: BatonError, guided_field: str = "") -> OpenAiError:

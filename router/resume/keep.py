@@ -26,6 +26,7 @@ class Keep:
     seconds: float
     handle: Handle
     attempt: int | None = None
+    origin: bytes = b""  # see ResumeRecord
     continued: Mapping[int, Continued] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,7 @@
 """ResumeGeneration: finds an answer by its handle, and goes on with it, from its worker or from its client's copy."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,9 @@ _ATTACH_SECONDS = 2.0
 _MANY_IDS = 4096
 
 
+ReplyTo = Callable[[resume_pb2.ResumeRecord], Reply]
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A call of ResumeGeneration, read and checked."""
@@ -66,7 +69,7 @@ class _Request:
 
     def keep(self, seconds: float, handle: Handle) -> Keep:
         """The client's parts, for the contexts of its answers."""
-        return Keep(seconds, handle, self.message.attempt, _continued(self.message))
+        return Keep(seconds, handle, self.message.attempt, continued=_continued(self.message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +96,24 @@ class Resumer:
         if not message.attempt:
             raise InvalidRequest.of("attempt", "is 0 or unset; the first one is 1")
         reply = call.reply()
-        if await self.adopt(message, call, reply):
+        if await self.adopt(message, call, lambda _record: reply):
             return
         if not message.HasField("request"):
             raise StreamLost("nothing is left of this answer: resume it with its request, or send that again")
         await self._pipeline.run(self._context_again(self._read(message, call)), reply)
 
-    async def adopt(self, message: generate_pb2.ResumeGenerationRequest, call: Any, reply: Reply) -> bool:
+    async def adopt(self, message: generate_pb2.ResumeGenerationRequest, call: Any, reply_to: ReplyTo) -> bool:
         """Sends what a client lacks, to the end, from the workers that have the answers. False if none has them.
 
-        Raises as `run`. An attempt of 0 is the next one, whatever came before.
+        Raises as `run`. An attempt of 0 is the next one, whatever came before. `reply_to` gives the way back, once the
+        record is known.
         """
         request = self._read(message, call)
         async with AsyncExitStack() as attached:
             answers = await self._attach_all(request, attached)
             if not answers:
                 return False
-            ctx = self._context(request, answers[0])
+            ctx, reply = self._context(request, answers[0]), reply_to(answers[0].record)
             describe = partial(set_request_attributes, ctx.request)
             answer = partial(self._answer_adopted, answers, ctx, reply)
             ended = partial(end_reply, reply, ctx.timings)
@@ -238,7 +242,7 @@ class Resumer:
             stats=stats,
             faults=self._contexts.read_faults(request.call),
             cancellation=Cancellation(request.handle.call_id),
-            keep=request.keep(kept, request.handle),
+            keep=replace(request.keep(kept, request.handle), origin=record.origin),
         )
 
     async def _answer_adopted(self, answers: Sequence[_Adopted], ctx: RequestContext, reply: Reply) -> None:

@@ -13,7 +13,9 @@ from baton_http2.server.reply import Reply
 from router.openai.call import HttpCall
 from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, run_stream
 from router.openai.resumable.event_ids import HEADER, EventId, EventIds, Origin
+from router.openai.resumable.responses import NumberedStream
 from router.openai.resumable.skipping import SkippingStream
+from router.openai.stored.document import ResponseDocument
 from router.request_path import RequestPath
 from router.resume.resumer import Resumer
 
@@ -30,6 +32,20 @@ class Asked:
     request: generate_pb2.GenerateRequest
     token_text: TokenText
     wants_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """A request for the stream of a response, and the event that it goes on after."""
+
+    request: generate_pb2.GenerateRequest
+    origin: Origin
+    last: EventId | None
+
+    @property
+    def identity(self) -> str:
+        """The id of the response, on all of its streams."""
+        return f"resp_{self.origin.name:016x}"
 
 
 def keep_seconds_of(call: HttpCall, in_body: float | None, *, is_stream: bool) -> float:
@@ -94,6 +110,28 @@ class ResumableStreams:
         ctx = self._path.contexts.create(request, call)
         await run_stream(call, stream, self._path.pipeline.run(ctx, _reply(stream)))
 
+    async def run_response(
+        self, call: HttpCall, document: ResponseDocument, asked: AskedResponse, seconds: float
+    ) -> None:
+        """The same for a response, whose events are those of a document."""
+        request, last, ids = asked.request, asked.last, EventIds(asked.origin, 1)
+        stream = NumberedStream(call, document, ids, last.positions[0] if last else None)
+        if last is not None:
+            message = generate_pb2.ResumeGenerationRequest(handle=last.handle)
+            message.request.sampling.n = 1
+            if await run_stream(call, stream, self._resumer.adopt(message, call, lambda _record: _reply(stream))):
+                return
+            request.sampling.seed = asked.origin.seed
+        request.response.keep.FromNanoseconds(int(seconds * 1e9))
+        ctx = self._path.contexts.create(request, call)
+        await run_stream(call, stream, self._path.pipeline.run(ctx, _reply(stream)))
+
+    async def response(self, call: HttpCall, request: generate_pb2.GenerateRequest) -> AskedResponse:
+        """What a client asks for, and has, of a response."""
+        crc = await checksum("response", request)
+        last = self._last(call, 1, crc)
+        return AskedResponse(request, last.origin if last else Origin.new(now(), crc), last)
+
     def _last(self, call: HttpCall, count: int, crc: int) -> EventId | None:
         text = last_event_id(call)
         if text is None:
@@ -109,7 +147,7 @@ class ResumableStreams:
             handle=last.handle, have=[one.message(index) for index, one in enumerate(last.positions)]
         )
         message.request.sampling.n = count
-        return self._resumer.adopt(message, call, _reply(stream))
+        return self._resumer.adopt(message, call, lambda _record: _reply(stream))
 
 
 def _reply(stream: AnswerStream) -> Reply:
