@@ -26,6 +26,7 @@ class Keep:
     seconds: float
     handle: Handle
     attempt: int | None = None
+    is_partly_lost: bool = False  # some of several answers are computed again
     origin: bytes = b""  # see ResumeRecord
     continued: Mapping[int, Continued] = field(default_factory=dict)
 

@@ -70,10 +70,12 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def ended(of: openai.AsyncOpenAI, identity: str) -> Any:
-    async with asyncio.timeout(20):
-        while (found := await of.responses.retrieve(identity)).status in ("queued", "in_progress"):
-            await asyncio.sleep(0.02)
-    return found
+    for _ in range(1000):
+        found = await of.responses.retrieve(identity)
+        if found.status not in ("queued", "in_progress"):
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError("the response has not ended")
 
 
 async def events_of(stream: Any, until: int = 10**9) -> list[Any]:
@@ -284,13 +286,15 @@ async def test_what_is_not_stored_or_elsewhere_is_refused_with_the_reason(pair: 
 
 async def test_a_response_is_of_its_tenant_alone(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    listed = "".join(f"  - {{name: {name}, role: {role}, token: key-of-{name}}}\n" for name, role in KEYS)
+    listed = "".join(
+        f"  - {{name: {name}, role: {role}, token: the-long-secret-key-of-{name}}}\n" for name, role in KEYS
+    )
     tokens.write_text(f"tokens:\n{listed}")
     tokens.chmod(0o600)
     router = OPENAI_ROUTER.model_copy(update={"auth": AuthConfig(tokens_file=tokens)})
     async with routers(simulated("w", "prefill", "decode", **STEP), router=router) as pair:
-        ann, bob = (client(pair.running.openai_address, f"key-of-{name}") for name in ("ann", "bob"))
-        elsewhere = client(pair.other.openai_address, "key-of-bob")
+        ann, bob = (client(pair.running.openai_address, f"the-long-secret-key-of-{name}") for name in ("ann", "bob"))
+        elsewhere = client(pair.other.openai_address, "the-long-secret-key-of-bob")
         asked = {**ASKED, "max_output_tokens": 300}
         made = await ann.responses.create(**asked, background=True)
         stored = await ann.responses.create(**ASKED, store=True)

@@ -13,8 +13,11 @@ from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.calls import stream, unary
+from baton.engine.v1 import decode_pb2
 from baton.errors import InvalidRequest, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
-from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, sampling_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2
+from router.config import QuotaConfig, QuotasConfig
+from router.resume.handle import Handle, answer_call_id
 from router.server import host_router
 from rpc.channels import open_channel
 from runtime.aio import timeout
@@ -266,3 +269,55 @@ async def test_forged_handles_disturb_nobody(pair: Pair) -> None:
     assert received.whole == (await _whole(pair, request)).whole
     assert received.finished is not None
     assert received.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_of_several_answers_only_the_lost_one_is_computed_again(pair: Pair, seeded: bool) -> None:
+    sampling = {"temperature": 0.8, "n": 3, **({"seed": 5} if seeded else {})}
+    request = _request(sampling=sampling, stopping={"max_tokens": 120})
+    for lost in range(3):
+        received = await _read(pair.first.Generate(request), Received(request), until=90)
+        before = {index: list(ids) for index, ids in received.ids.items()}
+        call_id = answer_call_id(Handle.parse(received.handle).call_id, lost)
+        [worker] = [one for one in pair.running.workers.values() if list(one.kept.find([call_id]))]
+        _forget(worker, call_id)
+        await _read(pair.second.ResumeGeneration(received.resume()), received)
+        assert [one.recomputed for one in received.resumed] == [True]
+        assert {index: len(ids) for index, ids in received.ids.items()} == {0: 120, 1: 120, 2: 120}
+        assert all(received.ids[index][: len(ids)] == ids for index, ids in before.items())
+        call_ids = {answer_call_id(Handle.parse(received.handle).call_id, answer) for answer in range(3)}
+        streams = [one for worker in pair.running.workers.values() for one in worker.kept.streams]
+        assert sorted(one.attachment for one in streams if one.kept.request_id in call_ids) == [1, 2, 2]
+        if seeded:
+            assert received.whole == (await _whole(pair, request)).whole
+
+
+async def test_an_answer_that_goes_on_is_charged_once() -> None:
+    quota = QuotaConfig(requests_per_second=0.01, tokens_per_second=1.0, burst_seconds=5000.0)
+    quotas = QuotasConfig(tenants={"acme": quota})
+    router = FAST_ROUTER.model_copy(update={"quotas": quotas})
+    metadata = (("x-baton-tenant", "acme"),)
+    async with bench(
+        simulated("worker", "prefill", "decode", decode_step_seconds=0.002), router=router, proxied=False
+    ) as running:
+        request = _request(stopping={"max_tokens": 200})
+
+        async def left() -> tuple[float, float]:
+            [tenant] = (await running.operators.ListTenants(cluster_service_pb2.ListTenantsRequest())).tenants
+            return tenant.requests_left, tenant.tokens_left
+
+        received = await _read(running.stub.Generate(request, metadata=metadata), Received(request), until=50)
+        for cut in (100, 150, 10**9):
+            await _read(running.stub.ResumeGeneration(received.resume(), metadata=metadata), received, until=cut)
+        assert received.finished is not None
+        requests, tokens = await left()
+        used = received.finished.usage.prompt_tokens + 200
+        assert requests == pytest.approx(49, abs=0.5)
+        # A part that was on its way when the client left may be charged to both streams.
+        assert used - 5 <= 5000 - tokens <= used + 60
+
+
+def _forget(worker: Any, call_id: str) -> None:
+    [found] = worker.kept.find([call_id])
+    attachment = next(one.attachment for one in worker.kept.streams if one.kept.request_id == call_id)
+    worker.kept.settle(decode_pb2.SettleRequest(request_id=found.request_id, attachment=attachment, forget=True))
