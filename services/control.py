@@ -16,6 +16,7 @@ from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
 from services.requests.calls import Calls, aborted
 from services.requests.loras import inventory_message, loras_of
+from services.resume.streams import KeptStreams, KeptUsage
 from services.telemetry.timings import as_seconds
 from services.worker import Drainer, DrainProgress, poll_changes
 from services.worker_engines import WorkerEngines
@@ -35,7 +36,10 @@ _QUEUES = {
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService."""
 
-    def __init__(self, epoch: int, engines: WorkerEngines, aborter: "Aborter", drainer: Drainer) -> None:
+    def __init__(
+        self, epoch: int, engines: WorkerEngines, aborter: "Aborter", drainer: Drainer, kept: KeptStreams
+    ) -> None:
+        self._kept = kept
         self._epoch = epoch
         self._engines = engines
         self._aborter = aborter
@@ -44,16 +48,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetModel(self, request: worker_pb2.GetModelRequest, context: Any) -> worker_pb2.GetModelResponse:
         return worker_pb2.GetModelResponse(card=_model_card(self._engines.facts))
 
+    def _load(self) -> tuple[EngineLoad, KeptUsage]:
+        return self._engines.load(), self._kept.usage()
+
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
-        return worker_pb2.GetLoadResponse(load=_load_message(self._engines.load()))
+        return worker_pb2.GetLoadResponse(load=_load_message(*self._load()))
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
-        loads_of = poll_changes(self._engines.load, _interval_seconds(request), _repeat_seconds(request))
+        loads_of = poll_changes(self._load, _interval_seconds(request), _repeat_seconds(request))
         async with aclosing(loads_of) as loads:
             async for load in loads:
-                yield worker_pb2.WatchLoadResponse(load=_load_message(load))
+                yield worker_pb2.WatchLoadResponse(load=_load_message(*load))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         return _abort_response(await self._aborter.abort(request.request_id))
@@ -196,7 +203,7 @@ def _embedding_rules(rules: EmbeddingRules) -> model_pb2.EmbeddingRules:
     )
 
 
-def _load_message(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
+def _load_message(load: EngineLoad, kept: KeptUsage) -> cluster_service_pb2.WorkerLoad:
     return cluster_service_pb2.WorkerLoad(
         running=load.running,
         waiting=load.waiting,
@@ -204,6 +211,8 @@ def _load_message(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
         blocks_total=load.blocks_total,
         blocks_used=load.blocks_used,
         blocks_held=load.blocks_held,
+        kept_streams=kept.attached + kept.parked,
+        parked_streams=kept.parked,
     )
 
 

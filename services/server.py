@@ -108,7 +108,7 @@ async def _open_services(parts: WorkerParts) -> AsyncIterator[list[Service]]:
         services = [await stack.enter_async_context(opening) for opening in opened]
         holder = HandoffServicer(worker.identity, parts.pools, worker.leases, parts.prompts)
         aborter = Aborter(parts.calls, worker.leases)
-        control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer)
+        control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer, worker.kept)
         yield [
             *services,
             Service(handoff.SERVICE_NAME, handoff_pb2_grpc.add_HandoffServiceServicer_to_server, holder),

@@ -14,7 +14,7 @@ from baton.errors import (
     PositionInvalid,
     StreamLost,
 )
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, timing_pb2
 from baton_http2.server.reply import Reply
 from router.answers import SharedReply, write_answer
 from router.cancellation import Cancellation
@@ -28,7 +28,8 @@ from router.resume.keep import keep_seconds
 from router.resume.replay import ReplayedCompletion
 from router.stream.reply import end_reply
 from router.stream.writer import StreamWriter
-from router.telemetry.spans import set_request_attributes
+from router.telemetry import metrics
+from router.telemetry.spans import set_adopted_attributes
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.served_model import ServedModel
@@ -74,13 +75,17 @@ class Resumer:
         Raises as `run`. An attempt of 0 is the next one, whatever came before. `reply_to` gives the way back, once the
         record is known.
         """
-        request = self._read(message, call)
+        request, timings = self._read(message, call), Timings(arrived_at())
         async with AsyncExitStack() as attached:
-            answers = await self._attacher.attach_all(request, self._remaining(request), attached)
+            with timings.measure(timing_pb2.STAGE_ADOPT) as span:
+                answers = await self._attacher.attach_all(request, self._remaining(request), attached)
+                span.set({"baton.adopted": sum(isinstance(one, Adopted) for one in answers)})
             if not answers:
+                metrics.RESUMPTIONS.labels("computed_again" if message.HasField("request") else "lost").inc()
                 return False
-            ctx, reply = self._context(request, answers), reply_to(answers[0].record)
-            describe = partial(set_request_attributes, ctx.request)
+            metrics.RESUMPTIONS.labels("adopted").inc()
+            ctx, reply = self._context(request, answers, timings), reply_to(answers[0].record)
+            describe = partial(set_adopted_attributes, ctx.request)
             answer = partial(self._answer_adopted, answers, ctx, reply)
             ended = partial(end_reply, reply, ctx.timings)
             await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
@@ -115,7 +120,7 @@ class Resumer:
     def _remaining(self, request: ResumeRequest) -> float:
         return Deadline.of(remaining_seconds(request.call), self._pipeline.limits).remaining_seconds
 
-    def _context(self, request: ResumeRequest, answers: Sequence[Answer]) -> RequestContext:
+    def _context(self, request: ResumeRequest, answers: Sequence[Answer], timings: Timings) -> RequestContext:
         """The context of answers that run on their workers."""
         first = first_adopted(answers)
         record, attached = first.record, first.decode.attached
@@ -126,7 +131,7 @@ class Resumer:
         seconds = self._remaining(request)
         if attached.HasField("remaining"):
             seconds = min(seconds, attached.remaining.ToNanoseconds() / 1e9)
-        stats = RequestStats(record.request_id, Timings(arrived_at()))
+        stats = RequestStats(record.request_id, timings)
         kept = record.started.resumption.keep.ToNanoseconds() / 1e9
         return RequestContext(
             request=asked,

@@ -18,6 +18,7 @@ from services.config import KeepConfig
 from services.engines.base import EngineLoad
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
+from services.telemetry import metrics
 
 Own = Callable[[KeptStream], Awaitable[None]]
 
@@ -47,6 +48,15 @@ class _Entry:
         for timer in (self.grace, self.deadline):
             if timer is not None:
                 timer.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptUsage:
+    """How many streams generate with a reader and without one, and how many have ended."""
+
+    attached: int = 0
+    parked: int = 0
+    finished: int = 0
 
 
 class KeptStreams:
@@ -84,10 +94,15 @@ class KeptStreams:
         """All of them."""
         return [entry.stream for entry in self._entries.values()]
 
+    def usage(self) -> KeptUsage:
+        """What they take now."""
+        running, parked = len(self._entries) - len(self._finished), len(self._parked)
+        return KeptUsage(running - parked, parked, len(self._finished))
+
     @property
-    def is_running(self) -> bool:
-        """True if one of them generates."""
-        return any(not entry.stream.ended.is_set() for entry in self._entries.values())
+    def num_bytes(self) -> int:
+        """The bytes of all."""
+        return sum(stream.size for stream in self.streams)
 
     def forget_all(self) -> None:
         """Ends them all."""
@@ -175,6 +190,7 @@ class KeptStreams:
         self._finished[entry] = entry.stream.size
         while sum(self._finished.values()) > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
+            metrics.KEPT_DROPPED.labels("bytes").inc()
 
     # How long they stay.
 
@@ -182,12 +198,13 @@ class KeptStreams:
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
         seconds = entry.stream.kept.grace_seconds
-        entry.grace = asyncio.get_running_loop().call_later(seconds, self._drop, entry)
+        entry.grace = asyncio.get_running_loop().call_later(seconds, self._end_grace, entry)
         if entry.stream.ended.is_set():
             return
         self._parked[entry] = None
         if len(self._parked) > self._config.max_parked:
             self._drop(next(iter(self._parked)))
+            metrics.KEPT_DROPPED.labels("parked").inc()
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._make_room)
 
@@ -196,6 +213,11 @@ class KeptStreams:
         if entry.grace is not None:
             entry.grace.cancel()
             entry.grace = None
+
+    def _end_grace(self, entry: _Entry) -> None:
+        if not entry.stream.ended.is_set():
+            metrics.KEPT_DROPPED.labels("grace").inc()
+        self._drop(entry)
 
     def _drop(self, entry: _Entry) -> None:
         """Ends a stream, and forgets it."""
@@ -222,6 +244,7 @@ class KeptStreams:
             entry = next(iter(self._parked))
             del self._parked[entry]
             entry.stop()
+            metrics.KEPT_DROPPED.labels("room").inc()
         self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
 
 

@@ -11,6 +11,7 @@ from baton.inference.v1 import generate_pb2
 from router.config import StoredResponsesConfig
 from router.openai.stored.document import ResponseDocument
 from router.routing.latency import Clock
+from router.telemetry import metrics
 
 _ENTRY_BYTES = 2048  # of its own objects
 _LOOKED_AT = 8  # of the least recently used, whether they are too old
@@ -132,6 +133,8 @@ class StoredResponses:
             self._bytes[entry.tenant] = left
         else:
             self._bytes.pop(entry.tenant, None)
+        metrics.STORED_RESPONSES.set(len(self))
+        metrics.STORED_RESPONSE_BYTES.set(self.num_bytes)
 
     def _is_old(self, entry: StoredResponse) -> bool:
         return entry.document.has_ended and self._clock() - entry.stored_at > self._config.seconds

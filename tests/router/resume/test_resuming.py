@@ -8,18 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanKind
 from support.clients.resuming import Received
+from support.clients.scraping import since
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.recorded_spans import recorded
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2
 from baton.errors import InvalidRequest, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
-from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2, timing_pb2
+from baton_http2.server.reply import Reply
 from router.config import QuotaConfig, QuotasConfig
 from router.resume.handle import Handle, answer_call_id
-from router.server import host_router
+from router.resume.resumer import Resumer
+from router.server import Router, host_router
 from rpc.channels import open_channel
+from rpc.tracing.span import entered
 from runtime.aio import timeout
 
 _GRACE = {"seconds": 3}
@@ -30,6 +36,7 @@ class Pair:
     """Two routers before the same workers."""
 
     running: Bench
+    other: Router
     first: inference_service_pb2_grpc.InferenceServiceStub
     second: inference_service_pb2_grpc.InferenceServiceStub
 
@@ -45,7 +52,7 @@ async def _routers(*roles: str, **engine: Any) -> AsyncIterator[Pair]:
     ):
         await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == len(configs))
         async with open_channel(other.address) as channel:
-            yield Pair(running, running.stub, inference_service_pb2_grpc.InferenceServiceStub(channel))
+            yield Pair(running, other, running.stub, inference_service_pb2_grpc.InferenceServiceStub(channel))
 
 
 @pytest.fixture
@@ -191,7 +198,7 @@ async def test_an_answer_goes_on_after_its_worker_is_lost_too(pair: Pair) -> Non
     expected = await _whole(pair, request)
     received = await _read(pair.first.Generate(request), Received(request), until=10)
     await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received, until=20)
-    [worker_id] = [name for name, worker in pair.running.workers.items() if len(worker.kept) and worker.kept.is_running]
+    [worker_id] = [name for name, worker in pair.running.workers.items() if len(worker.kept)]
 
     async def lose() -> None:
         await eventually(lambda: received.tokens > 40)
@@ -321,3 +328,39 @@ def _forget(worker: Any, call_id: str) -> None:
     [found] = worker.kept.find([call_id])
     attachment = next(one.attachment for one in worker.kept.streams if one.kept.request_id == call_id)
     worker.kept.settle(decode_pb2.SettleRequest(request_id=found.request_id, attachment=attachment, forget=True))
+
+
+async def test_an_answer_that_goes_on_is_counted_traced_and_timed(pair: Pair) -> None:
+    adopted, again = (since("baton_router_resumptions_total", result=one) for one in ("adopted", "computed_again"))
+    lost = since("baton_router_resumptions_total", result="lost")
+    request = _request()
+    received = await _read(pair.first.Generate(request), Received(request), until=10)
+
+    async def send(message: generate_pb2.GenerateResponse) -> None:
+        received.add(message)
+
+    async with recorded() as (tracer, spans):
+        servicer = Resumer(pair.other.path.contexts, pair.other.path.pipeline)
+        with entered(tracer.begin("test", None, SpanKind.SERVER)):
+            reply = Reply(send, lambda _trailer: None)
+            assert await servicer.adopt(received.resume(with_copy=False), _Call(), lambda _record: reply)
+    assert received.finished is not None
+    assert received.finished.timings[0].stage == timing_pb2.STAGE_ADOPT
+    assert (spans.named("baton.resume").attributes or {})["baton.is_adopted"] is True
+    assert (spans.named("adopt").attributes or {})["baton.adopted"] == 1
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    with pytest.raises(StreamLost):
+        await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+    await _read(pair.second.ResumeGeneration(received.resume()), Received(request))
+    assert (adopted.grown, again.grown, lost.grown) == (1, 1, 1)
+
+
+class _Call:
+    """A call without metadata and without a deadline."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None
