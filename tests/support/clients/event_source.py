@@ -1,6 +1,7 @@
 """A client of server-sent events that reconnects with `Last-Event-ID`, as fetch-event-source and EventSource do."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +23,16 @@ class EventSource:
     retry_ms: int = 0
     is_done: bool = False
     connections: int = 0
+    patience_seconds: float = 30.0  # for the next piece of a stream
+    longest_gap: float = 0.0
+    heard_at: float | None = None
 
     async def read(self, address: str, until: int = 10**9) -> "EventSource":
         """Reads at a router until so many events have come in all; then the connection is closed, or has ended."""
         headers = {**self.headers, **({"last-event-id": self.last_id} if self.last_id else {})}
         self.connections += 1
         url = f"http://{address}/v1{self.path}"
-        async with httpx2.AsyncClient(trust_env=False, timeout=30) as http:
+        async with httpx2.AsyncClient(trust_env=False, timeout=self.patience_seconds) as http:
             body = json.dumps({"stream": True, **self.body}).encode()
             async with http.stream("POST", url, content=body, headers=headers) as response:
                 if response.status_code != 200:
@@ -54,6 +58,9 @@ class EventSource:
         if data == "[DONE]":
             self.is_done = True
         elif data is not None:
+            now = time.monotonic()
+            self.longest_gap = max(self.longest_gap, now - (self.heard_at or now))
+            self.heard_at = now
             self.events.append(json.loads(data))
 
     @property
