@@ -11,6 +11,7 @@ from baton.engine.v1 import resume_pb2
 from baton.errors import (
     FieldViolation,
     InvalidRequest,
+    NoWorker,
     PositionInvalid,
     StreamLost,
 )
@@ -76,6 +77,7 @@ class Resumer:
         record is known.
         """
         request, timings = self._read(message, call), Timings(arrived_at())
+        self._require_workers()
         async with AsyncExitStack() as attached:
             with timings.measure(timing_pb2.STAGE_ADOPT) as span:
                 answers = await self._attacher.attach_all(request, self._remaining(request), attached)
@@ -90,6 +92,12 @@ class Resumer:
             ended = partial(end_reply, reply, ctx.timings)
             await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
         return True
+
+    def _require_workers(self) -> None:
+        """Raises NoWorker on a router that has just started: that it finds no answer tells nothing yet."""
+        workers = self._pipeline.cluster.workers
+        if not any("decode" in worker.record.roles and not worker.problem for worker in workers):
+            raise NoWorker("no decode worker is ready, as this router sees it")
 
     async def cancel(self, handle: Handle, qos: RequestQos) -> None:
         """Ends a kept answer, wherever it is. Raises StreamLost."""

@@ -17,9 +17,10 @@ from support.recorded_spans import recorded
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2
-from baton.errors import InvalidRequest, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
+from baton.errors import InvalidRequest, NoWorker, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2, timing_pb2
 from baton_http2.server.reply import Reply
+from discovery.memory import MemoryRegistry
 from router.config import QuotaConfig, QuotasConfig
 from router.resume.handle import Handle, answer_call_id
 from router.resume.resumer import Resumer
@@ -142,6 +143,17 @@ async def test_without_a_copy_a_lost_answer_is_not_found(pair: Pair) -> None:
         worker.kept.forget_all()
     with pytest.raises(StreamLost):
         await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+
+
+async def test_a_router_that_knows_no_worker_yet_is_asked_again_later(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    async with host_router(FAST_ROUTER, MemoryRegistry("empty")) as young, open_channel(young.address) as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        for with_copy in (False, True):
+            with pytest.raises(NoWorker):
+                await _read(stub.ResumeGeneration(received.resume(with_copy=with_copy)), received)
+    await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+    assert received.finished is not None
 
 
 async def test_a_client_that_resumes_at_the_same_router_displaces_its_first_stream(pair: Pair) -> None:

@@ -30,7 +30,7 @@ class Report:
     streams: int = 0
     losses: int = 0
     resumed: int = 0
-    recomputed: int = 0
+    recomputed: int | None = 0  # None if the clients are not told
     tokens: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -42,9 +42,10 @@ class Report:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def __str__(self) -> str:
+        again = "" if self.recomputed is None else f", of them {self.recomputed} computed again"
         return (
             f"{self.losses} losses, {self.streams} streams, {self.tokens} tokens compared: {len(self.failed)} failed, "
-            f"{len(self.different)} different; {self.resumed} resumed, of them {self.recomputed} computed again; "
+            f"{len(self.different)} different; {self.resumed} resumed{again}; "
             f"pause p50 {self.pause(0.5) * 1e3:.0f} ms, p99 {self.pause(0.99) * 1e3:.0f} ms"
         )
 
@@ -53,8 +54,13 @@ class Streams:
     """Sends requests one after another, `at_once` at a time, until it is told to stop; compares all answers."""
 
     def __init__(
-        self, addresses: Sequence[str], requests: Mapping[str, generate_pb2.GenerateRequest], report: Report
+        self,
+        addresses: Sequence[str],
+        requests: Mapping[str, generate_pb2.GenerateRequest],
+        report: Report,
+        stall_seconds: float = _STALL_SECONDS,
     ) -> None:
+        self._stall_seconds = stall_seconds
         self._addresses = addresses
         self._requests = requests
         self._expected: dict[str, Answer] = {}
@@ -83,7 +89,7 @@ class Streams:
     async def _keep_on(self, number: int) -> None:
         chosen = random.Random(number)
         addresses = [*self._addresses[number % 2 :], *self._addresses[: number % 2]]
-        resume = Resume(keep_seconds=20.0, stall_seconds=_STALL_SECONDS)
+        resume = Resume(keep_seconds=20.0, stall_seconds=self._stall_seconds)
         async with AsyncClient(",".join(addresses), resume=resume) as client:
             while not self._is_over:
                 await self._one(client, chosen.choice(list(self._requests)))
@@ -110,7 +116,7 @@ class Streams:
             report.different.append(f"{name}: {_compared(received)} instead of {self._expected[name]}")
         if generation.resumptions:
             report.resumed += 1
-            report.recomputed += generation.recomputations
+            report.recomputed = (report.recomputed or 0) + generation.recomputations
             report.pauses.append(longest)
 
 
@@ -123,11 +129,17 @@ def _compared(received: Received) -> Answer:
 class EventSources:
     """The same by OpenAI's API: each client reconnects with the id of its last event, at the next router."""
 
-    def __init__(self, addresses: Sequence[str], bodies: Mapping[str, tuple[str, Mapping[str, object]]]) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        bodies: Mapping[str, tuple[str, Mapping[str, object]]],
+        stall_seconds: float = _STALL_SECONDS,
+    ) -> None:
         self._addresses = addresses
         self._bodies = bodies
         self._expected: dict[str, object] = {}
-        self.report = Report()
+        self._stall_seconds = stall_seconds
+        self.report = Report(recomputed=None)
         self._is_over = False
 
     async def learn(self) -> None:
@@ -151,7 +163,7 @@ class EventSources:
 
     async def _one(self, name: str, number: int) -> None:
         path, body = self._bodies[name]
-        source = EventSource(path, body, headers={"x-baton-keep": "20"}, patience_seconds=_STALL_SECONDS)
+        source = EventSource(path, body, headers={"x-baton-keep": "20"}, patience_seconds=self._stall_seconds)
         deadline, router, pause, report = time.monotonic() + _LONGEST_SECONDS, number, 0.05, self.report
         report.streams += 1
         while not source.is_done and not source.errors and time.monotonic() < deadline:
@@ -161,6 +173,8 @@ class EventSources:
             except _LOST:
                 router += 1
             except Refused as refused:
+                if not source.last_id:
+                    return
                 if refused.status != 503:
                     report.failed.append(f"{name} after {len(source.events)}: {refused}")
                     return
