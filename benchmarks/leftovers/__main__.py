@@ -1,6 +1,6 @@
 """Measures how many bytes a request leaves behind, by how it ended: in the router, and in its workers.
 
-    python -m benchmarks.leftovers [--requests 50000] [--lanes 64] [--server http2] [--only NAME ...] [--each]
+    PYTHONPATH=.:tests python -m benchmarks.leftovers [--requests 50000] [--lanes 64] [--server http2] [--only NAME ...] [--each]
         [--objects]
 
 Of each outcome, or of each group of them that begin with the same word, so many requests are sent in five segments, and
