@@ -1,12 +1,12 @@
 """The counters and timers of a request's tokens, as they come."""
 
-import time
 from collections.abc import Sequence
 
 from router.routing.latency import Average, DecodeTimer
 from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
+from runtime.clock import monotonic
 
 
 class TokenMeter:
@@ -89,7 +89,7 @@ class TokenMeter:
         pushed_at, self._pushed_at = self._pushed_at, None
         if self._is_unsettled and pushed_at is not None and self._timer is not None:
             self._is_unsettled = False
-            ago = time.monotonic() - pushed_at
+            ago = monotonic() - pushed_at
             self._stats.completion_tokens = len(self._token_ids)
             self._timer.has_waited(ago)
             self._timings.token_came(ago)
