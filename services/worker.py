@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ import structlog
 from baton.errors import Draining, EngineFailed
 from rpc.health import Health
 from runtime.aio import run_with_background, wait_until_done
+from runtime.clock import monotonic
 from runtime.monitor import Report, status
 from services.engines.base import Engine, EngineLoad
 from services.handoff.leases import LeaseTable
 from services.identity import Identity, WorkerRegistration
 from services.requests.calls import Calls
-from services.resume.streams import KeptStreams, KeptUsage
+from services.resume.streams import NOTHING_KEPT, KeptStreams, KeptUsage
 from services.telemetry import metrics
 from services.worker_engines import WorkerEngines
 
@@ -76,7 +76,7 @@ class Drainer:
         """
         self._calls.draining = True
         await self._registration.drain()
-        deadline = time.monotonic() + (self._drain_seconds if grace_seconds is None else grace_seconds)
+        deadline = monotonic() + (self._drain_seconds if grace_seconds is None else grace_seconds)
         known = self.progress
         yield known
         while not known.drained:
@@ -100,7 +100,7 @@ class Drainer:
         return DrainProgress(len(self._calls), len(self._leases))
 
     async def _enforce(self, deadline: float) -> None:
-        overdue = time.monotonic() - deadline
+        overdue = monotonic() - deadline
         if overdue > 0 and len(self._calls):
             await self._calls.stop_all(Draining("the worker ended before the request did"))
         if overdue > self._held_seconds and len(self._leases):
@@ -163,7 +163,9 @@ class Worker:
             async for state in states:
                 metrics.observe_load(state.load)
                 kept = state.kept
-                metrics.observe_kept(kept.attached, kept.parked, kept.finished, self.kept.num_bytes)
+                metrics.observe_kept(kept.attached, kept.parked, kept.finished)
+                # Looked at while something is kept, as often as anything changes.
+                metrics.KEPT_BYTES.set(0 if kept == NOTHING_KEPT else self.kept.num_bytes)
                 metrics.HANDOFFS_HELD.set(state.held)
                 if self.engine is not None:
                     metrics.observe_blocks(state.load)
@@ -186,7 +188,7 @@ class Worker:
             is_healthy=self.engines.healthy,
             is_responsive=self.engines.responsive,
             load=self.engines.load(),
-            kept=self.kept.usage(),
+            kept=self.kept.usage,
             held=len(self.leases),
             embedding_blocks=pool.total if pool else 0,
             embedding_blocks_used=pool.used if pool else 0,

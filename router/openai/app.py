@@ -7,7 +7,6 @@ authenticated; an error becomes a response in OpenAI's shape.
 import asyncio
 import json
 import sys
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -53,6 +52,7 @@ from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import forget_frames
+from runtime.entropy import token_hex
 from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
@@ -260,7 +260,7 @@ class OpenAIApp:
             document = self._stored.recording(call, body, turns, builder)
             await self._resumable.run_response(call, document, asked, seconds)
         elif body.store:
-            builder = ResponseBuilder(body, f"{ID_PREFIX}{uuid.uuid4().hex}", now())
+            builder = ResponseBuilder(body, f"{ID_PREFIX}{token_hex(16)}", now())
             await self._whole_or_streamed(call, request, builder, self._stored.recording(call, body, turns, builder))
         else:
             await self._whole_or_streamed(call, request, ResponseBuilder(body, f"{ID_PREFIX}{call.request_id}", now()))

@@ -1,7 +1,6 @@
 """Answers as OpenAI's choices: whole, or streamed as server-sent events."""
 
 import json
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -13,6 +12,7 @@ from router.openai.errors import describe
 from router.openai.resumable.event_ids import EventIds
 from router.stream.collector import UnaryCollector
 from rpc.status import code_of
+from runtime.clock import wall_time
 from runtime.logs import add_log_fields
 
 Kind = Literal["chat", "text"]
@@ -289,7 +289,7 @@ def event(value: dict[str, Any], name: str = "") -> bytes:
 
 def now() -> int:
     """The time in whole seconds since 1970, as `created`."""
-    return int(time.time())
+    return int(wall_time())
 
 
 def _call(call: generate_pb2.ToolCall) -> dict[str, Any]:

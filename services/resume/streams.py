@@ -59,6 +59,9 @@ class KeptUsage:
     finished: int = 0
 
 
+NOTHING_KEPT = KeptUsage()
+
+
 class KeptStreams:
     """The table of kept streams, by their requests' ids. An asynchronous context manager: leaving it ends them all.
 
@@ -71,6 +74,8 @@ class KeptStreams:
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
+        # Told with each load of the worker: kept up to date, so that telling it takes nothing.
+        self.usage = NOTHING_KEPT
         self._look: asyncio.TimerHandle | None = None
         self._full_since: float | None = None
 
@@ -94,15 +99,14 @@ class KeptStreams:
         """All of them."""
         return [entry.stream for entry in self._entries.values()]
 
-    def usage(self) -> KeptUsage:
-        """What they take now."""
-        running, parked = len(self._entries) - len(self._finished), len(self._parked)
-        return KeptUsage(running - parked, parked, len(self._finished))
-
     @property
     def num_bytes(self) -> int:
         """The bytes of all."""
         return sum(stream.size for stream in self.streams)
+
+    def _note_usage(self) -> None:
+        running, parked = len(self._entries) - len(self._finished), len(self._parked)
+        self.usage = KeptUsage(running - parked, parked, len(self._finished))
 
     def forget_all(self) -> None:
         """Ends them all."""
@@ -122,6 +126,7 @@ class KeptStreams:
             stream.deadline_at = loop.time() + seconds
             entry.deadline = loop.call_later(seconds, entry.stop, DeadlineExceeded("the request's deadline has passed"))
         entry.owner = asyncio.create_task(self._run(entry, own))
+        self._note_usage()
         return stream
 
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
@@ -188,6 +193,7 @@ class KeptStreams:
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
         self._finished[entry] = entry.stream.size
+        self._note_usage()
         while sum(self._finished.values()) > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
             metrics.KEPT_DROPPED.labels("bytes").inc()
@@ -202,6 +208,7 @@ class KeptStreams:
         if entry.stream.ended.is_set():
             return
         self._parked[entry] = None
+        self._note_usage()
         if len(self._parked) > self._config.max_parked:
             self._drop(next(iter(self._parked)))
             metrics.KEPT_DROPPED.labels("parked").inc()
@@ -210,6 +217,7 @@ class KeptStreams:
 
     def _unpark(self, entry: _Entry) -> None:
         self._parked.pop(entry, None)
+        self._note_usage()
         if entry.grace is not None:
             entry.grace.cancel()
             entry.grace = None
@@ -227,6 +235,7 @@ class KeptStreams:
         self._finished.pop(entry, None)
         if self._entries.get(entry.stream.kept.request_id) is entry:
             del self._entries[entry.stream.kept.request_id]
+        self._note_usage()
 
     def _make_room(self) -> None:
         """Ends the generation of the longest parked stream once requests have waited too long for room."""
@@ -244,6 +253,7 @@ class KeptStreams:
             entry = next(iter(self._parked))
             del self._parked[entry]
             entry.stop()
+            self._note_usage()
             metrics.KEPT_DROPPED.labels("room").inc()
         self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
 

@@ -159,11 +159,10 @@ def observe_load(load: EngineLoad) -> None:
     WAITING_PREFILL_TOKENS.set(load.waiting_prefill_tokens)
 
 
-def observe_kept(attached: int, parked: int, finished: int, num_bytes: int) -> None:
+def observe_kept(attached: int, parked: int, finished: int) -> None:
     """Updates the gauges of kept answers."""
     for state, count in (("attached", attached), ("parked", parked), ("finished", finished)):
         KEPT_STREAMS.labels(state).set(count)
-    KEPT_BYTES.set(num_bytes)
 
 
 def observe_blocks(load: EngineLoad) -> None:

@@ -37,7 +37,7 @@ async def test_workers_shows_how_many_answers_are_kept_and_parked(baton: Baton) 
         other = running.stub.Generate(request)
         await anext(aiter(other))
         call.cancel()
-        await eventually(lambda: running.workers["w"].kept.usage() == KeptUsage(attached=1, parked=1))
+        await eventually(lambda: running.workers["w"].kept.usage == KeptUsage(attached=1, parked=1))
 
         async def shown() -> str:
             return (await baton("workers", "--address", running.address)).lines[2].split()[-1]

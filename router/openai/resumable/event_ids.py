@@ -9,7 +9,6 @@ ended, `u` for one that has ended and whose usage was told.
 """
 
 import re
-import secrets
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error, crc32
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2
 from router.resume.handle import Handle
+from runtime.entropy import token_bytes
 
 HEADER = "last-event-id"
 _ORIGIN = struct.Struct(">QIQI")
@@ -43,7 +43,7 @@ class Origin:
     @classmethod
     def new(cls, created: int, request_crc: int) -> "Origin":
         """Of a new answer. Its seed is known once it has started."""
-        return cls(0, created, secrets.randbits(64), request_crc)
+        return cls(0, created, int.from_bytes(token_bytes(8), "big"), request_crc)
 
     @classmethod
     def parse(cls, text: str) -> "Origin":

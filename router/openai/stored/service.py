@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from router.resume.resumer import Resumer
 from rpc.auth.caller import current_caller
 from rpc.interceptors.arrival import message_bytes, record_size
 from runtime.aio import timeout, wait_until_done
+from runtime.clock import monotonic
 
 ID_PREFIX = "resp_"
 # A response in the background that is refused in this time is refused as any other; later it has failed.
@@ -52,7 +52,7 @@ class ResponseService:
     """Keeps responses. An asynchronous context manager: leaving it leaves those that run to other routers."""
 
     def __init__(self, path: RequestPath, config: StoredResponsesConfig) -> None:
-        self.table = StoredResponses(config, time.monotonic)
+        self.table = StoredResponses(config, monotonic)
         self._path = path
         self._config = config
         self._resumer = Resumer(path.contexts, path.pipeline)

@@ -55,7 +55,7 @@ async def require_exact(running: Bench, other: Stub, request: generate_pb2.Gener
     expected = await read(running.stub.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
     for cut in sorted({1, expected.tokens // 2, expected.tokens - 1, expected.tokens}):
         received = await read(running.stub.Generate(request), Received(request), until=cut)
-        await eventually(lambda: not any(worker.kept.usage().attached for worker in running.workers.values()))
+        await eventually(lambda: not any(worker.kept.usage.attached for worker in running.workers.values()))
         if is_lost:
             for worker in running.workers.values():
                 worker.kept.forget_all()
