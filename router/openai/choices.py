@@ -202,14 +202,18 @@ class ChoiceStream:
         last = b"" if self._ended else self._finish(0, finished.reason)
         if self._wants_usage:
             self._note(0, "u")
-            last += event({**self._head, "choices": [], "usage": usage(finished.usage)})[:-1] + self._event_end()
+            last += event({**self._head, "choices": [], "usage": usage(finished.usage)})[:-1] + (
+                b"\n" if self._ids is None else self._ids.line()
+            )
         await self._call.end(last + _DONE)
 
     def _choice(self, index: int, rest: str) -> bytes:
-        return b"%s%d, %s}]}\n%s" % (self._prefix, index, rest.encode(), self._event_end())
-
-    def _event_end(self) -> bytes:
-        return b"\n" if self._ids is None else self._ids.line()
+        return b"%s%d, %s}]}\n%s" % (
+            self._prefix,
+            index,
+            rest.encode(),
+            b"\n" if self._ids is None else self._ids.line(),
+        )
 
     def _note(self, index: int, state: str) -> None:
         if self._ids is not None:

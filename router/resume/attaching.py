@@ -60,7 +60,7 @@ class Lost:
 
     @property
     def record(self) -> resume_pb2.ResumeRecord:
-        """What is known of the request."""
+        """The known part of the request."""
         return self.another.record
 
     @property
@@ -78,7 +78,7 @@ Answer = Adopted | Lost
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """What is known of an answer, by its worker or by its client."""
+    """The known part of an answer, by its worker or by its client."""
 
     prompt: prompt_pb2.Prompt
     sampling: prompt_pb2.Sampling
@@ -144,7 +144,7 @@ class Attacher:
         return Adopted(resume_pb2.ResumeRecord.FromString(found.record), AdoptedDecode(worker, found, call))
 
     async def peek(self, answer: int, request: ResumeRequest) -> AdoptedDecode:
-        """What a worker tells of an answer, whose reader goes on. Raises StreamLost."""
+        """The state of an answer, as its worker tells it; its reader goes on. Raises StreamLost."""
         call_id = answer_call_id(request.handle.call_id, answer)
         workers = await self._finder.find([call_id], request.handle)
         if call_id not in workers:
@@ -182,7 +182,7 @@ def _attach_request(answer: int, request: ResumeRequest) -> decode_pb2.AttachReq
 
 
 def known_of(one: Answer, continued: Continued) -> KnownAnswer:
-    """What is known of an answer."""
+    """The known part of an answer."""
     match one:
         case Adopted():
             attached = one.decode.attached

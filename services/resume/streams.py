@@ -52,7 +52,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class KeptUsage:
-    """How many streams generate with a reader and without one, and how many have ended."""
+    """The numbers of streams: that generate with a reader and without one, and that have ended."""
 
     attached: int = 0
     parked: int = 0

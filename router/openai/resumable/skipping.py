@@ -12,7 +12,7 @@ from router.openai.resumable.event_ids import Position
 
 @dataclass(slots=True)
 class _Text:
-    """What is left to skip of a text, and the checksum that it must have."""
+    """The part of a text that is left to skip, and the checksum that it must have."""
 
     bytes_left: int
     expected_crc: int

@@ -127,7 +127,7 @@ class ResumableStreams:
         await run_stream(call, stream, self._path.pipeline.run(ctx, _reply(stream)))
 
     async def response(self, call: HttpCall, request: generate_pb2.GenerateRequest) -> AskedResponse:
-        """What a client asks for, and has, of a response."""
+        """The request for a response, and the event that its client has."""
         crc = await checksum("response", request)
         last = self._last(call, 1, crc)
         return AskedResponse(request, last.origin if last else Origin.new(now(), crc), last)

@@ -76,7 +76,7 @@ class ResponseDocument:
 
     @property
     def output_bytes(self) -> int:
-        """What its output takes, about."""
+        """The bytes of its output, about."""
         texts = sum(len(text.encode()) for text in self._texts.values())
         return texts + sum(call.ByteSize() for call in self._calls)
 

@@ -17,7 +17,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class StoredEndpoints:
-    """What is done with a response by its id."""
+    """The handlers of a response's own paths."""
 
     def __init__(self, service: ResponseService) -> None:
         self._service = service

@@ -60,11 +60,11 @@ class StoredResponses:
 
     @property
     def num_bytes(self) -> int:
-        """What all take together."""
+        """The bytes of all together."""
         return sum(self._bytes.values())
 
     def of_tenant(self, tenant: str) -> int:
-        """What those of a tenant take."""
+        """The bytes of those of a tenant."""
         return self._bytes.get(tenant, 0)
 
     def add(self, entry: StoredResponse) -> None:

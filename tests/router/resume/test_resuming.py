@@ -210,9 +210,8 @@ async def test_an_answer_goes_on_after_its_worker_is_lost_too(pair: Pair) -> Non
     expected = await _whole(pair, request)
     received = await _read(pair.first.Generate(request), Received(request), until=10)
     await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received, until=20)
-    [worker_id] = [
-        name for name, worker in pair.running.workers.items() if worker.kept.usage.attached + worker.kept.usage.parked
-    ]
+    workers = pair.running.workers
+    [worker_id] = [name for name, one in workers.items() if one.kept.usage.attached or one.kept.usage.parked]
 
     async def lose() -> None:
         await eventually(lambda: received.tokens > 40)
