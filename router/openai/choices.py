@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
@@ -66,16 +66,6 @@ class Answering:
         text = self.token_text(token_id)
         # A token of a part of a character has no bytes here: its text is a replacement character.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-
-
-class AnswerStream(Protocol):
-    """An answer that is written as it comes."""
-
-    async def send(self, message: generate_pb2.GenerateResponse) -> None:
-        """Writes the next message of the pipeline."""
-
-    async def fail(self, error: BatonError) -> None:
-        """Ends a stream that has begun."""
 
 
 class ChoiceStream:

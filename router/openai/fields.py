@@ -17,7 +17,15 @@ _MAX_VIOLATIONS = 16
 _LONGEST_NAME = 80  # of a field in an error
 Uint32 = Annotated[int, Field(ge=0, le=_UINT32)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
-_PART_TYPES = ("text", "input_text", "output_text", "image_url", "input_image")
+_PART_TYPES = frozenset(
+    ("text", "input_text", "output_text", "image_url", "input_image", "image", "thinking", "tool_use", "tool_result")
+)
+# The alternatives of fields that are one of several objects.
+_ALTERNATIVES: Mapping[int | str, frozenset[str]] = {
+    "source": frozenset(("base64", "url")),
+    "tool_choice": frozenset(("auto", "any", "tool", "none")),
+    "thinking": frozenset(("enabled", "adaptive", "disabled")),
+}
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 ANY_OBJECT = '{"type": "object"}'
@@ -47,7 +55,7 @@ def _path(location: tuple[int | str, ...], path: str = "") -> str:
         # Pydantic names the alternatives of a union too; they are no fields.
         if isinstance(part, int):
             path += f"[{part}]"
-        elif isinstance(before, int) and part in _PART_TYPES:
+        elif part in (_PART_TYPES if isinstance(before, int) else _ALTERNATIVES.get(before, frozenset())):
             continue
         elif part.isidentifier() and part not in ("str", "list", "int", "dict") and not part[0].isupper():
             path += f".{part[:_LONGEST_NAME]}" if path else part[:_LONGEST_NAME]

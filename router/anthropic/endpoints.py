@@ -1,0 +1,113 @@
+"""The endpoints of Anthropic's API: messages, their count of tokens, and the models in its form."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.inference.v1 import generate_pb2, lora_pb2
+from router.anthropic.answers import Answering, MessageStream, whole
+from router.anthropic.messages import CountTokensRequest, MessagesRequest
+from router.openai.call import HttpCall
+from router.openai.exchange import Exchange
+from router.request_path import RequestPath
+from router.stream.collector import UnaryCollector
+from router.text import request_input
+from router.text.served_model import ServedModel
+from router.workers.loras import loras_of_model, named
+
+VERSION_HEADER = "anthropic-version"  # which every client of it sends
+_MOST_MODELS, _MODELS = 1000, 20  # of a page; as many without `limit`
+_MODELS_PATH = "/v1/models/"
+
+
+class MessagesEndpoints:
+    """The handlers. What surrounds them, and the routes, are those of OpenAI's API."""
+
+    def __init__(self, path: RequestPath, exchange: Exchange) -> None:
+        self._path = path
+        self._exchange = exchange
+        self._created = datetime.now(timezone.utc).replace(microsecond=0).isoformat()
+
+    async def create(self, call: HttpCall, _path: str) -> None:
+        """`POST /v1/messages`."""
+        body, asked = await self._exchange.read(call, MessagesRequest, MessagesRequest.asked)
+        call.places = asked.places
+        answering = Answering(f"msg_{call.request_id}", asked.request)
+        if body.stream:
+            await self._exchange.run(call, asked.request, MessageStream(call, answering))
+            return
+        collector = UnaryCollector()
+        await self._exchange.run(call, asked.request, collector)
+        await call.respond(200, json.dumps(whole(answering, collector)).encode())
+
+    async def count_tokens(self, call: HttpCall, _path: str) -> None:
+        """`POST /v1/messages/count_tokens`: as many as the prompt would have, an image as its encoder has it."""
+        _, counted = await self._exchange.read(call, CountTokensRequest, CountTokensRequest.counted)
+        call.places = counted.places
+        tenant = self._path.contexts.read_qos(call).tenant
+        ids = (await self._path.tokenization.tokenize(counted.request, tenant)).token_ids
+        model = self._path.cluster.model(counted.prompt.model)
+        count = request_input.expected_tokens(counted.prompt, ids, model)
+        await call.respond(200, json.dumps({"input_tokens": count}).encode())
+
+    async def models(self, call: HttpCall, _path: str) -> None:
+        """`GET /v1/models`, a page of them."""
+        found: list[dict[str, Any]] = []
+        for model in self._path.cluster.models:
+            adapters = loras_of_model(self._path.cluster.workers, model.name)
+            found += [self._described(model, adapter) for adapter in (None, *adapters.values())]
+        await call.respond(200, json.dumps(_page(found, call.query)).encode())
+
+    async def model(self, call: HttpCall, path: str) -> None:
+        """`GET /v1/models/{model}`."""
+        name = path.removeprefix(_MODELS_PATH)
+        model = self._path.cluster.model(name)
+        adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
+        await call.respond(200, json.dumps(self._described(model, adapter)).encode())
+
+    def _described(self, model: ServedModel, adapter: lora_pb2.LoraAdapter | None) -> dict[str, Any]:
+        name, context = named(model.name, adapter), model.limits.max_context_tokens
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": self._created,
+            "lifecycle": "active",
+            "max_input_tokens": context,
+            "max_tokens": context,
+        }
+
+
+def _page(models: Sequence[Mapping[str, Any]], query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The models after `after_id` or before `before_id`, at most `limit`. Raises InvalidRequest."""
+    names = [model["id"] for model in models]
+    limit = _limit(query.get("limit", [str(_MODELS)])[0])
+    first, end = 0, len(names)
+    if after := query.get("after_id"):
+        first = _index(names, "after_id", after[0]) + 1
+    elif before := query.get("before_id"):
+        end = _index(names, "before_id", before[0])
+        first = max(0, end - limit)
+    page = models[first:end][:limit]
+    has_more = first > 0 if "before_id" in query and "after_id" not in query else first + len(page) < len(names)
+    ids = [model["id"] for model in page]
+    return {
+        "data": list(page),
+        "has_more": has_more,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+    }
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= _MOST_MODELS):
+        raise InvalidRequest.of("limit", f"must be a whole number from 1 to {_MOST_MODELS}")
+    return int(text)
+
+
+def _index(names: Sequence[str], field: str, name: str) -> int:
+    if name not in names:
+        raise InvalidRequest.of(field, "is no model that is served")
+    return names.index(name)
