@@ -15,6 +15,7 @@ from discovery.config import open_registry
 from discovery.registry import Registry
 from engine_protocol.multiplex.peer_stream import stream_dialer
 from engine_protocol.roles import load, role_kinds
+from router.anthropic.endpoints import MessagesEndpoints
 from router.anthropic.errors import ANTHROPIC
 from router.config import RouterConfig
 from router.context import RequestTable
@@ -181,6 +182,7 @@ async def _open_openai(config: RouterConfig, path: RequestPath, edge: _Edge) -> 
         texts=edge.texts,
         max_body_bytes=config.openai.max_body_bytes,
         input=edge.shared.input,
+        beside=(MessagesEndpoints,),
     )
     serving = serve_openai(config.openai, app, edge.shared, config.drain_seconds, shares_port=edge.shares_port)
     async with serving as server:

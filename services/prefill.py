@@ -34,6 +34,7 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
+    set_usage,
 )
 from services.telemetry import metrics
 from services.telemetry.timings import Timing, duration, stage_timings
@@ -177,8 +178,7 @@ def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     kv = prefilled.kv
     handoff = _handoff(owner, prefilled)
     handoff.first_token.CopyFrom(_first_token(kv))
-    handoff.usage.prompt_tokens = len(prefilled.prompt.token_ids)
-    handoff.usage.cached_tokens = kv.cached_tokens
+    set_usage(handoff.usage, len(prefilled.prompt.token_ids), kv.cached_tokens, kv.retained)
     timings = stage_timings(prefilled.timings, owner.identity.worker_id)
     return prefill_pb2.PrefillResponse(handoff=handoff, timings=timings)
 

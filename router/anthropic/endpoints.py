@@ -8,30 +8,36 @@ from typing import Any
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
 from router.anthropic.answers import Answering, MessageStream, whole
+from router.anthropic.errors import ANTHROPIC, MESSAGES
 from router.anthropic.messages import CountTokensRequest, MessagesRequest
 from router.openai.call import HttpCall
-from router.openai.exchange import Exchange
+from router.openai.exchange import MODEL_PATH, MODELS_PATH, Exchange, Handler
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text import request_input
 from router.text.served_model import ServedModel
 from router.workers.loras import loras_of_model, named
 
-VERSION_HEADER = "anthropic-version"  # which every client of it sends
 _MOST_MODELS, _MODELS = 1000, 20  # of a page; as many without `limit`
-_MODELS_PATH = "/v1/models/"
 
 
 class MessagesEndpoints:
-    """The handlers. What surrounds them, and the routes, are those of OpenAI's API."""
+    """The handlers. What surrounds them is that of OpenAI's API."""
+
+    api = ANTHROPIC
 
     def __init__(self, path: RequestPath, exchange: Exchange) -> None:
         self._path = path
         self._exchange = exchange
         self._created = datetime.now(timezone.utc).replace(microsecond=0).isoformat()
+        self.handlers: Mapping[str, Mapping[str, Handler]] = {
+            MESSAGES: {"POST": self._create},
+            f"{MESSAGES}/count_tokens": {"POST": self._count_tokens},
+            MODELS_PATH: {"GET": self._models},
+            MODEL_PATH: {"GET": self._model},
+        }
 
-    async def create(self, call: HttpCall, _path: str) -> None:
-        """`POST /v1/messages`."""
+    async def _create(self, call: HttpCall, _path: str) -> None:
         body, asked = await self._exchange.read(call, MessagesRequest, MessagesRequest.asked)
         call.places = asked.places
         answering = Answering(f"msg_{call.request_id}", asked.request)
@@ -42,8 +48,8 @@ class MessagesEndpoints:
         await self._exchange.run(call, asked.request, collector)
         await call.respond(200, json.dumps(whole(answering, collector)).encode())
 
-    async def count_tokens(self, call: HttpCall, _path: str) -> None:
-        """`POST /v1/messages/count_tokens`: as many as the prompt would have, an image as its encoder has it."""
+    async def _count_tokens(self, call: HttpCall, _path: str) -> None:
+        """As many as the prompt would have; those of an image are counted if all images have as many."""
         _, counted = await self._exchange.read(call, CountTokensRequest, CountTokensRequest.counted)
         call.places = counted.places
         tenant = self._path.contexts.read_qos(call).tenant
@@ -52,17 +58,15 @@ class MessagesEndpoints:
         count = request_input.expected_tokens(counted.prompt, ids, model)
         await call.respond(200, json.dumps({"input_tokens": count}).encode())
 
-    async def models(self, call: HttpCall, _path: str) -> None:
-        """`GET /v1/models`, a page of them."""
+    async def _models(self, call: HttpCall, _path: str) -> None:
         found: list[dict[str, Any]] = []
         for model in self._path.cluster.models:
             adapters = loras_of_model(self._path.cluster.workers, model.name)
             found += [self._described(model, adapter) for adapter in (None, *adapters.values())]
         await call.respond(200, json.dumps(_page(found, call.query)).encode())
 
-    async def model(self, call: HttpCall, path: str) -> None:
-        """`GET /v1/models/{model}`."""
-        name = path.removeprefix(_MODELS_PATH)
+    async def _model(self, call: HttpCall, path: str) -> None:
+        name = path.removeprefix(f"{MODELS_PATH}/")
         model = self._path.cluster.model(name)
         adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
         await call.respond(200, json.dumps(self._described(model, adapter)).encode())

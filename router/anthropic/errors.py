@@ -1,4 +1,4 @@
-"""Baton's errors in Anthropic's shape, `{"type": "error", "error": {"type", "message"}, "request_id"}`, with the status."""
+"""Baton's errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
 import json
 import re
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from router.openai.call import HttpCall
 from router.openai.errors import ErrorResponse, headers_of, status_of
-from router.openai.exchange import Api
+from router.openai.exchange import MODELS_PATH, Api
 
+MESSAGES = "/v1/messages"
+_VERSION_HEADER = "anthropic-version"
 _OVERLOADED = 529
 
 _TYPES = {
@@ -74,4 +76,10 @@ def _status(error: BatonError) -> int:
     return _OVERLOADED if isinstance(error, Overloaded) else status_of(error)
 
 
-ANTHROPIC = Api("/anthropic", failure_of)
+def _claims(path: str, headers: Mapping[str, str]) -> bool:
+    """The models are listed in this API's form for its clients, all of which send its version."""
+    is_models = path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/") or (is_models and _VERSION_HEADER in headers)
+
+
+ANTHROPIC = Api("/anthropic", failure_of, _claims)

@@ -81,6 +81,7 @@ class PromptFields(Fields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    speed: Literal["standard"] | None = None
 
     def set_prompt(self, made: generate_pb2.GenerateRequest) -> Conversation:
         """Sets the conversation, and how much of it is to be retained. Raises InvalidRequest and Unsupported."""

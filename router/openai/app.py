@@ -1,4 +1,4 @@
-"""The routes of OpenAI's and Anthropic's APIs, as an ASGI application on the router's own pipeline.
+"""The routes of OpenAI's API, and of others beside it, as an ASGI application on the router's own pipeline.
 
 Each call passes through what surrounds gRPC's calls too: it is counted for the drain, logged in one line, traced and
 authenticated; an error becomes a response in the shape of its API.
@@ -7,7 +7,7 @@ authenticated; an error becomes a response in the shape of its API.
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,6 @@ from opentelemetry.trace import SpanKind
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, lora_pb2
 from baton_http2.input_budget import InputBudget
-from router.anthropic.endpoints import VERSION_HEADER, MessagesEndpoints
-from router.anthropic.errors import ANTHROPIC
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
@@ -28,7 +26,7 @@ from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now,
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
-from router.openai.exchange import Api, Exchange, Handler
+from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, Endpoints, Exchange, Handler
 from router.openai.fields import SamplingFields
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
@@ -52,9 +50,8 @@ from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 
-OPENAI = Api("/openai", lambda error, call: failure_of(error, call.guided_field))
-MESSAGES = "/v1/messages"
-_MODEL, _UNKNOWN = "/v1/models/{model}", "/unknown"
+OPENAI = Api("/openai", lambda error, call: failure_of(error, call.guided_field), lambda _path, _headers: True)
+_UNKNOWN = "/unknown"
 _ID_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
 
 
@@ -75,7 +72,7 @@ class Target:
 
 
 class OpenAIApp:
-    """The application. `running` counts its calls, until their code has ended."""
+    """The application, with other APIs `beside` OpenAI's. `running` counts its calls, until their code has ended."""
 
     def __init__(
         self,
@@ -86,6 +83,7 @@ class OpenAIApp:
         texts: LongestTexts,
         max_body_bytes: int,
         input: InputBudget,
+        beside: Sequence[Callable[[RequestPath, Exchange], Endpoints]] = (),
     ) -> None:
         self._path = path
         self._access = access
@@ -93,27 +91,17 @@ class OpenAIApp:
         self._exchange = Exchange(path, texts, max_body_bytes, input)
         self._created = now()
         self.running = RunningCalls()
-        self._openai = self._routes(
-            OPENAI,
-            {
-                "/v1/chat/completions": {"POST": self._chat},
-                "/v1/completions": {"POST": self._completions},
-                "/v1/responses": {"POST": self._responses},
-                "/v1/embeddings": {"POST": self._embeddings},
-                "/v1/models": {"GET": self._models},
-                _MODEL: {"GET": self._model},
-            },
-        )
-        messages = MessagesEndpoints(path, self._exchange)
-        self._anthropic = self._routes(
-            ANTHROPIC,
-            {
-                MESSAGES: {"POST": messages.create},
-                f"{MESSAGES}/count_tokens": {"POST": messages.count_tokens},
-                "/v1/models": {"GET": messages.models},
-                _MODEL: {"GET": messages.model},
-            },
-        )
+        own: dict[str, Mapping[str, Handler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/responses": {"POST": self._responses},
+            "/v1/embeddings": {"POST": self._embeddings},
+            MODELS_PATH: {"GET": self._models},
+            MODEL_PATH: {"GET": self._model},
+        }
+        others = [make(path, self._exchange) for make in beside]
+        self._others = [(one.api, self._routes(one.api, one.handlers)) for one in others]
+        self._openai = self._routes(OPENAI, own)
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Serves one call of ASGI. Returns when the response is complete, or the client has left."""
@@ -135,13 +123,9 @@ class OpenAIApp:
                 task.uncancel()
 
     def _find(self, path: str, headers: Mapping[str, str]) -> Target:
-        """The models are listed in Anthropic's form for its clients, which send a version of their API."""
-        is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-        if not is_anthropic and path.startswith("/v1/models"):
-            is_anthropic = VERSION_HEADER in headers
-        routes = self._anthropic if is_anthropic else self._openai
-        if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
-            return routes[_MODEL]
+        routes = next((routes for api, routes in self._others if api.claims(path, headers)), self._openai)
+        if path.startswith(f"{MODELS_PATH}/") and path != f"{MODELS_PATH}/":
+            return routes[MODEL_PATH]
         return routes.get(path.rstrip("/")) or routes[_UNKNOWN]
 
     def _routes(self, api: Api, endpoints: Mapping[str, Mapping[str, Handler]]) -> Mapping[str, Target]:
@@ -265,7 +249,7 @@ class OpenAIApp:
         await call.respond(200, json.dumps({"object": "list", "data": models}).encode())
 
     async def _model(self, call: HttpCall, path: str) -> None:
-        name = path.removeprefix("/v1/models/")
+        name = path.removeprefix(f"{MODELS_PATH}/")
         model = self._path.cluster.model(name)
         adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
         await call.respond(200, json.dumps(self._described(model, adapter)).encode())

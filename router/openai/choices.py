@@ -210,9 +210,18 @@ def usage(used: generate_pb2.Usage) -> dict[str, Any]:
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "prompt_tokens_details": cache_details(used),
         "completion_tokens_details": details,
     }
+
+
+def cache_details(used: generate_pb2.Usage) -> dict[str, Any]:
+    """How much of a prompt was cached; and, if any of it is retained, how much and until when, beyond OpenAI's API."""
+    details: dict[str, Any] = {"cached_tokens": used.cached_tokens}
+    if used.retained_tokens:
+        details["retained_tokens"] = used.retained_tokens
+        details["retained_until"] = used.retained_until.seconds
+    return details
 
 
 def named_logprobs(token_text: TokenText, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:

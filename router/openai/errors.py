@@ -58,6 +58,8 @@ _RENAMED = (
     (re.compile(r"^chat\.tool_choice\.is_single"), "parallel_tool_calls"),
     (re.compile(r"^chat\."), ""),
     (re.compile(r"^routing\.session_key"), "prompt_cache_key"),
+    (re.compile(r"^cache\.ends_session"), "baton.end_session"),
+    (re.compile(r"^cache\."), "baton."),
     (re.compile(r"^routing\."), ""),
     (re.compile(r"^token_ids\.ids"), "prompt"),
     (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),

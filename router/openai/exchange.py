@@ -1,7 +1,7 @@
 """One exchange over HTTP, whatever its API: a body becomes a request to the pipeline, and its answer is written."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -29,15 +29,31 @@ Body = TypeVar("Body", bound=BaseModel)
 Message = TypeVar("Message")
 
 
+MODELS_PATH = "/v1/models"
+MODEL_PATH = "/v1/models/{model}"
 Handler: TypeAlias = Callable[[HttpCall, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """An API over HTTP: what begins the names of its methods, as in logs and access rules, and its form of errors."""
+    """An API over HTTP: what begins the names of its methods, as in logs and access rules, and its form of errors.
+
+    `claims` says of which paths and headers its calls are, where another API has the same paths.
+    """
 
     prefix: str
     failure: Callable[[BatonError, HttpCall], ErrorResponse]
+    claims: Callable[[str, Mapping[str, str]], bool]
+
+
+class Endpoints(Protocol):
+    """The endpoints of an API: by path, and then by HTTP method. MODEL_PATH stands for all paths of one model."""
+
+    @property
+    def api(self) -> Api: ...
+
+    @property
+    def handlers(self) -> Mapping[str, Mapping[str, Handler]]: ...
 
 
 class AnswerStream(Protocol):
@@ -78,6 +94,7 @@ class Exchange:
         self, call: HttpCall, request: generate_pb2.GenerateRequest, stream: "AnswerStream | UnaryCollector"
     ) -> None:
         """Runs the request in the pipeline. An error after the response has begun ends it."""
+        _add_session(call, request)
         ctx = self._path.contexts.create(request, call)
         try:
             async with call.while_connected():
@@ -88,6 +105,20 @@ class Exchange:
             call.status = code_of(type(error))
             add_log_fields(reason=error.reason, error=error.message)
             await stream.fail(error)
+
+
+def _add_session(call: HttpCall, request: generate_pb2.GenerateRequest) -> None:
+    """Sets what headers say of the session. Raises InvalidRequest."""
+    for name, value in call.invocation_metadata():
+        match name:
+            case "x-baton-session":
+                request.routing.session_key = value
+            case "x-baton-parent-session":
+                request.cache.parent_session = value
+            case "x-baton-session-end":
+                if value not in ("true", "false"):
+                    raise InvalidRequest.of(name, "must be true or false")
+                request.cache.ends_session = value == "true"
 
 
 def _requested(

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from baton.errors import Overloaded
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
-from services.engines.prompt import Prompt
+from services.engines.prompt import Prompt, Retained
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,10 @@ class HeldKv(Protocol):
 
     @property
     def cached_tokens(self) -> int: ...
+
+    @property
+    def retained(self) -> Retained | None:
+        """The beginning of the prompt that stays in the prefix cache; None where nothing is retained."""
 
     @property
     def queue_seconds(self) -> float: ...
