@@ -136,14 +136,13 @@ async def test_each_turn_of_a_session_finds_the_turns_before_in_the_cache(tmp_pa
     block, messages, usages = 16, [{"role": "user", "content": "Pick."}], []
     async with openai_bench(tools_worker(tmp_path, "prefill", "decode")) as running:
         create = anthropic_of(running).messages.create
-        for _ in range(20):
+        for _ in range(12):  # as many as fit into the context
             answer = await create(
                 model="demo", max_tokens=120, messages=messages, tools=[PICK], tool_choice=CHOICE,  # type: ignore[arg-type]
                 cache_control={"type": "ephemeral"}, extra_headers={"x-baton-session": "agent"},
             )  # fmt: skip
             usages.append(answer.usage)
             [call] = answer.content
-            print("TRY", answer)
             assert call.type == "tool_use"
             result = {"type": "tool_result", "tool_use_id": call.id, "content": "ok"}
             messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]  # type: ignore[dict-item,list-item]
@@ -154,4 +153,5 @@ async def test_each_turn_of_a_session_finds_the_turns_before_in_the_cache(tmp_pa
     assert lengths == sorted(set(lengths))
     for before, usage in zip(lengths, usages[1:], strict=False):
         assert (usage.cache_read_input_tokens or 0) >= before // block * block
+        assert usage.cache_creation_input_tokens
         assert usage.input_tokens < block
