@@ -171,7 +171,7 @@ class ClientConnections(ConnectionLimits):
 
 
 class OpenAIConfig(Section):
-    """OpenAI's API over HTTP. It needs the extra `openai`."""
+    """OpenAI's and Anthropic's APIs over HTTP. They need the extra `openai`."""
 
     listen: str = Field(default="", description="host:port; empty serves it not.")
     tls: TlsConfig | None = None
