@@ -81,7 +81,7 @@ def sign(reasoning: str) -> str:
     return blake2b(reasoning.encode("utf-8", "replace"), digest_size=32).hexdigest()
 
 
-def _call(call: generate_pb2.ToolCall) -> dict[str, Any]:
+def _call(call: generate_pb2.ToolCall | generate_pb2.ToolCallDelta) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name}
 
 
@@ -92,9 +92,10 @@ class MessageStream:
         self._call = call
         self._answering = answering
         self._index = -1
-        self._kind: Literal["", "text", "thinking"] = ""  # of the block that has begun
+        self._kind: Literal["", "text", "thinking", "tool_use"] = ""  # of the block that has begun
+        self._begun: set[int] = set()  # calls of which a part has been written
+        self._calls = 0  # that are complete
         self._reasoning: list[str] = []
-        self._has_calls = False
         self._prefix = b""  # of a delta of this block
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
@@ -103,8 +104,7 @@ class MessageStream:
             case "token":
                 delta = message.token
                 events = self._text("thinking", delta.reasoning) + self._text("text", delta.text)
-                for called in delta.tool_calls:
-                    events += self._tool_use(called)
+                events += self._calls_of(delta)
                 if events:
                     await self._call.write(events)
             case "started":
@@ -121,7 +121,7 @@ class MessageStream:
         )
 
     async def _end(self, finished: generate_pb2.Finished) -> None:
-        ending = self._answering.ending(finished, has_calls=self._has_calls)
+        ending = self._answering.ending(finished, has_calls=bool(self._calls))
         usage = self._answering.usage(finished.usage)
         del usage["cache_creation"]
         last = self._close() + _event("message_delta", delta=ending, usage=usage) + _event("message_stop")
@@ -147,17 +147,37 @@ class MessageStream:
         ).encode()
         return begun
 
-    def _tool_use(self, called: generate_pb2.ToolCall) -> bytes:
-        self._has_calls = True
-        begun = self._close() + self._open({**_call(called), "input": {}})
-        return begun + self._delta(type="input_json_delta", partial_json=called.arguments) + self._stop()
+    def _calls_of(self, delta: generate_pb2.TokenDelta) -> bytes:
+        """More of the call that is being written, and those that are complete, in their order."""
+        pieces, events = list(delta.tool_call_deltas), b""
+        for called in delta.tool_calls:
+            while pieces and pieces[0].index <= self._calls:
+                events += self._piece(pieces.pop(0))
+            if self._calls not in self._begun:
+                events += self._begin_call(called) + self._input(called.arguments)
+            events += self._close()
+            self._calls += 1
+        return events + b"".join(map(self._piece, pieces))
+
+    def _piece(self, piece: generate_pb2.ToolCallDelta) -> bytes:
+        events = b"" if piece.index in self._begun else self._begin_call(piece)
+        self._begun.add(piece.index)
+        return events + self._input(piece.arguments)
+
+    def _begin_call(self, called: generate_pb2.ToolCall | generate_pb2.ToolCallDelta) -> bytes:
+        events = self._close() + self._open({**_call(called), "input": {}})
+        self._kind = "tool_use"
+        return events
+
+    def _input(self, text: str) -> bytes:
+        return self._delta(type="input_json_delta", partial_json=text) if text else b""
 
     def _open(self, block: Mapping[str, Any]) -> bytes:
         self._index += 1
         return _event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> bytes:
-        """Ends the text that has begun, if there is one."""
+        """Ends the block that has begun, if there is one."""
         if not self._kind:
             return b""
         signed = b""

@@ -130,6 +130,7 @@ class MessagesRequest(PromptFields):
         if isinstance(self.thinking, Thinks) and self.thinking.budget_tokens >= self.max_tokens:
             raise InvalidRequest.of("thinking.budget_tokens", "must be less than max_tokens")
         conversation = self.set_prompt(made)
+        made.response.stream_tool_calls = bool(self.stream and made.chat.tools)
         made.stopping.max_tokens = self.max_tokens
         made.stopping.stop.extend(self.stop_sequences or [])
         for name in ("temperature", "top_p", "top_k"):

@@ -128,6 +128,38 @@ async def test_tools_are_called_whole_and_streamed_and_their_results_taken() -> 
                 assert again.usage.input_tokens > whole.usage.input_tokens
 
 
+@pytest.mark.feature("tool arguments as they come", engine="written", facade="anthropic")
+async def test_arguments_come_as_they_are_written() -> None:
+    asked: Any = {"messages": MESSAGES, "tools": [TOOL], "model": "demo", "stream": True}
+    with written_engines():
+        async with openai_bench(writes("On it." + CALL % "Oslo" + CALL % "Rome", token_seconds=0.002)) as running:
+            create = anthropic_of(running).messages.create
+            events = [event async for event in await create(max_tokens=500, **asked)]
+            cut = [event async for event in await create(max_tokens=60, **asked)]
+    pieces: dict[int, list[str]] = {1: [], 2: []}
+    for event in events:
+        if event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+            pieces[event.index].append(event.delta.partial_json)
+    assert [json.loads("".join(each)) for each in pieces.values()] == [{"city": "Oslo"}, {"city": "Rome"}]
+    assert min(map(len, pieces.values())) > 1
+    opened = [event.index for event in events if event.type == "content_block_start"]
+    assert opened == [event.index for event in events if event.type == "content_block_stop"] == [0, 1, 2]
+    assert [event.type for event in cut[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    assert [event.delta.stop_reason for event in cut if event.type == "message_delta"] == ["max_tokens"]
+
+
+async def test_a_call_that_turns_out_to_be_none_is_not_one_to_answer() -> None:
+    with written_engines():
+        broken = '<tool_call>{"name": "weather", "arguments": {"city": Oslo}}</tool_call> Done.'
+        async with openai_bench(writes(broken)) as running:
+            messages = anthropic_of(running).messages
+            whole = await messages.create(messages=MESSAGES, max_tokens=500, tools=[TOOL], model="demo")
+            stream = await messages.create(messages=MESSAGES, max_tokens=500, tools=[TOOL], model="demo", stream=True)
+            reasons = [event.delta.stop_reason async for event in stream if event.type == "message_delta"]
+    assert [block.text for block in whole.content if block.type == "text"] == [broken]
+    assert (whole.stop_reason, reasons) == ("end_turn", ["end_turn"])
+
+
 async def test_a_choice_of_tools_is_followed() -> None:
     with written_engines():
         async with openai_bench(writes(CALL % "Oslo" + CALL % "Rome")) as running:

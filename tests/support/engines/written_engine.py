@@ -1,5 +1,6 @@
 """An engine whose answer a test writes, with a chat template of its choice: for what the router makes of answers."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ class WrittenConfig(EngineConfig):
     answer: str = ""
     script: tuple[str, ...] = ()  # an answer for each turn of the assistant, in the place of `answer`
     template: str = HERMES_TEMPLATE
+    token_seconds: float = 0.0
 
 
 class WrittenEngine(Engine):
@@ -41,6 +43,7 @@ class WrittenEngine(Engine):
         vocabulary = byte_vocabulary()
         files = replace(vocabulary.files, chat_template=config.template)
         end = vocabulary.eos_token_id
+        self._token_seconds = config.token_seconds
         self._answers = [(*answer.encode(), end) for answer in config.script or (config.answer,)]
         self._facts = ModelFacts(
             config.name,
@@ -65,6 +68,8 @@ class WrittenEngine(Engine):
         turns = bytes(one for one in source.token_ids if one < 256).count(b"|assistant: ")
         answer = self._answers[min(turns, len(self._answers)) - 1]
         for token_id in answer[: sampling.max_tokens]:
+            if self._token_seconds:
+                await asyncio.sleep(self._token_seconds)
             yield Tokens((token_id,))
         is_cut = sampling.max_tokens < len(answer)
         reason = FinishReason.LENGTH if is_cut else FinishReason.END_OF_SEQUENCE
@@ -83,9 +88,9 @@ def written_engines() -> Iterator[None]:
         yield
 
 
-def writes(answer: str, template: str = HERMES_TEMPLATE) -> WorkerConfig:
+def writes(answer: str, template: str = HERMES_TEMPLATE, token_seconds: float = 0.0) -> WorkerConfig:
     """A worker that answers everything with one text."""
-    return _worker(WrittenConfig(answer=answer, template=template))
+    return _worker(WrittenConfig(answer=answer, template=template, token_seconds=token_seconds))
 
 
 def follows(script: Sequence[str]) -> WorkerConfig:
