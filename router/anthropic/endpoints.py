@@ -11,6 +11,7 @@ from router.anthropic.answers import Answering, MessageStream, whole
 from router.anthropic.errors import ANTHROPIC, MESSAGES
 from router.anthropic.messages import CountTokensRequest, MessagesRequest
 from router.openai.call import HttpCall
+from router.openai.choices import now
 from router.openai.exchange import MODEL_PATH, MODELS_PATH, Exchange, Handler
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
@@ -29,7 +30,7 @@ class MessagesEndpoints:
     def __init__(self, path: RequestPath, exchange: Exchange) -> None:
         self._path = path
         self._exchange = exchange
-        self._created = datetime.now(timezone.utc).replace(microsecond=0).isoformat()
+        self._created = datetime.fromtimestamp(now(), timezone.utc).isoformat()
         self.handlers: Mapping[str, Mapping[str, Handler]] = {
             MESSAGES: {"POST": self._create},
             f"{MESSAGES}/count_tokens": {"POST": self._count_tokens},

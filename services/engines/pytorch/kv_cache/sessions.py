@@ -18,7 +18,7 @@ class Sessions:
         self._most_links = _MOST_CHAINS * total_blocks
         self._chains: OrderedDict[bytes, list[bytes]] = OrderedDict()
         self._parents: dict[bytes, bytes] = {}
-        self._children: dict[bytes, set[bytes]] = {}
+        self._children: dict[bytes, dict[bytes, None]] = {}
         self._holders: Counter[bytes] = Counter()
         self._links = 0
 
@@ -40,11 +40,9 @@ class Sessions:
 
     def end(self, key: bytes) -> Iterator[bytes]:
         """Forgets a session and those that are a part of it. Yields the links that no other one has, ends first."""
-        ended, waiting = {key}, [key]
-        while waiting:
-            children = self._children.get(waiting.pop(), set()) - ended
-            ended |= children
-            waiting += children
+        ended = [key]
+        for one in ended:
+            ended += [child for child in self._children.get(one, ()) if child not in ended]
         for one in ended:
             yield from reversed(self._forget(one))
 
@@ -67,13 +65,13 @@ class Sessions:
         if session.parent and self._parents.get(session.key) != session.parent:
             self._detach(session.key)
             self._parents[session.key] = session.parent
-            self._children.setdefault(session.parent, set()).add(session.key)
+            self._children.setdefault(session.parent, {})[session.key] = None
 
     def _detach(self, key: bytes) -> None:
         parent = self._parents.pop(key, b"")
         siblings = self._children.get(parent)
         if siblings is not None:
-            siblings.discard(key)
+            siblings.pop(key, None)
             if not siblings:
                 del self._children[parent]
 
