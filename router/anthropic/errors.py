@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from router.openai.call import HttpCall
 from router.openai.errors import ErrorResponse, headers_of, status_of
-from router.openai.exchange import MODELS_PATH, Api
+from router.openai.exchange import MODELS_PATH, Api, Headers
 
 MESSAGES = "/v1/messages"
 _VERSION_HEADER = "anthropic-version"
@@ -76,10 +76,14 @@ def _status(error: BatonError) -> int:
     return _OVERLOADED if isinstance(error, Overloaded) else status_of(error)
 
 
-def _claims(path: str, headers: Mapping[str, str]) -> bool:
+def _claims(path: str, headers: Headers) -> bool:
     """The models are listed in this API's form for its clients, all of which send its version."""
     is_models = path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/") or (is_models and _VERSION_HEADER in headers)
+    return (
+        path == MESSAGES
+        or path.startswith(f"{MESSAGES}/")
+        or (is_models and any(name == _VERSION_HEADER for name, _ in headers))
+    )
 
 
 ANTHROPIC = Api("/anthropic", failure_of, _claims)

@@ -26,7 +26,7 @@ from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now,
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
-from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, Endpoints, Exchange, Handler
+from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, Endpoints, Exchange, Handler, Headers
 from router.openai.fields import SamplingFields
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
@@ -109,7 +109,7 @@ class OpenAIApp:
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
         record_arrival()
         call: Any = HttpCall(scope, receive, send)
-        target = self._find(scope["path"], dict(call.invocation_metadata()))
+        target = self._find(scope["path"], call.invocation_metadata())
         # The server sends no body in answer to HEAD.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         behaviour = target.methods.get(method) or target.methods["*"]
@@ -122,7 +122,7 @@ class OpenAIApp:
             if sys.version_info >= (3, 11) and task is not None:
                 task.uncancel()
 
-    def _find(self, path: str, headers: Mapping[str, str]) -> Target:
+    def _find(self, path: str, headers: Headers) -> Target:
         routes = next((routes for api, routes in self._others if api.claims(path, headers)), self._openai)
         if path.startswith(f"{MODELS_PATH}/") and path != f"{MODELS_PATH}/":
             return routes[MODEL_PATH]

@@ -5,7 +5,7 @@ that the same error has there.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -46,7 +46,7 @@ class HttpCall:
         self._receive = receive
         self._send = send
         self._metadata = _with_bearer(tuple(_decoded(scope["headers"])))
-        self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        self._query: bytes = scope.get("query_string", b"")
         self._host = str((scope.get("client") or ("",))[0])
         self._has_left = False
         self.status = StatusCode.OK
@@ -60,6 +60,11 @@ class HttpCall:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """The headers."""
         return self._metadata
+
+    @property
+    def query(self) -> Mapping[str, Sequence[str]]:
+        """The parameters behind the path."""
+        return parse_qs(self._query.decode("latin-1"))
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """Empty: callers identify themselves by API keys."""

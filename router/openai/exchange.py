@@ -31,6 +31,7 @@ Message = TypeVar("Message")
 
 MODELS_PATH = "/v1/models"
 MODEL_PATH = "/v1/models/{model}"
+Headers: TypeAlias = Sequence[tuple[str, str]]
 Handler: TypeAlias = Callable[[HttpCall, str], Awaitable[None]]
 
 
@@ -43,7 +44,7 @@ class Api:
 
     prefix: str
     failure: Callable[[BatonError, HttpCall], ErrorResponse]
-    claims: Callable[[str, Mapping[str, str]], bool]
+    claims: Callable[[str, Headers], bool]
 
 
 class Endpoints(Protocol):

@@ -40,10 +40,12 @@ class Sessions:
 
     def end(self, key: bytes) -> Iterator[bytes]:
         """Forgets a session and those that are a part of it. Yields the links that no other one has, ends first."""
-        ended = [key]
-        for one in ended:
-            ended += [child for child in self._children.get(one, ()) if child not in ended]
-        for one in ended:
+        ended, waiting = {key}, [key]
+        for one in waiting:
+            children = [child for child in self._children.get(one, ()) if child not in ended]
+            ended.update(children)
+            waiting += children
+        for one in waiting:
             yield from reversed(self._forget(one))
 
     def _forget(self, key: bytes) -> list[bytes]:
