@@ -160,10 +160,6 @@ class HeldKv(Protocol):
     def cached_tokens(self) -> int: ...
 
     @property
-    def retained(self) -> Retained | None:
-        """The beginning of the prompt that stays in the prefix cache; None where nothing is retained."""
-
-    @property
     def queue_seconds(self) -> float: ...
 
     @property
@@ -179,6 +175,14 @@ class ReportedPrompt(HeldKv, Protocol):
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None: ...
+
+
+@runtime_checkable
+class RetainedPrompt(HeldKv, Protocol):
+    """Held KV of an engine that retains beginnings of prompts in its prefix cache."""
+
+    @property
+    def retained(self) -> Retained | None: ...
 
 
 class NoFreeBlocks(Overloaded):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from runtime.clock import monotonic
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
-from services.engines.prompt import Retained
 
 _LOOK_SECONDS = 0.05
 
@@ -101,7 +100,6 @@ class ExternalKv:
         self.finish_reason = prefilled.finish_reason
         self.num_tokens = prefilled.num_tokens
         self.cached_tokens = prefilled.cached_tokens
-        self.retained: Retained | None = None  # these engines evict by their own rules
         self.compute_seconds = prefilled.compute_seconds
         self.queue_seconds = prefilled.queue_seconds
         self.prompt_logprobs = prefilled.prompt_logprobs

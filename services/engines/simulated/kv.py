@@ -68,11 +68,6 @@ class SimulatedKv:
         return self._sequence.cached_tokens or 0
 
     @property
-    def retained(self) -> None:
-        """None: this engine retains nothing."""
-        return None
-
-    @property
     def queue_seconds(self) -> float:
         return self._sequence.clock.queue_seconds
 
