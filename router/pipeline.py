@@ -100,7 +100,9 @@ class Pipeline:
             await ctx.inject("tokenize")
             token_ids = await _token_ids(ctx, model)
             bad_sequences = await _bad_sequences(ctx, model)
-            cache = await self._prompt_cache(ctx, token_ids, model)
+            request = ctx.request
+            has_cache = bool(request.routing.session_key) or request.HasField("cache")
+            cache = await self._prompt_cache(ctx, token_ids, model) if has_cache else None
         ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
         media = await self._load_media(ctx)
         prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)

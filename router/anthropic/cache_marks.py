@@ -26,7 +26,7 @@ class CacheMarks:
         self._end = generate_pb2.ChatPosition()
 
     def add(self, place: str, mark: CacheControl | None, chat: generate_pb2.ChatInput) -> None:
-        """Notes the mark of the block at `place`, if it has one: here the conversation ends with it.
+        """Notes the mark of the block at `place`, if it has one: here the conversation ends with it. The body's is at "".
 
         Raises InvalidRequest for a fifth mark.
         """
@@ -34,7 +34,8 @@ class CacheMarks:
             return
         self._count += 1
         if self._count > _MOST_MARKS:
-            raise InvalidRequest.of(f"{place}.cache_control", f"is mark {self._count} of at most {_MOST_MARKS}")
+            field = f"{place}.cache_control" if place else "cache_control"
+            raise InvalidRequest.of(field, f"is mark {self._count} of at most {_MOST_MARKS}")
         self._seconds = max(self._seconds, _SECONDS[mark.ttl])
         turns = chat.messages
         self._end = generate_pb2.ChatPosition(messages=len(turns), parts=len(turns[-1].parts) if turns else 0)

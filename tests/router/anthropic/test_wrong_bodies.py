@@ -57,6 +57,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         turn(*({"type": "text", "text": "x", **MARK} for _ in range(5))),
         "messages[0].content[4].cache_control: is mark 5 of at most 4",
     ),
+    "a mark of the body beside four": (
+        {**turn(*({"type": "text", "text": "x", **MARK} for _ in range(4))), **MARK},
+        "cache_control: is mark 5 of at most 4",
+    ),
     "an unknown ttl": ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl: "),
     "a small budget": ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking.budget_tokens: "),
     "a budget over the limit": (

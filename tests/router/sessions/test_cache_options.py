@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
-from support.clients.openai_api import client_of, openai_bench
+from support.clients.openai_api import client_of, openai_bench, post
 from support.cluster.in_process import Bench, simulated
 from support.engines.checkpoints import DEMO
 from support.lifetimes import in_one_task
@@ -207,6 +207,24 @@ async def test_an_engine_without_retention_grants_nothing() -> None:
         assert (usage.retained_tokens, usage.HasField("retained_until")) == (0, False)
         request = generate_pb2.EndSessionRequest(session_key="x")
         assert (await unary(running.stub.EndSession(request, timeout=60))).released_blocks == 0
+
+
+async def test_http_names_wrong_options_by_its_own_fields() -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+    async with openai_bench(simulated("w1", "prefill", "decode")) as running:
+        for wrong, headers, param in (
+            ({"baton": {"end_session": True}}, {}, "baton.end_session"),
+            ({"baton": {"retain": {"ttl": 0}}}, {}, "baton.retain.ttl"),
+            ({"baton": {"retain": {"ttl": 1, "priority": 11}}}, {}, "baton.retain.priority"),
+            ({"baton": {"next": 1}}, {}, "baton.next"),
+            ({"prompt_cache_retention": "1h"}, {}, "prompt_cache_retention"),
+            ({"prompt_cache_options": {"ttl": "1h"}}, {}, "prompt_cache_options.ttl"),
+            ({}, {"x-baton-session-end": "yes"}, "x-baton-session-end"),
+        ):
+            answer = await post(running, "/completions", {**body, **wrong}, **headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        right = {"prompt_cache_key": "s", "prompt_cache_options": {"ttl": "30m"}, "baton": {"next_in": 0.5}}
+        assert (await post(running, "/completions", {**body, **right})).status_code == 200
 
 
 @pytest.mark.feature("cache options", engine="pytorch", facade="openai")
