@@ -16,7 +16,7 @@ _HOUR_SECONDS = 3600
 _DELTAS: Mapping[str, tuple[str, str]] = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-class Answering:
+class MessageHead:
     """The parts that all messages of an answer share. `max_tokens` is what the client allows."""
 
     def __init__(self, identity: str, request: generate_pb2.GenerateRequest) -> None:
@@ -61,7 +61,7 @@ class Answering:
         }
 
 
-def whole(answering: Answering, collected: UnaryCollector) -> dict[str, Any]:
+def whole(head: MessageHead, collected: UnaryCollector) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     response = collected.response
     token, finished = response.token, response.finished
@@ -72,8 +72,8 @@ def whole(answering: Answering, collected: UnaryCollector) -> dict[str, Any]:
     if token.text:
         content.append({"type": "text", "text": token.text})
     content += [{**_call(call), "input": json.loads(call.arguments)} for call in token.tool_calls]
-    ending = answering.ending(finished, has_calls=bool(token.tool_calls))
-    return answering.message(response.started.model, content, {**ending, "usage": answering.usage(finished.usage)})
+    ending = head.ending(finished, has_calls=bool(token.tool_calls))
+    return head.message(response.started.model, content, {**ending, "usage": head.usage(finished.usage)})
 
 
 def sign(reasoning: str) -> str:
@@ -88,9 +88,9 @@ def _call(call: generate_pb2.ToolCall | generate_pb2.ToolCallDelta) -> dict[str,
 class MessageStream:
     """Writes an answer as the events of Anthropic's API."""
 
-    def __init__(self, call: HttpCall, answering: Answering) -> None:
+    def __init__(self, call: HttpCall, head: MessageHead) -> None:
         self._call = call
-        self._answering = answering
+        self._head = head
         self._index = -1
         self._kind: Literal["", "text", "thinking", "tool_use"] = ""  # of the block that has begun
         self._begun: set[int] = set()  # calls of which a part has been written
@@ -108,7 +108,7 @@ class MessageStream:
                 if events:
                     await self._call.write(events)
             case "started":
-                begun = self._answering.begun(message.started)
+                begun = self._head.begun(message.started)
                 await self._call.begin(200, EVENTS)
                 await self._call.write(_event("message_start", message=begun) + _event("ping"))
             case "finished":
@@ -121,8 +121,8 @@ class MessageStream:
         )
 
     async def _end(self, finished: generate_pb2.Finished) -> None:
-        ending = self._answering.ending(finished, has_calls=bool(self._calls))
-        usage = self._answering.usage(finished.usage)
+        ending = self._head.ending(finished, has_calls=bool(self._calls))
+        usage = self._head.usage(finished.usage)
         del usage["cache_creation"]
         last = self._close() + _event("message_delta", delta=ending, usage=usage) + _event("message_stop")
         await self._call.end(last)

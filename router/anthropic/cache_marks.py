@@ -26,7 +26,7 @@ class CacheMarks:
         self._end = generate_pb2.ChatPosition()
 
     def add(self, place: str, mark: CacheControl | None, chat: generate_pb2.ChatInput) -> None:
-        """Notes the mark of the block at `place`, if it has one: here the conversation ends with it. The body's is at "".
+        """Notes the mark of the block at `place`, if it has one: here the chat ends with it. That of the body is at "".
 
         Raises InvalidRequest for a fifth mark.
         """

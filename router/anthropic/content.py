@@ -17,7 +17,7 @@ _FAILED = "Error: "  # before the result of a call that failed: templates have n
 
 
 class Block(Fields):
-    """What any block may have."""
+    """A block: any of them may have a mark."""
 
     cache_control: CacheControl | None = None
 
@@ -92,7 +92,7 @@ ContentBlock: TypeAlias = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock 
 AnyBlock: TypeAlias = Annotated[ContentBlock, Field(discriminator="type")]
 
 
-class Message(Fields):
+class InputTurn(Fields):
     """One turn."""
 
     role: Literal["user", "assistant"]
@@ -117,7 +117,7 @@ class Conversation:
                 "system", "system", [("system", system)] if isinstance(system, str) else _placed("system", system)
             )
 
-    def add(self, index: int, message: Message) -> None:
+    def add(self, index: int, message: InputTurn) -> None:
         """Adds the turn at this index of the body."""
         place = f"messages[{index}]"
         if isinstance(message.content, str):

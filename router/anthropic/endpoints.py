@@ -7,12 +7,12 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
-from router.anthropic.answers import Answering, MessageStream, whole
+from router.anthropic.answers import MessageHead, MessageStream, whole
 from router.anthropic.errors import ANTHROPIC, MESSAGES
 from router.anthropic.messages import CountTokensRequest, MessagesRequest
 from router.openai.call import HttpCall
 from router.openai.choices import now
-from router.openai.exchange import MODEL_PATH, MODELS_PATH, Exchange, Handler
+from router.openai.exchange import MODEL_PATH, MODELS_PATH, Handler, HttpExchange
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text import request_input
@@ -27,7 +27,7 @@ class MessagesEndpoints:
 
     api = ANTHROPIC
 
-    def __init__(self, path: RequestPath, exchange: Exchange) -> None:
+    def __init__(self, path: RequestPath, exchange: HttpExchange) -> None:
         self._path = path
         self._exchange = exchange
         self._created = datetime.fromtimestamp(now(), timezone.utc).isoformat()
@@ -41,13 +41,13 @@ class MessagesEndpoints:
     async def _create(self, call: HttpCall, _path: str) -> None:
         body, asked = await self._exchange.read(call, MessagesRequest, MessagesRequest.asked)
         call.places = asked.places
-        answering = Answering(f"msg_{call.request_id}", asked.request)
+        head = MessageHead(f"msg_{call.request_id}", asked.request)
         if body.stream:
-            await self._exchange.run(call, asked.request, MessageStream(call, answering))
+            await self._exchange.run(call, asked.request, MessageStream(call, head))
             return
         collector = UnaryCollector()
         await self._exchange.run(call, asked.request, collector)
-        await call.respond(200, json.dumps(whole(answering, collector)).encode())
+        await call.respond(200, json.dumps(whole(head, collector)).encode())
 
     async def _count_tokens(self, call: HttpCall, _path: str) -> None:
         """As many as the prompt would have; those of an image are counted if all images have as many."""

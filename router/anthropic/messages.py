@@ -9,8 +9,8 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, tokenize_pb2
 from router.anthropic.cache_marks import CacheControl, CacheMarks
-from router.anthropic.content import Conversation, Message, TextBlock
-from router.anthropic.tools import Tool, ToolChoice, offer_tools
+from router.anthropic.content import Conversation, InputTurn, TextBlock
+from router.anthropic.tools import ClientTool, ToolChoice, offer_tools
 from router.openai.fields import Fields, Number, Uint32, json_text, refuse
 
 _LEAST_BUDGET = 1024
@@ -74,9 +74,9 @@ class PromptFields(Fields):
     """The fields that make a prompt."""
 
     model: str = Field(max_length=1024)
-    messages: list[Message]
+    messages: list[InputTurn]
     system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -10,7 +10,7 @@ from router.anthropic.content import Block
 from router.openai.fields import Fields, json_text
 
 
-class Tool(Block):
+class ClientTool(Block):
     """A tool that the client runs. The last fields say how others run tools, or see them later: nothing here does."""
 
     name: str
@@ -54,7 +54,7 @@ class NoChoice(Fields):
 ToolChoice: TypeAlias = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
 
 
-def offer_tools(chat: generate_pb2.ChatInput, tools: Sequence[Tool], choice: ToolChoice | None) -> None:
+def offer_tools(chat: generate_pb2.ChatInput, tools: Sequence[ClientTool], choice: ToolChoice | None) -> None:
     """Adds the tools that may be called. Raises InvalidRequest."""
     if isinstance(choice, NoChoice):
         return

@@ -26,7 +26,7 @@ from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now,
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
-from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, Endpoints, Exchange, Handler, Headers
+from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, ApiEndpoints, Handler, Headers, HttpExchange
 from router.openai.fields import SamplingFields
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
@@ -83,12 +83,12 @@ class OpenAIApp:
         texts: LongestTexts,
         max_body_bytes: int,
         input: InputBudget,
-        beside: Sequence[Callable[[RequestPath, Exchange], Endpoints]] = (),
+        beside: Sequence[Callable[[RequestPath, HttpExchange], ApiEndpoints]] = (),
     ) -> None:
         self._path = path
         self._access = access
         self._tracer = tracer
-        self._exchange = Exchange(path, texts, max_body_bytes, input)
+        self._exchange = HttpExchange(path, texts, max_body_bytes, input)
         self._created = now()
         self.running = RunningCalls()
         own: dict[str, Mapping[str, Handler]] = {

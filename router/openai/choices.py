@@ -229,7 +229,7 @@ def usage(used: generate_pb2.Usage) -> dict[str, Any]:
 
 
 def cache_details(used: generate_pb2.Usage) -> dict[str, Any]:
-    """How much of a prompt was cached; and, if any of it is retained, how much and until when, beyond OpenAI's API."""
+    """The cached tokens of a prompt, and beyond OpenAI's API those that are retained, if any are, and until when."""
     details: dict[str, Any] = {"cached_tokens": used.cached_tokens}
     if used.retained_tokens:
         details["retained_tokens"] = used.retained_tokens

@@ -47,7 +47,7 @@ class Api:
     claims: Callable[[str, Headers], bool]
 
 
-class Endpoints(Protocol):
+class ApiEndpoints(Protocol):
     """The endpoints of an API: by path, and then by HTTP method. MODEL_PATH stands for all paths of one model."""
 
     @property
@@ -67,7 +67,7 @@ class AnswerStream(Protocol):
         """Ends a stream that has begun."""
 
 
-class Exchange:
+class HttpExchange:
     """Reads bodies within their limits, and runs requests."""
 
     def __init__(self, path: RequestPath, texts: LongestTexts, max_body_bytes: int, input: InputBudget) -> None:

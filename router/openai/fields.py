@@ -204,7 +204,7 @@ class BatonFields(Fields):
 
 
 class CacheFields(Fields):
-    """How prompts are cached. `baton` is a field that OpenAI's API does not have."""
+    """The caching of prompts. `baton` is a field that OpenAI's API does not have."""
 
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None

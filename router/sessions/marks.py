@@ -1,4 +1,4 @@
-"""How many tokens of a chat's prompt come before a place in the chat: as many as a shorter chat begins with, too."""
+"""The tokens of a chat's prompt before a place in the chat: those that the chat up to there begins with, too."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _NOTHING = 1  # less than a block: 0 would be the whole prompt
 def retained_tokens(
     request: generate_pb2.GenerateRequest, token_ids: Sequence[int], model: ServedModel, template_seconds: float
 ) -> int:
-    """How many of the prompt's ids Retention is of; 0 is all of them. Slow for long texts.
+    """The number of the prompt's ids that Retention is of; 0 is all of them. Slow for long texts.
 
     A place within a chat is rendered a second time, up to it. The prompt is not: what both begin with is before the
     place, whatever the template does. Raises SlowTemplate as request_input.tokenize.

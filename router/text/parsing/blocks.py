@@ -88,7 +88,7 @@ class BlockParser:
         return [*pieces, *self._block(self._pop(at + len(self._end)))]
 
     def _pieces(self) -> list[Part]:
-        """What has come of the arguments of the block that has begun."""
+        """The arguments that have come of the block that has begun."""
         if self._arguments is None:
             return []
         is_begun, more = bool(self._arguments.name), self._arguments.more(self._held)

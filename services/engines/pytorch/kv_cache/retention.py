@@ -17,7 +17,7 @@ _SWEEP_SECONDS: Final = 1.0  # between two searches for what has expired, which 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Until when blocks are retained, how much that matters, and to which tenant they count."""
+    """The time until which blocks are retained, how much that matters, and the tenant that they count to."""
 
     until: float
     priority: int
