@@ -10,7 +10,7 @@ from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from router.workers.loras import loras_of_model, named
 
-MODELS = "/v1/models/"
+_MODELS = "/v1/models/"
 
 
 class ModelEndpoints:
@@ -31,7 +31,7 @@ class ModelEndpoints:
 
     async def one(self, call: HttpCall, path: str) -> None:
         """The one of the path. Raises ModelNotFound."""
-        name = path.removeprefix(MODELS)
+        name = path.removeprefix(_MODELS)
         model = self._cluster.model(name)
         adapter = self._cluster.lora(generate_pb2.GenerateRequest(model=name), model)
         await call.respond(200, json.dumps(self._described(model, adapter)).encode())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, StreamDiverged
 from baton.inference.v1 import generate_pb2
-from router.openai.choices import AnswerStream
+from router.openai.exchange import AnswerStream
 from router.openai.resumable.event_ids import Position
 
 

@@ -11,7 +11,8 @@ from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply
 from router.openai.call import HttpCall
-from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, run_stream
+from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now
+from router.openai.exchange import AnswerStream, run_stream
 from router.openai.resumable.event_ids import HEADER, EventId, EventIds, Origin
 from router.openai.resumable.responses import NumberedStream
 from router.openai.resumable.skipping import SkippingStream
@@ -94,6 +95,8 @@ class ResumableStreams:
         Raises InvalidRequest for an id that is none of this request.
         """
         request, count = asked.request, max(1, asked.request.sampling.n)
+        # A call comes as a whole: a position counts calls, and no parts of them.
+        request.response.ClearField("stream_tool_calls")
         crc = await checksum(asked.kind, request)
         last = self._last(call, count, crc)
         origin = last.origin if last else Origin.new(now(), crc)
@@ -128,6 +131,7 @@ class ResumableStreams:
 
     async def response(self, call: HttpCall, request: generate_pb2.GenerateRequest) -> AskedResponse:
         """The request for a response, and the event that its client has."""
+        request.response.ClearField("stream_tool_calls")
         crc = await checksum("response", request)
         last = self._last(call, 1, crc)
         return AskedResponse(request, last.origin if last else Origin.new(now(), crc), last)

@@ -12,8 +12,8 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
-from router.openai.choices import AnswerStream
 from router.openai.errors import describe
+from router.openai.exchange import AnswerStream
 from router.openai.responses import ItemKind, ResponseBuilder, part, part_type, status_of
 from router.stream.collector import UnaryCollector
 

@@ -12,6 +12,8 @@ from router.openai.stored.table import StoredResponse
 
 PATH = "/v1/responses/"
 CANCEL = "/cancel"
+# As routes, and in logs.
+RESPONSE_PATH, CANCEL_PATH = "/v1/responses/{id}", "/v1/responses/{id}/cancel"
 _MOST_NUMBER = 2**53
 _BOOLEANS = {"true": True, "false": False}
 
@@ -24,7 +26,7 @@ class StoredEndpoints:
 
     async def retrieve(self, call: HttpCall, path: str) -> None:
         """The response as far as it has come, or its events after a number."""
-        query = call.query
+        query = {name: values[-1] for name, values in call.query.items()}
         streams, after = _is_stream(query), _starting_after(query)
         entry = await self._service.find(path.removeprefix(PATH), call)
         if streams:

@@ -122,6 +122,7 @@ class ResponseService:
         turns: Sequence[generate_pb2.ChatMessage],
     ) -> StoredResponse:
         """Begins a response in the background. Raises what refuses it at once."""
+        request.response.ClearField("stream_tool_calls")
         request.response.keep.FromNanoseconds(int(self._config.keep_seconds * 1e9))
         ctx, created = self._path.contexts.create(request, call), now()
         assert ctx.keep is not None
