@@ -40,7 +40,7 @@ from router.openai.exchange import (
 from router.openai.fields import SamplingFields
 from router.openai.models import ModelEndpoints
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
-from router.openai.resumable.streams import Asked, ResumableStreams, keep_seconds_of
+from router.openai.resumable.streams import AskedChoices, ResumableStreams, keep_seconds_of
 from router.openai.stored.document import RecordedStream, ResponseDocument
 from router.openai.stored.endpoints import CANCEL, CANCEL_PATH, RESPONSE_PATH, StoredEndpoints, stream_events
 from router.openai.stored.endpoints import PATH as RESPONSES
@@ -240,7 +240,7 @@ class OpenAIApp:
         seconds = keep_seconds_of(call, options.keep_seconds if options else None, is_stream=bool(body.stream))
         if seconds:
             add_session(call, request)
-            asked = Asked(kind, request, self._token_text(body.model), body.wants_usage)
+            asked = AskedChoices(kind, request, self._token_text(body.model), body.wants_usage)
             await self._resumable.run(call, asked, seconds)
             return
         answering = Answering(kind, f"{_ID_PREFIXES[kind]}{call.request_id}", self._token_text(body.model), now())

@@ -26,7 +26,7 @@ _LARGE_BYTES = 64 * 1024  # the checksum of more is made in a thread
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedChoices:
     """A request for a stream, by one of the endpoints."""
 
     kind: Kind
@@ -89,7 +89,7 @@ class ResumableStreams:
         self._path = path
         self._resumer = Resumer(path.contexts, path.pipeline)
 
-    async def run(self, call: HttpCall, asked: Asked, seconds: float) -> None:
+    async def run(self, call: HttpCall, asked: AskedChoices, seconds: float) -> None:
         """Streams an answer, or what follows the event that the client names.
 
         Raises InvalidRequest for an id that is none of this request.
