@@ -140,6 +140,7 @@ def _whole_prompts(args: VllmArguments, package: VllmPackage, context_tokens: in
 def _kv_transfer(config: VllmConfig, package: VllmPackage, roles: Sequence[str]) -> Any:
     role = "kv_both" if len(roles) > 1 else {"prefill": "kv_producer"}.get(roles[0], "kv_consumer")
     device = config.handoff.buffer_device or ("cpu" if package.is_cpu else "cuda")
+    threads = 0 if config.handoff.threads is None and package.is_cpu else config.handoff.threads
     return package.kv_transfer_config(
         kv_connector="NixlConnector",
         kv_role=role,
@@ -148,7 +149,7 @@ def _kv_transfer(config: VllmConfig, package: VllmPackage, roles: Sequence[str])
         kv_load_failure_policy="fail",
         kv_connector_extra_config={
             "kv_lease_duration": config.handoff.seconds,
-            "num_threads": config.handoff.threads,
+            **({} if threads is None else {"num_threads": threads}),
         },
     )
 

@@ -78,6 +78,28 @@ async def test_an_assertion_on_the_device_ends_its_engine_and_no_other(checkpoin
         assert await _answers(other, "after") == expected
 
 
+async def test_running_out_of_the_device_s_memory_ends_its_engine_and_no_other(tmp_path: Path) -> None:
+    """A prompt's log probabilities over a large vocabulary need memory that vLLM has not put aside."""
+    import torch
+
+    large = save_qwen3(tmp_path / "large", vllm.HEAD_DIM, vocabulary=128_000)
+    small = save_qwen3(tmp_path / "small", vllm.HEAD_DIM)
+    async with _engine(small, "decode", guided_decoding=False) as other:
+        expected = await _answers(other, "before")
+        free = torch.cuda.mem_get_info()[0]
+        async with _engine(large, "decode", guided_decoding=False) as failing:
+            await collect(failing.decode(PROMPTS[0], greedy(2)))
+            rest = torch.empty(torch.cuda.mem_get_info()[0] - (32 << 20), dtype=torch.uint8, device="cuda")
+            with pytest.raises(EngineFailed):
+                await collect(failing.decode(Prompt((7,) * 240), replace(greedy(2), prompt_logprobs=1)))
+            await eventually(lambda: not failing.healthy)
+            assert other.healthy
+            assert await _answers(other, "after") == expected
+            del rest
+            torch.cuda.empty_cache()
+        await eventually(lambda: torch.cuda.mem_get_info()[0] > free - (256 << 20))
+
+
 @pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_answers_over_two_gpus_each_are_those_of_one(sizes: str, checkpoint: Path) -> None:
     if len(visible_gpus()) < 2:
