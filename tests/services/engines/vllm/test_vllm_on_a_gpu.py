@@ -100,19 +100,27 @@ async def test_running_out_of_the_device_s_memory_ends_its_engine_and_no_other(t
         await eventually(lambda: torch.cuda.mem_get_info()[0] > free - (256 << 20))
 
 
-@pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
-async def test_answers_over_two_gpus_each_are_those_of_one(sizes: str, checkpoint: Path) -> None:
+async def test_answers_over_two_gpus_each_are_those_of_one(checkpoint: Path) -> None:
     if len(visible_gpus()) < 2:
         pytest.skip("needs two GPUs")
     async with _engine(checkpoint, "decode") as one:
         whole = await _answers(one, "one")
     async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(_engine(checkpoint, "prefill", args={sizes: 2}))
-        decode = await stack.enter_async_context(_engine(checkpoint, "decode", args={sizes: 2}))
+        prefill = await stack.enter_async_context(_engine(checkpoint, "prefill", args={"tensor_parallel_size": 2}))
+        decode = await stack.enter_async_context(_engine(checkpoint, "decode", args={"tensor_parallel_size": 2}))
         assert await _answers(decode, "two") == whole
         assert [await disaggregated(prefill, decode, each, greedy(12)) for each in PROMPTS] == [
             ids[1:] for ids in whole
         ]
+
+
+async def test_answers_of_two_pipeline_stages_are_those_of_one_gpu(checkpoint: Path) -> None:
+    if len(visible_gpus()) < 2:
+        pytest.skip("needs two GPUs")
+    async with _engine(checkpoint, "decode") as one:
+        whole = await _answers(one, "one")
+    async with _engine(checkpoint, "decode", args={"pipeline_parallel_size": 2}, whole_requests=True) as stages:
+        assert await _answers(stages, "two") == whole
 
 
 async def test_each_data_parallel_rank_gives_the_answers_of_one_engine(checkpoint: Path) -> None:
