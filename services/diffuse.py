@@ -75,9 +75,8 @@ def _drawings(request: diffuse_pb2.DiffuseRequest, diffuser: Diffuser, seconds: 
     ]
     predicted = diffuser.predicted_seconds(drawings[0])
     if predicted is not None and seconds is not None and predicted > seconds:
-        raise DeadlineUnreachable(
-            f"a picture would take {predicted:.1f} s, and {seconds:.1f} s are left", retry_after_seconds=_RETRY_SECONDS
-        )
+        text = f"a picture would take {predicted:.1f} s, and {seconds:.1f} s are left"
+        raise DeadlineUnreachable(text, retry_after_seconds=_RETRY_SECONDS)
     return drawings
 
 

@@ -20,6 +20,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2, lora_pb2
 from baton_http2.input_budget import InputBudget
 from baton_http2.server.reply import Reply
+from router.drawing.options import find_model
+from router.drawing.pipeline import DrawingPipeline
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
@@ -28,6 +30,7 @@ from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
 from router.openai.fields import SamplingFields, read
+from router.openai.images import ImageCollector, ImagesRequest, ImageStream, preview_steps
 from router.openai.json_body import parse
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
@@ -96,6 +99,7 @@ class OpenAIApp:
         self._texts = texts
         self._max_body_bytes = max_body_bytes
         self._input = input
+        self._drawing = DrawingPipeline(path)
         self._created = now()
         self.running = RunningCalls()
         self._targets = {
@@ -103,6 +107,7 @@ class OpenAIApp:
             "/v1/completions": self._target("/v1/completions", POST=self._completions),
             "/v1/responses": self._target("/v1/responses", POST=self._responses),
             "/v1/embeddings": self._target("/v1/embeddings", POST=self._embeddings),
+            "/v1/images/generations": self._target("/v1/images/generations", POST=self._images),
             "/v1/models": self._target("/v1/models", GET=self._models),
         }
         self._model_target = self._target("/v1/models/{model}", GET=self._model)
@@ -241,6 +246,19 @@ class OpenAIApp:
         content = await asyncio.to_thread(embeddings.whole, response, body.encoding_format)
         await call.respond(200, content)
 
+    async def _images(self, call: HttpCall, _path: str) -> None:
+        body, request = await self._read(call, ImagesRequest, ImagesRequest.image_request)
+        if not body.stream:
+            collector = ImageCollector()
+            async with call.while_connected():
+                await self._drawing.run(request, call, collector.send)
+            await call.respond(200, await asyncio.to_thread(collector.whole))
+            return
+        rules = find_model(self._path.cluster, body.model).rules
+        request.options.preview_steps = preview_steps(body.steps or rules.steps, body.partial_images)
+        stream = ImageStream(call, body.partial_images)
+        await self._streamed(call, self._drawing.run(request, call, stream.send), stream.fail)
+
     async def _models(self, call: HttpCall, _path: str) -> None:
         models: list[dict[str, Any]] = []
         for model in self._path.cluster.models:
@@ -288,15 +306,26 @@ class OpenAIApp:
     ) -> None:
         """Runs the request in the pipeline. An error after the response has begun ends it."""
         ctx = self._path.contexts.create(request, call)
+        running = self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+        if isinstance(stream, UnaryCollector):
+            async with call.while_connected():
+                await running
+        else:
+            await self._streamed(call, running, stream.fail)
+
+    async def _streamed(
+        self, call: HttpCall, running: Awaitable[None], fail: Callable[[BatonError], Awaitable[None]]
+    ) -> None:
+        """Waits for the request, while the client is there. An error after the response has begun ends it."""
         try:
             async with call.while_connected():
-                await self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+                await running
         except BatonError as error:
-            if not call.response_status or isinstance(stream, UnaryCollector):
+            if not call.response_status:
                 raise
             call.status = code_of(type(error))
             add_log_fields(reason=error.reason, error=error.message)
-            await stream.fail(error)
+            await fail(error)
 
     def _token_text(self, name: str) -> Callable[[int], str]:
         """Names the tokens of a model in logprobs. The model is looked up when it is needed: it may not exist."""

@@ -95,8 +95,8 @@ class Cluster:
         return tuple(self._models[name] for name in names)
 
     def model(self, name: str, among: Sequence[ServedModel] | None = None) -> ServedModel:
-        """The model of that name; that of an adapter for `<model>:<adapter>`. If the name is empty, the only one, of those
-        with text or `among` some.
+        """The model of that name; that of an adapter for `<model>:<adapter>`. For an empty name, the only one of those
+        with text, or `among` others.
 
         Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
         """

@@ -34,7 +34,7 @@ class DiffusionConfig(EngineConfig):
     max_batch: int = Field(
         default=1,
         ge=1,
-        description="Pictures of equal shape that are computed together. Above 1, rounding may change a picture's bytes.",
+        description="Pictures of equal shape computed together. Above 1, rounding may change a picture's bytes.",
     )
     max_waiting: int = Field(default=64, ge=1, description="Pictures that wait.")
     stall_seconds: float | None = Field(default=None, gt=0)
