@@ -1,7 +1,6 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,7 @@ from router.workers.replies import Suspects, check_handoff, reported_logprobs
 from router.workers.spans import set_routing_attributes
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
+from runtime.clock import perf_counter
 
 # The KV or embedding that the worker was to read is gone, or does not fit. The worker is not to blame, and may run the
 # prompt itself.
@@ -213,6 +213,7 @@ class RequestExecution(Waiting):
         reported = self._reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         self._stats.prefilled_on(worker.record.worker_id, cached_tokens)
+        self._stats.found_in_caches(handoff.usage)
         if self._suspects is not None:
             self._suspects.answered(worker)
         if first.finish_reason:
@@ -364,6 +365,8 @@ class RequestExecution(Waiting):
                     if cached_tokens > self._stats.prompt_tokens:
                         cached_tokens = self._stats.prompt_tokens
                     self._stats.decoded(cached_tokens)
+                    if not self._stats.prefill_worker_id:
+                        self._stats.found_in_caches(response.finished.usage)
                     if response.finished.drafted_tokens:
                         self._stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
                     self._progress.found_cached(cached_tokens)
@@ -442,7 +445,7 @@ class RequestExecution(Waiting):
         logprobs: Sequence[sampling_pb2.TokenLogprob],
         prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
     ) -> None:
-        started = time.perf_counter()
+        started = perf_counter()
         if not self._completion.token_ids:
             await self._ctx.inject("detokenize")
         delta = self._completion.push(token_ids, logprobs)

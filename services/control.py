@@ -1,7 +1,6 @@
 """The control service of every worker, whatever its roles: model, load, abort, drain, KV events."""
 
 import math
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
+from runtime.clock import monotonic
 from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
@@ -80,6 +80,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     yield kv_event(self._epoch, sequence, piece)
                     sequence += 1
 
+    async def EndSession(self, request: worker_pb2.EndSessionRequest, context: Any) -> worker_pb2.EndSessionResponse:
+        engine = self._engines.engine
+        released = await engine.end_session(request.session) if engine is not None else 0
+        return worker_pb2.EndSessionResponse(released_blocks=released)
+
     async def ListLoras(self, request: worker_pb2.ListLorasRequest, context: Any) -> worker_pb2.ListLorasResponse:
         loras = loras_of(self._engines.engine)
         await loras.refresh()
@@ -124,7 +129,7 @@ class Aborter:
 
     async def abort(self, request_id: str) -> Aborted:
         """Stops a request's calls and frees its handoffs; returns when its blocks are back."""
-        started = time.monotonic()
+        started = monotonic()
         stage = timing_pb2.STAGE_UNSPECIFIED
         tokens = blocks = 0
         calls = self._calls.find(request_id)
@@ -140,7 +145,7 @@ class Aborter:
             stage = stage or timing_pb2.STAGE_HANDOFF_WAIT
             tokens += sum(lease.held.num_tokens for lease in leases)
             blocks += await self._leases.release_each(leases)
-        return Aborted(bool(calls or leases), stage, tokens, blocks, time.monotonic() - started)
+        return Aborted(bool(calls or leases), stage, tokens, blocks, monotonic() - started)
 
 
 def _model_card(facts: ModelFacts) -> worker_pb2.ModelCard:

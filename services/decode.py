@@ -1,19 +1,19 @@
 """The decode role: runs a request to its end, from KV that another worker holds, or from its prompt."""
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
+from baton.engine.v1 import decode_pb2, decode_pb2_grpc
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
 from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
+from runtime.clock import perf_counter
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine
 from services.engines.generation import Generation
@@ -38,6 +38,7 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
+    set_usage,
 )
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
@@ -298,9 +299,9 @@ def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
 async def _inject(faults: Faults, generated: int, clock: DecodeClock) -> None:
     if faults is NO_FAULTS:
         return
-    started = time.perf_counter()
+    started = perf_counter()
     await faults.inject("decode", generated)
-    clock.add_fault(time.perf_counter() - started)
+    clock.add_fault(perf_counter() - started)
 
 
 def _split_at_faults(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:
@@ -340,10 +341,11 @@ def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
     if event.prefill_seconds:
         timings.append(Timing(timing_pb2.STAGE_PREFILL_COMPUTE, event.prefill_seconds))
     timings.append(Timing(timing_pb2.STAGE_DECODE, event.decode_seconds))
-    return decode_pb2.DecodeFinished(
+    message = decode_pb2.DecodeFinished(
         reason=FINISH_REASONS[event.reason],
-        usage=handoff_pb2.PromptUsage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens),
         timings=stage_timings(timings, worker_id),
         drafted_tokens=event.drafted_tokens,
         accepted_tokens=event.accepted_tokens,
     )
+    set_usage(message.usage, event.prompt_tokens, event.cached_tokens, event.retained)
+    return message

@@ -1,7 +1,6 @@
 """The diffuse role: draws the pictures of a call, and streams their steps."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.violations import Violations
 from runtime.aio import gather_or_cancel
+from runtime.clock import perf_counter
 from services.engines.base import DrawingRules
 from services.engines.diffusion import Diffuser, Drawing, Picture, Step
 from services.parts import WorkerParts
@@ -45,7 +45,7 @@ class DiffuseServicer(diffuse_pb2_grpc.DiffuseServiceServicer):
             await gather_or_cancel(
                 _draw(self._diffuser, index, drawing, writing, context) for index, drawing in enumerate(drawings)
             )
-            metrics.COMPUTE_SECONDS.labels("diffuse").observe(time.perf_counter() - arrived_at())
+            metrics.COMPUTE_SECONDS.labels("diffuse").observe(perf_counter() - arrived_at())
 
 
 @asynccontextmanager

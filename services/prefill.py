@@ -1,6 +1,5 @@
 """The prefill role: computes a prompt's KV, samples the first token, and holds the KV under a lease."""
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from baton.inference.v1 import sampling_pb2
 from rpc.auth.caller import certificate
 from rpc.server import Service
 from rpc.tracing.span import current_span
+from runtime.clock import perf_counter
 from services.engines.base import Engine
-from services.engines.kv import HeldKv, ReportedPrompt
+from services.engines.kv import HeldKv, ReportedPrompt, RetainedPrompt
 from services.engines.kv_transfer import AllocatesFirst, EngineHeldKv
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
@@ -34,6 +34,7 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
+    set_usage,
 )
 from services.telemetry import metrics
 from services.telemetry.timings import Timing, duration, stage_timings
@@ -94,7 +95,7 @@ class Prefiller:
         check_limits(self._engine.facts, prompt, sampling)
         require_lora(self._engine, prompt)
         await call.faults.inject("queue")
-        asked = time.perf_counter()
+        asked = perf_counter()
         with self._in_progress(holder, prompt) as progress:
             async with using_lora(self._engine, prompt):
                 kv = await self._computed(holder.destination, prompt, sampling, progress)
@@ -177,8 +178,8 @@ def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     kv = prefilled.kv
     handoff = _handoff(owner, prefilled)
     handoff.first_token.CopyFrom(_first_token(kv))
-    handoff.usage.prompt_tokens = len(prefilled.prompt.token_ids)
-    handoff.usage.cached_tokens = kv.cached_tokens
+    retained = kv.retained if isinstance(kv, RetainedPrompt) else None
+    set_usage(handoff.usage, len(prefilled.prompt.token_ids), kv.cached_tokens, retained)
     timings = stage_timings(prefilled.timings, owner.identity.worker_id)
     return prefill_pb2.PrefillResponse(handoff=handoff, timings=timings)
 

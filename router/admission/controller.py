@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +24,7 @@ from router.context import Deadline, RequestContext
 from router.routing.latency import Clock
 from router.telemetry import metrics
 from runtime.aio import timeout
+from runtime.clock import monotonic, perf_counter
 
 _GENERATING = "decode"  # the role whose speed is predicted
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
@@ -57,7 +57,7 @@ class AdmissionController:
         fleet: ChangingFleet,
         config: AdmissionConfig,
         quotas: Quotas,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
         *,
         fairness: Fairness = "none",
         peers: Peers = ALONE,
@@ -305,9 +305,9 @@ async def _wait_in(queue: AdmissionQueue, ticket: Ticket) -> bool:
     if queue.enter_now(ticket):
         metrics.QUEUE_SECONDS.observe(0.0)
         return False
-    started = time.perf_counter()
+    started = perf_counter()
     try:
         await queue.enter(ticket)
     finally:
-        metrics.QUEUE_SECONDS.observe(time.perf_counter() - started)
+        metrics.QUEUE_SECONDS.observe(perf_counter() - started)
     return True

@@ -8,13 +8,13 @@ that it cannot save up. An answer's work is estimated when its request begins an
 
 import heapq
 import itertools
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from router.admission.lanes import Lane, Tenant, Ticket
 from router.config import Fairness
 from router.routing.latency import Clock
+from runtime.clock import monotonic
 
 TOKEN_WORK = 4.0  # of one generated token, in tokens of a prompt
 # Beyond this number idle tenants are forgotten, and new ones share one account if none is idle: anyone invents names.
@@ -35,7 +35,7 @@ class FairQueue:
     highest first. `none`: all requests are one tenant's, by priority and then in order of arrival.
     """
 
-    def __init__(self, fairness: Fairness = "none", clock: Clock = time.monotonic) -> None:
+    def __init__(self, fairness: Fairness = "none", clock: Clock = monotonic) -> None:
         self.tells_tenants = fairness != "none"
         self._is_strict = fairness == "strict"
         self._clock = clock

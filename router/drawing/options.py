@@ -1,6 +1,5 @@
 """Checks of what a client wants drawn, by the model's rules, and the choice of what it leaves open."""
 
-import secrets
 from dataclasses import dataclass
 
 from baton.inference.v1 import image_pb2, model_pb2
@@ -8,9 +7,10 @@ from router.text.request_input import unsupported
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
+from runtime.entropy import token_bytes
 
 _LONGEST_REQUEST_ID = 128
-_SEED_BITS = 63  # so that it fits every language's integers
+_SEED_BYTES = 6  # so that it fits every language's numbers
 _MOST_GUIDANCE = 100
 
 
@@ -79,6 +79,6 @@ def _check_size(options: image_pb2.ImageOptions, rules: model_pb2.ImageGeneratio
 
 def seeds(options: image_pb2.ImageOptions) -> list[int]:
     """The seed of each picture: the same on every worker that draws it."""
-    first = options.seed if options.HasField("seed") else secrets.randbits(_SEED_BITS)
+    first = options.seed if options.HasField("seed") else int.from_bytes(token_bytes(_SEED_BYTES), "little")
     number = options.number if options.HasField("number") else 1
     return [(first + index) % 2**64 for index in range(number)]

@@ -1,11 +1,11 @@
 """The engine's thread: takes drawings from a bounded queue, and computes those of equal shape that wait together."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import Overloaded
+from runtime.clock import monotonic
 from services.engines.diffusers.pipeline import Pipeline
 from services.engines.diffusion import Drawing, Picture, Step
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
@@ -109,12 +109,12 @@ class DiffusionLoop(BatchLoop[DrawJob]):
 
     def _after_step(self, jobs: Sequence[DrawJob]) -> Callable[[int, Callable[[int], bytes]], None]:
         """Measures each step but the first, tells the clients that still wait, and ends a batch without any."""
-        drawing, began = jobs[0].drawing, time.monotonic()
+        drawing, began = jobs[0].drawing, monotonic()
 
         def after_step(done: int, preview: Callable[[int], bytes]) -> None:
             nonlocal began
             self.steps += 1
-            now = time.monotonic()
+            now = monotonic()
             if done > 1:
                 self._times.learn(drawing, len(jobs), now - began)
             if all(job.result.cancelled() for job in jobs):
@@ -126,7 +126,7 @@ class DiffusionLoop(BatchLoop[DrawJob]):
                 is_due = every and done % every == 0 and done < drawing.steps and not job.result.cancelled()
                 step = Step(done, drawing.steps, remaining, preview(index) if is_due else b"")
                 self._loop.call_soon_threadsafe(job.steps.put_nowait, step)
-            began = time.monotonic()
+            began = monotonic()
 
         return after_step
 
