@@ -38,6 +38,16 @@ class BlockReservation:
 
 
 @dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """Full blocks of a running sequence that others may read; it has references of its own to them."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    next_token: int
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Need:
     """The blocks that a request needs: those cached already, and the number of new ones."""
 
@@ -129,6 +139,12 @@ class Scheduler:
         """Removes a sequence from the steps; it keeps its blocks."""
         self.running.remove(sequence)
         sequence.state = State.HELD
+
+    def keep(self, sequence: TokenSequence) -> None:
+        """Holds a sequence that was not meant to be held."""
+        sequence.hold = True
+        self.kept.add(sequence.blocks)
+        self.hold(sequence)
 
     def add_reserved(self, reservation: BlockReservation, sequence: TokenSequence) -> None:
         """Moves the filled blocks of a reservation to the sequence, which then runs."""
