@@ -88,11 +88,10 @@ class ResumedExecution(RequestExecution):
         if (missing := self._replay.missing) != _NOTHING:
             self._stream.put_now(missing)
 
-    async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> None:
+    async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> bool:
         adopted, self._adopted = self._adopted, None
         if adopted is None:
-            await super()._decode(placement, prompt)
-            return
+            return await super()._decode(placement, prompt)
         worker, emitted = adopted.worker, len(self._completion.token_ids)
         self._stats.decode_worker_id = worker.record.worker_id
         if self._completion.finished is not None:
@@ -100,6 +99,7 @@ class ResumedExecution(RequestExecution):
         read = partial(self._go_on, DecodeTimer(worker.latency, 0, emitted), worker)
         await self._calls.go_on(adopted, read, self)
         await self._settle(worker)
+        return self._has_yielded
 
     async def _go_on(self, timer: DecodeTimer, worker: WorkerHandle, call: DecodeCall) -> None:
         if not self._ends_here:

@@ -79,6 +79,7 @@ class WorkerCalls:
         self._prefills = self._decodes = 0
         self._keep: decode_pb2.StreamKeep | None = None  # of the next decode
         self._attachment = 1
+        self.reader = 0  # of a decode that is kept, which of its readers this is
         self._prefill_span: SpanContext | None = None
 
     async def allocate(
@@ -213,9 +214,11 @@ class WorkerCalls:
                 request.handoff.CopyFrom(handoff)
                 calling.span.link(self._prefill_span, "prefill")
             self._decodes += 1
+            self.reader = 0
             if self._keep is not None:
                 request.keep.CopyFrom(self._keep)
                 request.keep.hop, self._attachment = self._decodes, 1
+                self.reader = 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
             with worker.fail_if_hung(waiting):
@@ -233,6 +236,7 @@ class WorkerCalls:
     ) -> None:
         """Reads a decode that runs already, for another router until now."""
         self._decodes, self._attachment = adopted.hop, adopted.attachment
+        self.reader = adopted.attachment
         worker = adopted.worker
         with _Calling(self._ctx, timing_pb2.STAGE_DECODE, "attach", worker, 0) as calling, worker.fail_if_hung(waiting):
             try:
@@ -261,6 +265,11 @@ class WorkerCalls:
         if worker.record.data_parallel_ranks <= 1:
             return _ONLY_RANK
         return worker.ranks.taking(self._ctx.request.routing.session_key, chosen)
+
+    @property
+    def next_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata of a call before the next decode."""
+        return self._metadata(self._decodes + 1)
 
     def _metadata(self, attempt: int) -> tuple[tuple[str, str | bytes], ...]:
         return (*self._ctx.worker_metadata(attempt), *self._ctx.qos.metadata())

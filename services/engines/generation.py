@@ -35,7 +35,7 @@ class Generation(AsyncGenerator[Tokens | Finished, None]):
         raise Unsupported("this engine cannot hand a running decode over")
 
     def pop_held(self) -> HeldKv | None:
-        """Its KV after it has yielded, once; None if it had none. Who takes it owns the blocks; else closing frees them."""
+        """Its KV after it has yielded, once, for a caller that owns it then; None if it had none."""
         return None
 
     async def lend(self, most_tokens: int) -> LentKv | None:

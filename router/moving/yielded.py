@@ -1,0 +1,40 @@
+"""A decode that has yielded, until the next one of its answer gives a token: where it goes on, and what that took."""
+
+import time
+
+from router.moving.decodes import ReadDecode
+from router.telemetry import metrics
+from router.workers.handle import WorkerHandle
+from rpc.tracing.span import current_span
+
+
+class Yielded:
+    """The end of `decode` on its worker. `has_kv` says whether the decode that follows has its KV."""
+
+    def __init__(self, decode: ReadDecode) -> None:
+        self.target = decode.target  # the worker that was warmed for it, if there is one
+        self.has_kv = False
+        self._source = decode.worker
+        self._tokens = decode.num_tokens
+        self._at = time.perf_counter()
+
+    def went_on(self, worker: WorkerHandle) -> bool:
+        """Records that `worker` has given the next token. True if the decode was moved there with its KV."""
+        outcome = "recomputed"
+        if self.has_kv:
+            outcome = "returned" if worker is self._source else "moved"
+        now = time.perf_counter()
+        metrics.MOVES.labels(outcome).inc()
+        metrics.MOVE_PAUSE_SECONDS.observe(now - self._at)
+        current_span().stage(
+            "migrated",
+            self._at,
+            now,
+            {
+                "baton.move.source": self._source.record.worker_id,
+                "baton.move.target": worker.record.worker_id,
+                "baton.move.outcome": outcome,
+                "baton.move.tokens": self._tokens,
+            },
+        )
+        return outcome == "moved"
