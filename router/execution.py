@@ -265,11 +265,8 @@ class RequestExecution(Waiting):
         """The placement, without prefill, of a request that its decode worker has failed."""
         self._progress.close()
         self._suspect(placement.decode, "decode", error)
-        if self._held and self._held.is_yielded and isinstance(error, RETRYABLE):
-            # Its KV is still held: another worker takes it, or its own takes it back.
-            attempts.exclude(placement.decode.record.process)
-            if (found := self._reader_of_yielded(self._held.owner, attempts.tried)) is not None:
-                return self._follow(Placement(found))
+        if self._held and self._held.is_yielded and (found := self._next_reader(placement.decode, error)):
+            return self._follow(Placement(found))
         attempts.allow(error, has_tokens=bool(self._completion.token_ids))
         if isinstance(error, EmbeddingLost):
             self._prompt.invalidate()
@@ -285,21 +282,33 @@ class RequestExecution(Waiting):
     async def _move_on(self, source: WorkerHandle) -> _Placement:
         """The placement of a decode that has yielded: with its KV, or, if it had none, from its ids."""
         self._progress.close()
-        found = self._reader_of_yielded(source, frozenset())
+        found = self._reader_of_yielded(source)
         if found is None:
             unmoved = Unavailable("the decode has yielded without KV, and no other worker can take it over")
             return self._follow(await self._another_decode(unmoved, frozenset()))
         return self._follow(Placement(found))
 
-    def _reader_of_yielded(self, source: WorkerHandle, tried: frozenset[str]) -> WorkerHandle | None:
+    def _next_reader(self, failed: WorkerHandle, error: BatonError) -> WorkerHandle | None:
+        """The next worker to go on with KV that has been yielded: another one, or its own; None if that is lost."""
+        assert self._held is not None
+        assert self._yielded is not None
+        owner = self._held.owner
+        if failed is owner:
+            return None
+        self._yielded.tried |= {failed.record.process}
+        # Perhaps only the way to it is lost: its own worker knows.
+        return owner if isinstance(error, _LEASE_LOST) else self._reader_of_yielded(owner)
+
+    def _reader_of_yielded(self, source: WorkerHandle) -> WorkerHandle | None:
         """The worker that goes on with a decode: the one chosen for it, another one, or its own if its KV is there."""
+        assert self._yielded is not None
+        tried = self._yielded.tried | {source.record.process}
         targets = self._placer.move_targets(self._routing_request, self._context_tokens, source, tried)
-        chosen = self._yielded.target if self._yielded else None
-        if chosen in targets:
-            return chosen
+        if self._yielded.target in targets:
+            return self._yielded.target
         if targets:
             return self._placer.choose(self._routing_request, targets)
-        return source if self._held and source.record.process not in tried else None
+        return source if self._held else None
 
     async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> bool:
         """Decodes to the end; True if the decode has yielded before it, to go on elsewhere."""

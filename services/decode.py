@@ -139,6 +139,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         with optional_attempt(), self._calls.run("warm", request.request_id, request.model, metadata) as call:
             assert self._decoder is not None
             await call.faults.inject("warm")
+            call.faults = NO_FAULTS  # the others are planned for the decode
             prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
             handoff = read_handoff(request.handoff)
             num_bytes = await self._decoder.warm(handoff, _lent(prompt, handoff.num_tokens), call)

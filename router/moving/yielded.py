@@ -14,6 +14,7 @@ class Yielded:
     def __init__(self, decode: ReadDecode) -> None:
         self.target = decode.target  # the worker that was warmed for it, if there is one
         self.has_kv = False
+        self.tried: frozenset[str] = frozenset()  # the processes that could not go on with it; WorkerRecord.process
         self._source = decode.worker
         self._tokens = decode.num_tokens
         self._at = time.perf_counter()

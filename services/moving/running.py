@@ -43,7 +43,7 @@ class RunningDecode:
         if self.held is None:
             return None
         handoff = self.decodes.owner.handoff(self.lease, self.prompt.lora)
-        handoff.prefix_hash = self.held.prefix_hash
+        handoff.prefix_hash, handoff.is_yielded = self.held.prefix_hash, True
         handoff.first_token.token_id = self.held.first_token
         return handoff
 
