@@ -1,7 +1,6 @@
 """The router's gRPC services: InferenceService for clients, ClusterService for operators."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -144,17 +143,13 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
 
     async def DrainWorker(
         self, request: cluster_service_pb2.DrainWorkerRequest, context: Context
-    ) -> AsyncGenerator[cluster_service_pb2.DrainWorkerResponse, None]:
-        async with aclosing(self._workers.drain(request, remaining_seconds(context))) as stages:
-            async for progress in stages:
-                yield progress
+    ) -> cluster_service_pb2.DrainWorkerResponse:
+        return await self._workers.drain(request, remaining_seconds(context))
 
     async def ChangeRole(
         self, request: cluster_service_pb2.ChangeRoleRequest, context: Context
-    ) -> AsyncGenerator[cluster_service_pb2.ChangeRoleResponse, None]:
-        async with aclosing(self._workers.change_role(request, remaining_seconds(context))) as stages:
-            async for progress in stages:
-                yield progress
+    ) -> cluster_service_pb2.ChangeRoleResponse:
+        return await self._workers.change_role(request, remaining_seconds(context))
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
         return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))

@@ -1,6 +1,7 @@
 """Chooses the decodes that this router moves: those of workers that end, and some of workers that want to give away."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -21,6 +22,8 @@ log = structlog.get_logger(__name__)
 _LOOK_SECONDS = 0.1
 # A decode whose move has failed stays where it is for so long.
 _AGAIN_SECONDS = 0.5
+# A worker's report of its load comes in less.
+_REPORT_SECONDS = 0.25
 # An answer that has yielded goes on in less; one that has not is not waited for.
 _YIELDING_SECONDS = 5.0
 
@@ -33,6 +36,8 @@ class Mover:
         self._placer = placer
         self._decodes = decodes
         self._at_once = config.at_once
+        # Of workers that want to give some away: when decodes of theirs were moved, which a report may not tell of yet.
+        self._moved: dict[WorkerHandle, list[float]] = {}
 
     async def follow(self) -> None:
         """Moves decodes, until cancelled."""
@@ -50,12 +55,19 @@ class Mover:
         known, is_wanted = set(self._cluster.workers), False
         for worker, decodes in tuple(self._decodes.by_worker.items()):
             ends = worker.record.draining or worker not in known
-            count = len(decodes) if ends else _share(worker, len(decodes))
-            is_wanted |= count > 0
+            count = len(decodes) if ends else _share(worker, len(decodes)) - self._moved_lately(worker)
+            is_wanted |= count > 0 or worker in self._moved
             moving = sum(decode.move is not None for decode in decodes)
             for decode in self._able(decodes)[: max(0, min(count, self._at_once) - moving)]:
                 self._begin(decode, group, needs_room=not ends)
         return is_wanted
+
+    def _moved_lately(self, worker: WorkerHandle) -> int:
+        """The decodes that were moved away so lately that the worker's load may still count them."""
+        lately = [at for at in self._moved.pop(worker, ()) if time.monotonic() - at < _REPORT_SECONDS]
+        if lately:
+            self._moved[worker] = lately
+        return len(lately)
 
     def _able(self, decodes: dict[ReadDecode, None]) -> Sequence[ReadDecode]:
         """Those that can be moved now; those with the most to generate come first."""
@@ -78,6 +90,7 @@ class Mover:
     async def _run(self, decode: ReadDecode, move: Move) -> None:
         try:
             if await move.run():
+                self._moved.setdefault(decode.worker, []).append(time.monotonic())
                 async with timeout(_YIELDING_SECONDS):
                     await decode.ended.wait()
         except (BatonError, TimeoutError) as error:

@@ -1,7 +1,7 @@
 """Operations on one worker: its decodes are moved away, it is drained, or its role changes."""
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from baton.calls import stream, unary
 from baton.engine.v1 import worker_pb2
@@ -34,33 +34,30 @@ class WorkerOperations:
 
     async def drain(
         self, request: cluster_service_pb2.DrainWorkerRequest, seconds: float | None
-    ) -> AsyncGenerator[cluster_service_pb2.DrainWorkerResponse, None]:
-        """Drains a worker, and yields its progress."""
+    ) -> cluster_service_pb2.DrainWorkerResponse:
+        """Drains a worker. Returns when nothing is left of its work."""
         worker = self._find(request.worker_id)
         asked = worker_pb2.DrainRequest()
         if request.HasField("grace"):
             asked.grace.CopyFrom(request.grace)
         with worker.keep_open():
-            async with aclosing(stream(worker.control.Drain(asked, timeout=seconds))) as answers:
-                async for answer in answers:
-                    yield cluster_service_pb2.DrainWorkerResponse(
-                        running=answer.running, handoffs_held=answer.handoffs_held, drained=answer.drained
-                    )
+            await _to_the_end(worker.control.Drain(asked, timeout=seconds))
+        return cluster_service_pb2.DrainWorkerResponse()
 
     async def change_role(
         self, request: cluster_service_pb2.ChangeRoleRequest, seconds: float | None
-    ) -> AsyncGenerator[cluster_service_pb2.ChangeRoleResponse, None]:
-        """Changes a worker's role, and yields its progress. Raises RoleMismatch if no other one has the lost role."""
+    ) -> cluster_service_pb2.ChangeRoleResponse:
+        """Changes a worker's role. Returns when nothing of the lost one is left.
+
+        Raises RoleMismatch if no other worker has the lost role.
+        """
         worker = self._find(request.worker_id)
         _require_moves(worker)
         self._require_others(worker, request.role)
         with worker.keep_open():
             asked = worker_pb2.ChangeRoleRequest(role=request.role)
-            async with aclosing(stream(worker.control.ChangeRole(asked, timeout=seconds))) as answers:
-                async for answer in answers:
-                    yield cluster_service_pb2.ChangeRoleResponse(
-                        running=answer.running, handoffs_held=answer.handoffs_held, changed=answer.changed
-                    )
+            await _to_the_end(worker.control.ChangeRole(asked, timeout=seconds))
+        return cluster_service_pb2.ChangeRoleResponse()
 
     def _find(self, worker_id: str) -> WorkerHandle:
         for worker in self._cluster.workers:
@@ -81,3 +78,10 @@ class WorkerOperations:
 def _require_moves(worker: WorkerHandle) -> None:
     if MOVES_DECODES not in worker.record.capabilities:
         raise Unsupported(f"the {worker.record.engine} engine of worker {worker.record.worker_id} moves no decodes")
+
+
+async def _to_the_end(call: Any) -> None:
+    """Reads a worker's progress until it ends."""
+    async with aclosing(stream(call)) as answers:
+        async for _ in answers:
+            continue

@@ -48,5 +48,6 @@ class Shedding:
         if time.monotonic() < self._wish_until and running > self._most_left:
             return running - self._most_left
         self._wish_until = 0.0
-        is_full = load.blocks_total - load.blocks_used < _LEAST_FREE * load.blocks_total
+        # Each of them may need a block within the next tokens.
+        is_full = load.blocks_total - load.blocks_used < max(_LEAST_FREE * load.blocks_total, running)
         return 1 if is_full and running > 1 else 0
