@@ -20,6 +20,7 @@ peers/       the other routers of a fleet, which share quotas and places with th
 processes/   a router of several processes behind the same ports
 kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP
+moving/      running decodes that go to other workers with their KV
 stream/      the answer: messages, unary responses, trailing timings
 text/        tokenizer, chat templates, detokenizer, stop strings
 multimodal/  media: validation, encoding, the embedding cache, prompts with media
