@@ -2,10 +2,12 @@
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/moves.py [--moves 1000] [--at-once 24]
     PYTHONPATH=.:tests .venv/bin/python benchmarks/moves.py --drain [--streams 16] [--tokens 2000]
+    PYTHONPATH=.:tests .venv/bin/python benchmarks/moves.py --roles 200 [--at-once 24]
 
 The first starts simulated workers and two routers, and kills, pauses and cuts off workers and routers in turn. Every
-answer is compared with an undisturbed one: ids, text, log probabilities' tokens and ends. The second drains one of two
-workers with the demonstration model, on the CPU, in the middle of its answers, and counts what was computed again.
+answer is compared with an undisturbed one: ids, text, log probabilities' tokens and ends. The second drains one of
+two workers with the demonstration model, on the CPU, in the middle of its answers, and counts what was computed
+again. The third changes a worker's role again and again.
 """
 
 import argparse
@@ -101,6 +103,33 @@ async def _move(moves: int, at_once: int, etcd: str, folder: Path) -> Report:
         return streams.report
 
 
+async def _change_roles(changes: int, at_once: int, etcd: str, folder: Path) -> str:
+    plan = FleetPlan("roles", etcd, (_SIMULATED, *_WORKER), _ROUTER, prefill=2, decode=2, routers=2)
+    async with fleet(plan, folder) as running:
+        routers = [node.direct for node in running.nodes.values() if node.role == "router"]
+        streams = Streams(routers, _requests(), Report())
+        await streams.learn()
+        seconds: list[float] = []
+
+        async def change() -> None:
+            async with AsyncClient(routers[0]) as client:
+                for number in range(changes):
+                    began = time.monotonic()
+                    await client.change_role("decode-1", ("prefill", "decode")[number % 2], timeout_seconds=30.0)
+                    seconds.append(time.monotonic() - began)
+                    await asyncio.sleep(0.2)
+
+        await streams.run(at_once, change)
+        await _none_used(running)
+        for text in (streams.report.failed + streams.report.different)[:5]:
+            print(text[:500])
+        seconds.sort()
+        return (
+            f"{changes} changes of a role, p50 {seconds[changes // 2]:.2f} s, longest {seconds[-1]:.2f} s; "
+            f"{streams.report.moves} moves, {streams.report}"
+        )
+
+
 async def _none_used(running: Fleet) -> None:
     ended = time.monotonic()
     while used := await running.blocks_used():
@@ -117,6 +146,8 @@ async def _drain(count: int, tokens: int, etcd: str, folder: Path) -> str:
         undisturbed = await asyncio.gather(*(_answer(client, number, tokens, "before") for number in range(count)))
         streams = [asyncio.create_task(_answer(client, number, tokens, "drained")) for number in range(count)]
         # All to the one that is drained, as soon as they have begun.
+        while sum([(await running.load(name)).running for name in ("decode-0", "decode-1")]) < count:
+            await asyncio.sleep(0.1)
         while (await running.load("decode-1")).running:
             await client.move_streams("decode-1")
             await asyncio.sleep(0.3)
@@ -156,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moves", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=24)
+    parser.add_argument("--roles", type=int, default=0)
     parser.add_argument("--drain", action="store_true")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2000)
@@ -164,6 +196,9 @@ def main() -> None:
         etcd, began = EtcdServer(Path(folder) / "etcd"), time.monotonic()
         etcd.start()
         try:
+            if arguments.roles:
+                print(asyncio.run(_change_roles(arguments.roles, arguments.at_once, etcd.endpoint, Path(folder))))
+                return
             if arguments.drain:
                 print(asyncio.run(_drain(arguments.streams, arguments.tokens, etcd.endpoint, Path(folder))))
                 return

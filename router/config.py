@@ -147,7 +147,7 @@ class RoutingConfig(Section):
 class MovingConfig(Section):
     """Running decodes that are moved to other workers, with their KV."""
 
-    at_once: int = Field(default=4, ge=0, description="Of each worker; 0 moves none.")
+    at_once: int = Field(default=8, ge=0, description="Of each worker; 0 moves none.")
 
 
 class EmbeddingsConfig(Section):

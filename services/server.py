@@ -50,7 +50,7 @@ _ACCESS_RULES: Rules = {
     "/baton.engine.v1.HandoffService/List": _BOTH,
     "/baton.engine.v1.WorkerService/Abort": _BOTH,
     "/baton.engine.v1.WorkerService/ChangeRole": _BOTH,
-    "/baton.engine.v1.WorkerService/Drain": _BOTH,
+    "/baton.engine.v1.WorkerService/Drain": _OPERATOR,
     "/baton.engine.v1.WorkerService/GetLoad": _BOTH,
     "/baton.engine.v1.WorkerService/GetModel": _BOTH,
     "/baton.engine.v1.WorkerService/ListLoras": _BOTH,

@@ -1,6 +1,7 @@
 """Source, target and router of a move are killed, paused and cut off at each of its steps: no token is lost."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +42,9 @@ _KILLED = [
     "crash@confirm;attempt=2",
     "crash@decode:150;attempt=2",
 ]
-_HELD = ["delay=0.7@lend", "delay=0.7@warm;attempt=2", "delay=0.7@yield", "delay=0.7@pull;attempt=2"]
+_HELD = ["delay=0.7@warm;attempt=2", "delay=0.7@pull;attempt=2"]
+if os.environ.get("BATON_FAULTS") == "full":
+    _HELD += ["delay=0.7@lend", "delay=0.7@yield", "delay=0.7@reserve;attempt=2"]
 
 
 async def _answer(running: Fleet, plan: str) -> tuple[list[int], generate_pb2.Finished]:
