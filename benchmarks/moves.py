@@ -146,7 +146,7 @@ async def _drain(count: int, tokens: int, etcd: str, folder: Path) -> str:
         undisturbed = await asyncio.gather(*(_answer(client, number, tokens, "before") for number in range(count)))
         streams = [asyncio.create_task(_answer(client, number, tokens, "drained")) for number in range(count)]
         # All to the one that is drained, as soon as they have begun.
-        while sum([(await running.load(name)).running for name in ("decode-0", "decode-1")]) < count:
+        while sum([(await running.load(name)).running for name in ("decode-0", "decode-1")]) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         while (await running.load("decode-1")).running:
             await client.move_streams("decode-1")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, RequestExists, Unsupported
@@ -68,8 +68,9 @@ class RoleChanger:
         with self._changing(), shedding.shedding_all(is_needed="decode" in lost):
             await self._announce(roles, leaving=lost)
             try:
-                async for progress in self._emptied(lost):
-                    yield progress
+                async with aclosing(self._emptied(lost)) as stages:
+                    async for progress in stages:
+                        yield progress
             except BaseException:
                 await run_to_completion(self._announce(before, leaving=()))
                 raise
