@@ -60,7 +60,6 @@ class _HeldHandoff:
 
     owner: WorkerHandle
     handoff: handoff_pb2.KvHandoff
-    is_yielded: bool = False  # by a decode: its own worker can go on with it, too
 
 
 class Executor:
@@ -115,7 +114,6 @@ class RequestExecution(Waiting):
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._has_started = False
         self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
-        self._has_yielded = False  # the last decode
         self._held: _HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self._destination: Destination | None = None
@@ -251,10 +249,10 @@ class RequestExecution(Waiting):
             prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
             try:
                 yielded = await self._decode(placement, prompt)
-                if not yielded or self._completion.finished:
+                if yielded is None or self._completion.finished:
                     return None
                 attempts = self._attempts = self._retries.attempts("decode")
-                placement = await self._move_on(placement.decode)
+                placement = await self._move_on(yielded)
             except (*RETRYABLE, *_LEASE_LOST) as error:
                 if self._completion.finished:
                     # Only the worker's last message is missing, or more came than was asked for.
@@ -265,8 +263,10 @@ class RequestExecution(Waiting):
         """The placement, without prefill, of a request that its decode worker has failed."""
         self._progress.close()
         self._suspect(placement.decode, "decode", error)
-        if self._held and self._held.is_yielded and (found := self._next_reader(placement.decode, error)):
-            return self._follow(Placement(found))
+        if self._held and self._yielded:
+            is_lost = isinstance(error, _LEASE_LOST)
+            if (found := self._yielded.next_reader(placement.decode, is_lost=is_lost)) is not None:
+                return self._follow(Placement(found))
         attempts.allow(error, has_tokens=bool(self._completion.token_ids))
         if isinstance(error, EmbeddingLost):
             self._prompt.invalidate()
@@ -279,39 +279,17 @@ class RequestExecution(Waiting):
         self._count_migration("decode")
         return placement
 
-    async def _move_on(self, source: WorkerHandle) -> _Placement:
+    async def _move_on(self, yielded: Yielded) -> _Placement:
         """The placement of a decode that has yielded: with its KV, or, if it had none, from its ids."""
         self._progress.close()
-        found = self._reader_of_yielded(source)
+        found = yielded.reader() or (self._held.owner if self._held else None)
         if found is None:
             unmoved = Unavailable("the decode has yielded without KV, and no other worker can take it over")
             return self._follow(await self._another_decode(unmoved, frozenset()))
         return self._follow(Placement(found))
 
-    def _next_reader(self, failed: WorkerHandle, error: BatonError) -> WorkerHandle | None:
-        """The next worker to go on with KV that has been yielded: another one, or its own; None if that is lost."""
-        assert self._held is not None
-        assert self._yielded is not None
-        owner = self._held.owner
-        if failed is owner:
-            return None
-        self._yielded.tried |= {failed.record.process}
-        # Perhaps only the way to it is lost: its own worker knows.
-        return owner if isinstance(error, _LEASE_LOST) else self._reader_of_yielded(owner)
-
-    def _reader_of_yielded(self, source: WorkerHandle) -> WorkerHandle | None:
-        """The worker that goes on with a decode: the one chosen for it, another one, or its own if its KV is there."""
-        assert self._yielded is not None
-        tried = self._yielded.tried | {source.record.process}
-        targets = self._placer.move_targets(self._routing_request, self._context_tokens, source, tried)
-        if self._yielded.target in targets:
-            return self._yielded.target
-        if targets:
-            return self._placer.choose(self._routing_request, targets)
-        return source if self._held else None
-
-    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> bool:
-        """Decodes to the end; True if the decode has yielded before it, to go on elsewhere."""
+    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> Yielded | None:
+        """Decodes to the end, or until the decode has yielded, to go on elsewhere."""
         worker = placement.decode
         handoff = self._held.handoff if self._held else None
         emitted = len(self._completion.token_ids)
@@ -328,7 +306,7 @@ class RequestExecution(Waiting):
         await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, self, destination)
         if self._ctx.keep is not None:
             await self._settle(worker)
-        return self._has_yielded
+        return self._yielded
 
     # Kept answers: see router/resume.
 
@@ -355,7 +333,7 @@ class RequestExecution(Waiting):
         """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self._completion.finished is not None:
             return True
-        if self._held and self._held.is_yielded:
+        if self._held and self._yielded:
             return worker is not self._held.owner
         attempts = self._attempts
         if attempts is None or not attempts.has_another or _is_disaggregated(self._routing_request):
@@ -373,7 +351,6 @@ class RequestExecution(Waiting):
     async def _read_call(self, timer: DecodeTimer, emitted: int, worker: WorkerHandle, call: DecodeCall) -> None:
         self._meter.begin_call(timer)
         self._stream.lane.attach(self._completion, self._meter, partial(self._answer_ended, call))
-        self._has_yielded = False
         decode = ReadDecode(
             worker, self._ctx, self._routing_request, self._prompt.without_embeddings, self._completion, self._calls
         )
@@ -444,8 +421,8 @@ class RequestExecution(Waiting):
             if not ids:
                 raise InvalidReply("the decode yields KV before its first token")
             check_yielded(end.handoff, record, decode.num_tokens, ids[-1])
-            self._held = _HeldHandoff(decode.worker, end.handoff, is_yielded=True)
-        self._has_yielded, self._yielded = True, Yielded(decode)
+            self._held = _HeldHandoff(decode.worker, end.handoff)
+        self._yielded = Yielded(decode, self._placer)
         if end.drafted_tokens:
             self._stats.speculated(end.drafted_tokens, end.accepted_tokens)
         if not self.awaits_answer:

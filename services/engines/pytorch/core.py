@@ -29,7 +29,7 @@ from services.engines.pytorch.runners.runner import InflightStep, StepRunner
 from services.engines.pytorch.runners.selection import fused_runner, open_runner
 from services.engines.pytorch.sampling.prompt_logprobs import PromptReport
 from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
-from services.engines.pytorch.scheduler import BlockReservation, LentBlocks, Scheduler, SchedulerLimits
+from services.engines.pytorch.scheduler import BlockReservation, Scheduler, SchedulerLimits
 from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence, Yielded
 from services.engines.pytorch.speculation.drafting import Drafter
 
@@ -167,25 +167,6 @@ class EngineCore:
         """Ends a sequence at its next token, to go on elsewhere; at once if it waits for blocks."""
         sequence.yields = True
         self._yielding.add(sequence)
-
-    def lend(self, sequence: TokenSequence, most_tokens: int) -> LentBlocks | None:
-        """Holds a running sequence's full blocks within its first `most_tokens` ids, beside itself."""
-        size = self._layout.block_tokens
-        full = min(sequence.computed, most_tokens - 1) // size
-        blocks = tuple(sequence.blocks[: max(0, full)])
-        if sequence.state is not State.RUNNING or not blocks or not self.scheduler.kept.may_add(blocks, 0):
-            return None
-        self._pool.share(blocks)
-        self.scheduler.kept.add(blocks)
-        num_tokens = full * size
-        link = sequence.chain.value(sequence.tokens, num_tokens)
-        return LentBlocks(blocks, num_tokens, sequence.tokens[num_tokens], link)
-
-    def give_back(self, lent: LentBlocks) -> int:
-        """Ends the loan of blocks."""
-        self.scheduler.kept.remove(lent.block_ids)
-        self._pool.release(lent.block_ids)
-        return len(lent.block_ids)
 
     def abort(self, item: TokenSequence | BlockReservation) -> int:
         """Ends a request or reservation in any state; returns how many blocks became free."""

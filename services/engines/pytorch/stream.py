@@ -114,7 +114,7 @@ class DecodeStream(Generation):
 
     async def lend(self, most_tokens: int) -> LentKv | None:
         """Holds its full blocks. See Generation."""
-        lending = asyncio.ensure_future(self._loop.call(lambda core: core.lend(self._sequence, most_tokens)))
+        lending = asyncio.ensure_future(self._loop.call(lambda core: core.scheduler.lend(self._sequence, most_tokens)))
         try:
             lent = await asyncio.shield(lending)
         except asyncio.CancelledError:

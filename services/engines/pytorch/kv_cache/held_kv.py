@@ -109,7 +109,7 @@ class Loan(LentKv):
         if self._is_over:
             return 0
         self._is_over = True
-        return await self._loop.run_shielded(lambda core: core.give_back(self._lent))
+        return await self._loop.run_shielded(lambda core: core.scheduler.give_back(self._lent))
 
 
 class ReservedBlocks(Reservation):
