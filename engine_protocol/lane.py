@@ -28,7 +28,7 @@ class TokenSink(Protocol):
 
     @property
     def meter(self) -> SinkMeter:
-        """What counts the tokens, once those of all calls are written."""
+        """The counter of the tokens, used once those of all calls are written."""
 
     def push(self, token_id: int) -> bool:
         """Passes a token on; False to have it read by the task that waits for the call's next response instead."""

@@ -1,6 +1,5 @@
 """The calls that share a stream, and what the peer says to each of them."""
 
-import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
@@ -15,6 +14,7 @@ from baton_http2.turns import CallTurns
 from engine_protocol.lane import TokenSink
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
+from runtime.clock import monotonic
 
 _OK: Final[int] = StatusCode.OK.value[0]
 
@@ -79,7 +79,7 @@ class RunningCalls:
             self._push_tokens(order, zip(places, sinks, strict=True), token_ids, pushed)
             if wire is not None:
                 wire.flush()
-        now = time.monotonic()
+        now = monotonic()
         for sink in pushed:
             sink.meter.count(now)
 

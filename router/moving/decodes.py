@@ -29,7 +29,7 @@ class ReadDecode:
     calls: "WorkerCalls"
     target: WorkerHandle | None = None
     move: "asyncio.Task[None] | None" = None
-    not_before: float = 0.0  # of the event loop's clock: a move has failed
+    not_before: float = 0.0  # of the monotonic clock: a move has failed
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

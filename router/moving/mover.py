@@ -1,7 +1,6 @@
 """Chooses the decodes that this router moves: those of workers that end, and some of workers that want to give away."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import structlog
@@ -15,6 +14,7 @@ from router.telemetry import metrics
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from runtime.aio import TaskGroup, timeout
+from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
@@ -64,14 +64,14 @@ class Mover:
 
     def _moved_lately(self, worker: WorkerHandle) -> int:
         """The decodes that were moved away so lately that the worker's load may still count them."""
-        lately = [at for at in self._moved.pop(worker, ()) if time.monotonic() - at < _REPORT_SECONDS]
+        lately = [at for at in self._moved.pop(worker, ()) if monotonic() - at < _REPORT_SECONDS]
         if lately:
             self._moved[worker] = lately
         return len(lately)
 
     def _able(self, decodes: dict[ReadDecode, None]) -> Sequence[ReadDecode]:
         """Those that can be moved now; those with the most to generate come first."""
-        now = asyncio.get_running_loop().time()
+        now = monotonic()
         able = [one for one in decodes if one.emitted and one.move is None and one.not_before <= now]
         return sorted(able, key=lambda decode: -decode.tokens_left)
 
@@ -80,7 +80,7 @@ class Mover:
         if needs_room:
             targets = [target for target in targets if _has_room(target)]
         if not targets:
-            decode.not_before = asyncio.get_running_loop().time() + _AGAIN_SECONDS
+            decode.not_before = monotonic() + _AGAIN_SECONDS
             return
         readers = [target.record.certificate for target in targets]
         model = self._cluster.model(decode.request.model)
@@ -90,7 +90,7 @@ class Mover:
     async def _run(self, decode: ReadDecode, move: Move) -> None:
         try:
             if await move.run():
-                self._moved.setdefault(decode.worker, []).append(time.monotonic())
+                self._moved.setdefault(decode.worker, []).append(monotonic())
                 async with timeout(_YIELDING_SECONDS):
                     await decode.ended.wait()
         except (BatonError, TimeoutError) as error:
@@ -99,7 +99,7 @@ class Mover:
             log.info("decode not moved", call_id=decode.ctx.call_id, reason=str(error))
         finally:
             decode.move = None
-            decode.not_before = asyncio.get_running_loop().time() + _AGAIN_SECONDS
+            decode.not_before = monotonic() + _AGAIN_SECONDS
 
 
 def _share(worker: WorkerHandle, own: int) -> int:

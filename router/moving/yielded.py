@@ -1,12 +1,11 @@
 """A decode that has yielded, until the next one of its answer gives a token: where it goes on, and what that took."""
 
-import time
-
 from router.moving.decodes import ReadDecode
 from router.placement.placer import Placer
 from router.telemetry import metrics
 from router.workers.handle import WorkerHandle
 from rpc.tracing.span import current_span
+from runtime.clock import perf_counter
 
 
 class Yielded:
@@ -20,7 +19,7 @@ class Yielded:
         self._tried: frozenset[str] = frozenset()  # the processes that could not go on with it; WorkerRecord.process
         self._source = decode.worker
         self._tokens = decode.num_tokens
-        self._at = time.perf_counter()
+        self._at = perf_counter()
 
     def reader(self) -> WorkerHandle | None:
         """The worker that goes on with it: the one chosen for it, or another one."""
@@ -45,7 +44,7 @@ class Yielded:
         outcome = "recomputed"
         if self.has_kv:
             outcome = "returned" if worker is self._source else "moved"
-        now = time.perf_counter()
+        now = perf_counter()
         metrics.MOVES.labels(outcome).inc()
         metrics.MOVE_PAUSE_SECONDS.observe(now - self._at)
         current_span().stage(

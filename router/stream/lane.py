@@ -1,6 +1,5 @@
 """The lane of one answer: its tokens and other messages, to its client's wire."""
 
-import time
 from collections.abc import Callable
 
 from baton.inference.v1 import generate_pb2
@@ -9,6 +8,7 @@ from router.stream.general import FillFinished, UnsentAnswer
 from router.stream.meter import NoMeter, TokenMeter
 from router.text.completion import Completion, TokenDelta
 from router.text.token_messages import FIRST, LAST, message_start, varint
+from runtime.clock import perf_counter_ns
 
 _NO_FIELDS: dict[int, bytes] = {}
 _NO_METER = NoMeter()
@@ -118,9 +118,9 @@ class ClientLane:
         completion, ended = self._completion, self._ended
         if completion is None or ended is None or not self.is_writable:
             return False
-        started = time.perf_counter_ns()
+        started = perf_counter_ns()
         text = completion.push_token(token_id)
-        self.meter.detokenized_for(time.perf_counter_ns() - started)
+        self.meter.detokenized_for(perf_counter_ns() - started)
         self.put(TokenDelta(text, (token_id,)))
         if completion.finished is not None:
             ended()

@@ -1,12 +1,12 @@
 """The counters and timers of a request's tokens, as they come."""
 
-import time
 from collections.abc import Sequence
 
 from router.routing.latency import Average, DecodeTimer
 from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
+from runtime.clock import monotonic
 
 
 class TokenMeter:
@@ -90,7 +90,7 @@ class TokenMeter:
         """Counts all tokens that were pushed; the next one is timed by itself."""
         pushed_at, self._pushed_at = self._pushed_at, None
         if pushed_at is not None and self._timer is not None:
-            ago = time.monotonic() - pushed_at
+            ago = monotonic() - pushed_at
             self._stats.completion_tokens = len(self._token_ids)
             self._timer.has_waited(ago)
             self._timings.token_came(ago)

@@ -1,9 +1,9 @@
 """How many decodes of a worker are to go on elsewhere: routers are told with its load, and move them."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from runtime.clock import monotonic
 from services.engines.base import EngineLoad
 from services.moving.running import RunningDecodes
 from services.requests.calls import Calls
@@ -28,7 +28,7 @@ class Shedding:
         """Wants to give so many of the running ones away, all if 0. Returns how many these are."""
         running = len(self._decodes)
         count = min(streams, running) if streams else running
-        self._most_left, self._wish_until = running - count, time.monotonic() + _WISH_SECONDS
+        self._most_left, self._wish_until = running - count, monotonic() + _WISH_SECONDS
         return count
 
     @contextmanager
@@ -45,7 +45,7 @@ class Shedding:
         running = len(self._decodes)
         if self._loses_role or self._calls.draining:
             return running
-        if time.monotonic() < self._wish_until and running > self._most_left:
+        if monotonic() < self._wish_until and running > self._most_left:
             return running - self._most_left
         self._wish_until = 0.0
         # Each of them may need a block within the next tokens.
