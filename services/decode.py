@@ -86,7 +86,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
-        current_span().link(request.handoff.traceparent, "prefill")
+        relation = "decode" if request.handoff.is_yielded else "prefill"
+        current_span().link(request.handoff.traceparent, relation)
         if request.HasField("keep"):
             await self._decode_kept(request, context)
             return

@@ -11,6 +11,7 @@ from discovery.record import MOVES_DECODES
 from router.context import RequestContext
 from router.routing.policy import RoutingRequest
 from router.workers.handle import WorkerHandle
+from rpc.tracing.span import Span, current_span
 
 if TYPE_CHECKING:
     from router.text.completion import Completion
@@ -31,6 +32,7 @@ class ReadDecode:
     move: "asyncio.Task[None] | None" = None
     not_before: float = 0.0  # of the monotonic clock: a move has failed
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    span: Span = field(default_factory=current_span)  # of its call
 
     @property
     def emitted(self) -> Sequence[int]:
@@ -56,7 +58,7 @@ class ReadDecodes:
 
     @contextmanager
     def reading(self, decode: ReadDecode) -> Iterator[None]:
-        """Lets a decode be moved while the context is open. A move of it that is not over by then ends."""
+        """Lets a decode be moved while the context is open. A move of it that only copies by then ends."""
         worker = decode.worker
         if MOVES_DECODES not in worker.record.capabilities:
             yield
@@ -70,5 +72,5 @@ class ReadDecodes:
             if not decodes:
                 del self.by_worker[worker]
             decode.ended.set()
-            if decode.move is not None:
+            if decode.move is not None and decode.target is None:
                 decode.move.cancel()

@@ -5,14 +5,12 @@ yields. What fails before that changes nothing for the stream.
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from opentelemetry.trace import SpanKind
-
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2, handoff_pb2
 from router.moving.decodes import ReadDecode
 from router.workers.handle import WorkerHandle
 from rpc.timeouts import KV_TRANSFER_SECONDS
-from rpc.tracing.span import Span, optional_attempt, stage_span
+from rpc.tracing.span import Span, entered, optional_attempt, stage_span
 
 # Less than this is copied after the decode has yielded: another round would take as long.
 _MOST_BLOCKS_LEFT = 2
@@ -33,14 +31,14 @@ class Move:
         """Copies, and lets the decode yield. False if it does not run any more, or cannot. Raises BatonError."""
         decode = self._decode
         names = {
-            "baton.worker_id": decode.worker.record.worker_id,
+            "baton.move.source": decode.worker.record.worker_id,
             "baton.move.target": self._target.record.worker_id,
-            "baton.request_id": decode.ctx.request_id,
         }
         with ExitStack() as stack:
             stack.enter_context(decode.worker.keep_open())
             stack.enter_context(self._target.keep_open())
-            span = stack.enter_context(stage_span("move", names, kind=SpanKind.CLIENT))
+            stack.enter_context(entered(decode.span))
+            span = stack.enter_context(stage_span("move", names))
             stack.enter_context(optional_attempt())
             await self._warm(span)
             decode.target = self._target

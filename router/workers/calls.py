@@ -80,7 +80,7 @@ class WorkerCalls:
         self._keep: decode_pb2.StreamKeep | None = None  # of the next decode
         self._attachment = 1
         self.reader = 0  # of a decode that is kept, which of its readers this is
-        self._prefill_span: SpanContext | None = None
+        self._computed_by: SpanContext | None = None  # the span of the last call, whose KV the next one may take over
 
     async def allocate(
         self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt, waiting: Waiting
@@ -180,7 +180,7 @@ class WorkerCalls:
                 prompts.end(work, is_done=is_done)
             if calling.span.is_recording:
                 calling.span.set(prefill_attributes(response))
-            self._prefill_span = calling.span.context
+            self._computed_by = calling.span.context
             calling.timing.report(response.timings)
             calling.timing.is_complete = True
         return response.handoff
@@ -212,7 +212,7 @@ class WorkerCalls:
             request.sampling.CopyFrom(self._sampling)
             if handoff:
                 request.handoff.CopyFrom(handoff)
-                calling.span.link(self._prefill_span, "prefill")
+                calling.span.link(self._computed_by, "prefill" if self._decodes == 0 else "decode")
             self._decodes += 1
             self.reader = 0
             if self._keep is not None:
@@ -226,6 +226,7 @@ class WorkerCalls:
                     await read(DecodeCall(call, calling.timing))
                 finally:
                     await call.aclose()
+            self._computed_by = calling.span.context
 
     def keep_next(self, keep: decode_pb2.StreamKeep | None) -> None:
         """Lets the next decode go on without this router; without `keep` it does not."""
@@ -243,6 +244,7 @@ class WorkerCalls:
                 await read(DecodeCall(adopted.responses, calling.timing))
             finally:
                 await adopted.responses.aclose()
+            self._computed_by = calling.span.context
 
     async def settle(self, worker: WorkerHandle, *, forget: bool = False) -> None:
         """Ends the generation of a kept answer that has ended here. If that fails it ends with its grace."""

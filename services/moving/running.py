@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.engine.v1 import handoff_pb2
+from rpc.tracing.span import current_span
 from services.engines.answer import Finished, FinishReason
 from services.engines.generation import Generation
 from services.engines.kv import HeldBlocks, HeldKv
@@ -43,6 +44,7 @@ class RunningDecode:
         if self.held is None:
             return None
         handoff = self.decodes.owner.handoff(self.lease, self.prompt.lora)
+        handoff.traceparent = current_span().traceparent
         handoff.prefix_hash, handoff.is_yielded = self.held.prefix_hash, True
         handoff.first_token.token_id = self.held.first_token
         return handoff
