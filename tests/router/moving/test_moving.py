@@ -22,6 +22,7 @@ def undisturbed() -> Stream:
     return asyncio.run(ask())
 
 
+@pytest.mark.feature("running answers that move to another worker", engine="simulated", facade="grpc")
 async def test_a_stream_is_moved_with_its_kv(undisturbed: Stream) -> None:
     moved = since("baton_router_moves_total", outcome="moved")
     async with shared(*decoders("d1", "d2")) as cluster:

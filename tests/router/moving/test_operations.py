@@ -6,13 +6,14 @@ from contextlib import AsyncExitStack
 import pytest
 from support.clients.baton_command import Baton
 from support.clients.scraping import since
+from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.command_fixtures import baton, environment
 from support.cluster.in_process import Stream, bench, running_stream, simulated
 from support.cluster.moving import answer, decoders, shared
 from support.eventually import eventually
 
 from baton import AsyncClient
-from baton.errors import DeadlineExceeded, InvalidRequest, RoleMismatch
+from baton.errors import DeadlineExceeded, Draining, InvalidRequest, RoleMismatch
 from services.config import WorkerConfig
 
 __all__ = ["baton", "environment"]
@@ -99,10 +100,9 @@ async def test_a_worker_that_has_left_a_role_sends_its_work_elsewhere() -> None:
     async with shared(*decoders("d1", "x"), simulated("p1", "prefill")) as cluster:
         async with AsyncClient(cluster.bench.address) as client:
             await client.change_role("x", "prefill")
-        identity = cluster.workers["x"].identity
-        with pytest.raises(Exception, match="does not decode any more") as refused:
-            identity.require_role("decode")
-        assert type(refused.value).__name__ == "Draining"
+        async with calls_to(cluster.workers["x"].address) as late:
+            with pytest.raises(Draining, match="x does not decode any more: its roles are prefill"):
+                await late.decode(decode_request())
 
 
 async def test_the_only_worker_of_a_role_keeps_it(baton: Baton) -> None:
