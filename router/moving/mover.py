@@ -59,7 +59,7 @@ class Mover:
             is_wanted |= count > 0 or worker in self._moved
             moving = sum(decode.move is not None for decode in decodes)
             for decode in self._able(decodes)[: max(0, min(count, self._at_once) - moving)]:
-                self._begin(decode, group, needs_room=not ends)
+                decode.move = group.create_task(self._run(decode, needs_room=not ends))
         return is_wanted
 
     def _moved_lately(self, worker: WorkerHandle) -> int:
@@ -75,21 +75,10 @@ class Mover:
         able = [one for one in decodes if one.emitted and one.move is None and one.not_before <= now]
         return sorted(able, key=lambda decode: -decode.tokens_left)
 
-    def _begin(self, decode: ReadDecode, group: TaskGroup, *, needs_room: bool) -> None:
-        targets = self._placer.move_targets(decode.request, decode.num_tokens + 1, decode.worker)
-        if needs_room:
-            targets = [target for target in targets if _has_room(target)]
-        if not targets:
-            decode.not_before = monotonic() + _AGAIN_SECONDS
-            return
-        readers = [target.record.certificate for target in targets]
-        model = self._cluster.model(decode.request.model)
-        move = Move(decode, self._placer.choose(decode.request, targets), readers, model.block_tokens)
-        decode.move = group.create_task(self._run(decode, move))
-
-    async def _run(self, decode: ReadDecode, move: Move) -> None:
+    async def _run(self, decode: ReadDecode, *, needs_room: bool) -> None:
         try:
-            if await move.run():
+            move = self._move_of(decode, needs_room=needs_room)
+            if move is not None and await move.run():
                 self._moved.setdefault(decode.worker, []).append(monotonic())
                 async with timeout(_YIELDING_SECONDS):
                     await decode.ended.wait()
@@ -100,6 +89,17 @@ class Mover:
         finally:
             decode.move = None
             decode.not_before = monotonic() + _AGAIN_SECONDS
+
+    def _move_of(self, decode: ReadDecode, *, needs_room: bool) -> Move | None:
+        """The move of a decode to the best worker for it; None if no other one can take it."""
+        targets = self._placer.move_targets(decode.request, decode.num_tokens + 1, decode.worker)
+        if needs_room:
+            targets = [target for target in targets if _has_room(target)]
+        if not targets:
+            return None
+        readers = [target.record.certificate for target in targets]
+        block_tokens = self._cluster.model(decode.request.model).block_tokens
+        return Move(decode, self._placer.choose(decode.request, targets), readers, block_tokens)
 
 
 def _share(worker: WorkerHandle, own: int) -> int:

@@ -10,7 +10,7 @@ from baton.errors import BatonError, LayoutMismatch, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.location import Domain
 from discovery.pairing import can_hand_over, layout_mismatch, layout_name
-from discovery.record import MOVES_DECODES
+from discovery.record import KEEPS_STREAMS, MOVES_DECODES
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.loras import prefer_loaded
@@ -123,7 +123,8 @@ class Placer:
     ) -> list[WorkerHandle]:
         """The workers that can take over a running decode of another one, with its KV."""
         constraints = _continue_constraints(request, context_tokens, tried)
-        able = self._filter(replace(constraints, needs=(*request.needs, MOVES_DECODES))).eligible
+        kept = (KEEPS_STREAMS,) if KEEPS_STREAMS in source.record.capabilities else ()
+        able = self._filter(replace(constraints, needs=(*request.needs, MOVES_DECODES, *kept))).eligible
         return [worker for worker in able if can_hand_over(source.record, worker.record, self._within)]
 
     def choose(self, request: RoutingRequest, workers: Sequence[WorkerHandle]) -> WorkerHandle:
