@@ -21,6 +21,8 @@ processes/   a router of several processes behind the same ports
 kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP
 moving/      running decodes that go to other workers with their KV
+anthropic/   Anthropic's, beside it
+sessions/    what requests say of prefix caches: retention, sessions and their ends
 stream/      the answer: messages, unary responses, trailing timings
 text/        tokenizer, chat templates, detokenizer, stop strings
 multimodal/  media: validation, encoding, the embedding cache, prompts with media

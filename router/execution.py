@@ -114,6 +114,7 @@ class RequestExecution(Waiting):
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._has_started = False
         self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
+        self._has_moved = False  # a decode that knew what was cached of the prompt has yielded
         self._held: _HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self._destination: Destination | None = None
@@ -218,6 +219,7 @@ class RequestExecution(Waiting):
         reported = self._reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         self._stats.prefilled_on(worker.record.worker_id, cached_tokens)
+        self._stats.found_in_caches(handoff.usage)
         if self._suspects is not None:
             self._suspects.answered(worker)
         if first.finish_reason:
@@ -392,13 +394,9 @@ class RequestExecution(Waiting):
                     call.timing.report(response.finished.timings)
                     if not self._completion.token_ids:
                         raise InvalidReply("the decode stream ended without a token")
-                    cached_tokens = response.finished.usage.cached_tokens
-                    if cached_tokens > self._stats.prompt_tokens:
-                        cached_tokens = self._stats.prompt_tokens
-                    self._stats.decoded(cached_tokens)
+                    self._found_cached(response.finished.usage)
                     if response.finished.drafted_tokens:
                         self._stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
-                    self._progress.found_cached(cached_tokens)
                     self._completion.finish(response.finished.reason)
                     call.timing.is_complete = True
                     if not self.awaits_answer:
@@ -414,6 +412,15 @@ class RequestExecution(Waiting):
         if not has_ended and not self._ends_here:
             raise Unavailable("the decode stream ended before its last message")
 
+    def _found_cached(self, usage: handoff_pb2.PromptUsage) -> None:
+        """Notes what a decode worker had in its caches; a later one has the KV that another computed there."""
+        cached_tokens = min(usage.cached_tokens, self._stats.prompt_tokens)
+        if not self._has_moved:
+            self._stats.decoded(cached_tokens)
+            if not self._stats.prefill_worker_id:
+                self._stats.found_in_caches(usage)
+        self._progress.found_cached(cached_tokens)
+
     def _end_of_yielded(self, decode: ReadDecode, end: decode_pb2.DecodeYielded) -> None:
         """Takes over the KV of a decode that goes on elsewhere. Raises InvalidReply."""
         record, ids = decode.worker.record, self._completion.token_ids
@@ -422,6 +429,8 @@ class RequestExecution(Waiting):
                 raise InvalidReply("the decode yields KV before its first token")
             check_yielded(end.handoff, record, decode.num_tokens, ids[-1])
             self._held = _HeldHandoff(decode.worker, end.handoff)
+            self._found_cached(end.usage)
+            self._has_moved = True
         self._yielded = Yielded(decode, self._placer)
         if end.drafted_tokens:
             self._stats.speculated(end.drafted_tokens, end.accepted_tokens)

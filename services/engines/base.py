@@ -256,6 +256,14 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         """The events of its prefix cache; None if it has none."""
         return None
 
+    async def end_session(self, key: bytes) -> int:
+        """Lets cached blocks be evicted first that no session has but this one (Session.key). Returns how many.
+
+        0 for an unknown session, and of an engine that does not know sessions.
+        """
+        del key
+        return 0
+
     @property
     def moves_decodes(self) -> bool:
         """True if a running generation can be lent and yielded, to go on in another engine."""

@@ -7,7 +7,7 @@ from typing import Any
 from baton.engine.v1 import decode_pb2, handoff_pb2
 from baton.inference.v1 import timing_pb2
 from services.engines.answer import Finished, Tokens
-from services.requests.prompts import FINISH_REASONS, logprob_message, prompt_logprobs_message
+from services.requests.prompts import FINISH_REASONS, logprob_message, prompt_logprobs_message, set_usage
 from services.telemetry.timings import Timing, stage_timings
 
 
@@ -45,8 +45,8 @@ def response(worker_id: str, event: Accepted | Tokens | Finished | Yielded) -> d
             accepted = decode_pb2.DecodeAccepted(timings=stage_timings(timings, worker_id))
             return decode_pb2.DecodeResponse(accepted=accepted)
         case Finished():
-            finished = decode_pb2.DecodeFinished(reason=FINISH_REASONS[event.reason], **_figures(worker_id, event))
-            return decode_pb2.DecodeResponse(finished=finished)
+            ended = decode_pb2.DecodeFinished(reason=FINISH_REASONS[event.reason], **_figures(worker_id, event))
+            return decode_pb2.DecodeResponse(finished=ended)
         case Yielded(finished, handoff):
             yielded = decode_pb2.DecodeYielded(handoff=handoff, **_figures(worker_id, finished))
             return decode_pb2.DecodeResponse(yielded=yielded)
@@ -58,8 +58,10 @@ def _figures(worker_id: str, end: Finished) -> dict[str, Any]:
     if end.prefill_seconds:
         timings.append(Timing(timing_pb2.STAGE_PREFILL_COMPUTE, end.prefill_seconds))
     timings.append(Timing(timing_pb2.STAGE_DECODE, end.decode_seconds))
+    usage = handoff_pb2.PromptUsage()
+    set_usage(usage, end.prompt_tokens, end.cached_tokens, end.retained)
     return {
-        "usage": handoff_pb2.PromptUsage(prompt_tokens=end.prompt_tokens, cached_tokens=end.cached_tokens),
+        "usage": usage,
         "timings": stage_timings(timings, worker_id),
         "drafted_tokens": end.drafted_tokens,
         "accepted_tokens": end.accepted_tokens,

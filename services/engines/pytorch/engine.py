@@ -134,6 +134,10 @@ class PyTorchEngine(Engine):
         """True if its memory has the KV of all heads, and can be handed over."""
         return self._core.exposes_kv
 
+    async def end_session(self, key: bytes) -> int:
+        """Lets blocks be evicted first that no session has but this one. Returns how many."""
+        return await self._loop.call(lambda core: core.end_session(key))
+
     def load(self) -> EngineLoad:
         """Returns the load at the end of the last step."""
         return self._loop.load

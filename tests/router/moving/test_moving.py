@@ -34,6 +34,7 @@ async def test_a_stream_is_moved_with_its_kv(undisturbed: Stream) -> None:
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text
         assert (answer.finished.moves, answer.finished.migrations) == (1, 0)
+        assert answer.finished.usage.cached_tokens == 0
         assert answer.finished.decode_worker_id == cluster.other(source)
     assert moved.grown == 1
 
