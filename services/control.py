@@ -36,7 +36,7 @@ _QUEUES = {
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """What a worker gives away: some of its decodes, or a role."""
+    """The parts by which a worker gives some of its decodes away, or a role."""
 
     shedding: Shedding
     roles: RoleChanger

@@ -46,7 +46,7 @@ class ReadDecode:
 
     @property
     def tokens_left(self) -> int:
-        """How many more it may generate."""
+        """The most that it may still generate."""
         return self.completion.sampling.stop.max_tokens - len(self.emitted)
 
 

@@ -1,4 +1,4 @@
-"""How many decodes of a worker are to go on elsewhere: routers are told with its load, and move them."""
+"""The number of decodes that a worker wants to give away: routers are told with its load, and move them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ class Shedding:
             self._loses_role = False
 
     def wanted(self, load: EngineLoad) -> int:
-        """How many it wants to give away."""
+        """The number that it wants to give away."""
         running = len(self._decodes)
         if self._loses_role or self._calls.draining:
             return running

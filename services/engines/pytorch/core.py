@@ -30,7 +30,7 @@ from services.engines.pytorch.runners.selection import fused_runner, open_runner
 from services.engines.pytorch.sampling.prompt_logprobs import PromptReport
 from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
 from services.engines.pytorch.scheduler import BlockReservation, Scheduler, SchedulerLimits
-from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence, Yielded
+from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Sink, State, Token, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
 
 _MASK_POLL_SECONDS = 0.002
@@ -365,14 +365,14 @@ class EngineCore:
             self._held.add(sequence)
             self.scheduler.keep(sequence)
             held = self._held_event(sequence, None, None)
-            sequence.sink(Yielded(sequence.finished(FinishReason.YIELDED), held))
+            sequence.sink(HeldDecode(sequence.finished(FinishReason.YIELDED), held))
 
     def _yield_waiting(self) -> None:
         """Ends the sequences that are to go on elsewhere and have no blocks."""
         self._yielding = {one for one in self._yielding if one.state in (State.NEW, State.WAITING, State.RUNNING)}
         for sequence in [one for one in self._yielding if one.state is State.WAITING]:
             self.scheduler.remove(sequence)
-            sequence.sink(Yielded(sequence.finished(FinishReason.YIELDED), None))
+            sequence.sink(HeldDecode(sequence.finished(FinishReason.YIELDED), None))
 
     def _hold(self, sequence: TokenSequence, chosen: Chosen, reason: FinishReason | None) -> None:
         if reason is None:

@@ -51,14 +51,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Yielded:
+class HeldDecode:
     """A decode that goes on elsewhere; without `held` it had no KV."""
 
     finished: Finished
     held: Held | None
 
 
-Event = Token | Finished | Held | Yielded | Failed
+Event = Token | Finished | Held | HeldDecode | Failed
 Sink = Callable[[Event], None]
 # Gets the blocks whose KV is complete; none of them once all that it got are lost.
 Computed = Callable[[Sequence[int]], None]

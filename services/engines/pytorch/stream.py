@@ -14,7 +14,7 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan
-from services.engines.pytorch.sequence import Event, Failed, Held, Token, TokenSequence, Yielded
+from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Token, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class DecodeStream(Generation):
         match event:
             case Failed(error):
                 raise error
-            case Yielded(finished, held):
+            case HeldDecode(finished, held):
                 self._held = held
                 return finished
         assert isinstance(event, Finished)
