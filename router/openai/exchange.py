@@ -57,14 +57,18 @@ class ApiEndpoints(Protocol):
     def handlers(self) -> Mapping[str, Mapping[str, Handler]]: ...
 
 
-class AnswerStream(Protocol):
+class FailableStream(Protocol):
+    """A response that is written as it comes."""
+
+    async def fail(self, error: BatonError) -> None:
+        """Ends a stream that has begun."""
+
+
+class AnswerStream(FailableStream, Protocol):
     """An answer that is written as it comes."""
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
         """Writes the next message of the pipeline."""
-
-    async def fail(self, error: BatonError) -> None:
-        """Ends a stream that has begun."""
 
 
 class HttpExchange:
@@ -105,7 +109,7 @@ class HttpExchange:
             await run_stream(call, stream, work)
 
 
-async def run_stream(call: HttpCall, stream: AnswerStream, work: Coroutine[Any, Any, Any]) -> Any:
+async def run_stream(call: HttpCall, stream: FailableStream, work: Coroutine[Any, Any, Any]) -> Any:
     """Runs what writes to a stream, while the client is there. An error after the response has begun ends it."""
     try:
         async with call.while_connected():

@@ -32,6 +32,7 @@ class Report:
     resumed: int = 0
     recomputed: int | None = 0  # None if the clients are not told
     tokens: int = 0
+    moves: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Streams:
                     now = time.monotonic()
                     longest, last = max(longest, now - last if received.tokens else 0.0), now
                     received.add(event)
+                    report.moves += event.finished.moves
                     if name == "slow_reader":
                         await asyncio.sleep(_SLOW_SECONDS)
         except BatonError as error:
