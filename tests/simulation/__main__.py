@@ -1,4 +1,4 @@
-"""Runs seeds and plan files: `python -m simulation --seeds 0:200 --profile clients`. Exit code 1 if one finds something."""
+"""Runs seeds and plan files: `python -m simulation --seeds 0:200 --profile clients`. Exit code 1 if one fails."""
 
 # Before anything of Baton: its clocks are bound when it is imported.
 from simulation import entropy  # isort: skip
@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, nargs="*", default=[], help="files, in the place of seeds")
     parser.add_argument("--kept", action="store_true", help="first the plans that have found something once")
     parser.add_argument("--repeat", type=int, default=0, help="so many seeds run twice, and are compared")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="then no new seed begins")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of CPU; then no new seed begins")
     parser.add_argument("--log", help="a file for the event log of one seed")
     parser.add_argument("--shrink", type=int, help="prints the smallest plan of a seed, and writes it into plans/")
     parser.add_argument("--stop", action="store_true", help="at the first that finds something")
@@ -89,7 +89,8 @@ def _run_seeds(options: argparse.Namespace) -> int:
     cpu = max(total["cpu"] / 1e3, 1e-9)
     print(
         f"{total['seeds']} seeds, {failed} with problems, {total['requests']} requests ({total['faulted']} faulted), "
-        f"{cpu:.0f} s of CPU: {total['requests'] / cpu:.0f} requests a second, virtual:real {total['virtual'] / cpu:.0f}, "
+        f"{cpu:.0f} s of CPU: {total['requests'] / cpu:.0f} requests a second, "
+        f"virtual:real {total['virtual'] / cpu:.0f}, "
         f"{entropy.real_seconds() - began:.0f} s; {dict(codes)}"
     )
     return failed
@@ -129,7 +130,8 @@ def _shrink(options: argparse.Namespace) -> None:
     plan = read_plan(options.plan[0]) if options.plan else make_plan(options.shrink, profile, options.requests)
     shrinker = Shrinker(plan)
     smallest = replace(shrinker.shrink(), notes=shrinker.kind)
-    print(f"{shrinker.kind or 'nothing'} in {shrinker.runs} runs: {len(smallest.requests)} requests, {len(smallest.faults)} faults")
+    counts = f"{len(smallest.requests)} requests, {len(smallest.faults)} faults"
+    print(f"{shrinker.kind or 'nothing'} in {shrinker.runs} runs: {counts}")
     if shrinker.kind:
         PLANS.mkdir(exist_ok=True)
         file = PLANS / f"{plan.profile}_{plan.seed}_{shrinker.kind}.json"

@@ -86,8 +86,8 @@ class SimulatedCall:
             stream._output.send(frames.settings({frames.INITIAL_WINDOW_SIZE: self._window}))
         if request is not None:
             await call.write(request)
-            while stream._pending and not stream.closed:
-                await asyncio.sleep(_UNSENT_SECONDS)
+            while stream._pending and not stream.closed:  # noqa: ASYNC110
+                await asyncio.sleep(_UNSENT_SECONDS)  # nothing tells
             if not stream.closed:
                 stream._output.send(frames.frame(frames.DATA, frames.END_STREAM, stream.id, b""))
         self._end(await call.status)
@@ -132,7 +132,7 @@ class SimulatedCall:
         return self._status.code()
 
     async def write(self, message: Any) -> None:
-        while self._call is None and self._status is None:
+        while self._call is None and self._status is None:  # noqa: ASYNC110
             await asyncio.sleep(_UNSENT_SECONDS)
         if self._status is not None or self._call is None:
             raise asyncio.InvalidStateError("the call is over")
@@ -206,21 +206,32 @@ class SimulatedChannel(aio.Channel):
     async def channel_ready(self) -> None:
         """It connects with each call."""
 
-    def unary_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
+    def unary_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
         return self._method(method, request_serializer, response_deserializer)
 
     unary_stream = unary_unary
 
-    def stream_stream(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
+    def stream_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
         return self._method(method, lambda _: None, response_deserializer)
 
     stream_unary = stream_stream
 
     def _method(self, path: str, serialize: Any, parse: Any) -> Any:
-        def start(request: Any = None, *, timeout: Any = None, metadata: Any = None, wait_for_ready: Any = None, **_: Any) -> Any:
+        def start(
+            request: Any = None, *, timeout: Any = None, metadata: Any = None, wait_for_ready: Any = None, **_: Any
+        ) -> Any:
             if self._is_closed:
                 raise aio.UsageError("Channel is closed.")
-            options = {"request": serialize(request), "timeout": timeout, "metadata": metadata, "patient": bool(wait_for_ready)}
+            options = {
+                "request": serialize(request),
+                "timeout": timeout,
+                "metadata": metadata,
+                "patient": bool(wait_for_ready),
+            }
             return SimulatedCall(self, path, parse, options)
 
         return start

@@ -24,9 +24,11 @@ class Happened:
     @property
     def names(self) -> set[str]:
         """The nodes that it touches."""
-        return {self.fault.target, *self.fault.others} if self.fault.kind in ("cut", "partition", "reset_all") else {
-            self.fault.target
-        }
+        return (
+            {self.fault.target, *self.fault.others}
+            if self.fault.kind in ("cut", "partition", "reset_all")
+            else {self.fault.target}
+        )
 
 
 class Chaos:
@@ -133,8 +135,8 @@ class Chaos:
                 pair.slow(0)
 
     async def _hold_loops(self) -> None:
-        """Event loops that are held for a while, as by a collection or a long prompt: what came meanwhile comes at once,
-        which is where cancellations and answers meet.
+        """Event loops that are held for a while, as by a collection or a long prompt: what came meanwhile comes at
+        once, which is where cancellations and answers meet.
         """
         plan = self._world.plan
         if not plan.hiccup_every:

@@ -134,7 +134,7 @@ class Network:
     async def connect(self, factory: Callable[[], Any], host: str, port: int, node: Node) -> tuple[Connection, Any]:
         """A connection from `node`. Raises ConnectionRefusedError; hangs while the host cannot be reached."""
         await asyncio.sleep(self.delay() * 2)
-        while host in self.gone or ((peer := self.nodes.get(host)) is not None and self.is_cut(node, peer)):
+        while self._is_out_of_reach(host, node):  # noqa: ASYNC110  # a packet is sent again
             await asyncio.sleep(_SYN_SECONDS)
         found = self.sockets.get((host, port))
         if found is None or not found.is_listening or found.node.dead:
@@ -147,6 +147,10 @@ class Network:
         ours, theirs = pair.ends
         found.offer(theirs)
         return ours, ours.begin(factory())
+
+    def _is_out_of_reach(self, host: str, node: Node) -> bool:
+        peer = self.nodes.get(host)
+        return host in self.gone or (peer is not None and self.is_cut(node, peer))
 
     # What goes wrong.
 

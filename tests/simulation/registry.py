@@ -77,7 +77,7 @@ class NodeRegistry:
         try:
             async for _ in views:
                 await asyncio.sleep(self._server.random.expovariate(1 / self._server.late_seconds))
-                while not self._server.reachable(self._node):
+                while not self._server.reachable(self._node):  # noqa: ASYNC110  # a call is made again
                     await asyncio.sleep(0.2)
                 yield self._memory.workers()
         finally:

@@ -1,4 +1,4 @@
-"""The smallest plan that still breaks the same invariant: fewer faults, fewer requests, a simpler fleet, shorter answers."""
+"""The smallest plan that still breaks the same invariant: fewer faults, fewer and simpler requests, a simpler fleet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -55,7 +55,8 @@ class Shrinker:
     def _simplify_requests(self) -> None:
         simpler: dict[str, Any] = {
             "image": False, "together": 0, "window": 0, "keep": 0.0, "drops": (), "retries": 0, "tenant": "",
-            "leave_after": -1, "leave_seconds": -1.0, "cancel_seconds": -1.0, "timeout": 30.0, "tokens": 2, "length": 20,
+            "leave_after": -1, "leave_seconds": -1.0, "cancel_seconds": -1.0, "timeout": 30.0, "tokens": 2,
+            "length": 20,
         }  # fmt: skip
         for index in range(len(self.plan.requests)):
             for name, value in simpler.items():

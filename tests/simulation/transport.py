@@ -5,7 +5,7 @@ early, or is read too late, is another prompt's. A remote one is guarded by the 
 """
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from baton.engine.v1 import handoff_pb2
 from runtime.clock import monotonic
@@ -28,8 +28,7 @@ _LOOK_SECONDS = 0.05
 class _Pools:
     """The pools that are offered in this world."""
 
-    found: "dict[str, tuple[Any, Any, Node]]" = {}
-    hosts: dict[str, str] = {}  # of nodes by their addresses, for those that share one
+    found: ClassVar[dict[str, tuple[Any, Any, Node]]] = {}
     record: Any = staticmethod(lambda *_: None)  # told of each block that was read
 
 

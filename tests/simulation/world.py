@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -309,7 +309,3 @@ class World:
                 return False
             await asyncio.sleep(_LOOK_SECONDS)
         return True
-
-    def in_background(self, work: Awaitable[None]) -> None:
-        """Runs something of the world itself."""
-        asyncio.ensure_future(work)

@@ -1,6 +1,7 @@
 """What must hold in every run, whatever goes wrong. One class each; a planted bug of `mutants.yaml` breaks each one.
 
-base (what they are told), answers, ends (statuses, cancelled work, leases), blocks, tables, fleet (recovery, quotas, logs).
+base (what they are told), answers, ends (statuses, cancelled work, leases), blocks, tables, fleet (recovery, quotas,
+logs).
 """
 
 from simulation.invariants.answers import AnswersAreRight, ImagesAreTheirOwn, SequencesAreWhole, UsageIsRight

@@ -40,7 +40,12 @@ class ImagesAreTheirOwn(Invariant):
         if len(result.ids) > len(known):
             self._answers[key] = result.ids
         for (prefix, *others), ids in self._answers.items():
-            if others == list(key[1:]) and prefix % 3 != asked.prefix % 3 and count >= 16 and ids[:16] == result.ids[:16]:
+            if (
+                others == list(key[1:])
+                and prefix % 3 != asked.prefix % 3
+                and count >= 16
+                and ids[:16] == result.ids[:16]
+            ):
                 self.problem(f"{result.name}: the same answer as to another image")
 
 

@@ -31,7 +31,9 @@ class BlocksHaveOneOwner(Invariant):
             self.problem(f"{name}: a block is free twice")
         for block, count in blocks._references.items():
             if count < 0 or (count == 0) != (block in cached or block in free):
-                self.problem(f"{name}: block {block} has {count} references, and is {'free' if block in free else 'used'}")
+                self.problem(
+                    f"{name}: block {block} has {count} references, and is {'free' if block in free else 'used'}"
+                )
                 return
         owners: dict[int, int] = {}
         for sequence in rank.scheduler.running:

@@ -4,8 +4,7 @@ from typing import Any
 
 from router.context import RequestTable
 from simulation.entropy import Time
-from simulation.invariants.base import Invariant, calls_of, engine_of
-from simulation.loop import NODE
+from simulation.invariants.base import Invariant, calls_of
 
 # Beyond its deadline: the way of the status, hiccups, and a second try of a client that lost its connection.
 _LATE_SECONDS = 3.0
@@ -13,7 +12,15 @@ _LATE_SECONDS = 3.0
 _STOP_SECONDS = 1.5
 # How long faults have effects after their end: reconnecting, deadlines of unary calls, marks, registry leases.
 _AFTER_SECONDS = 30.0
-_NEVER = {"UNKNOWN", "INTERNAL", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION", "DATA_LOSS", "OUT_OF_RANGE"}
+_NEVER = {
+    "UNKNOWN",
+    "INTERNAL",
+    "INVALID_ARGUMENT",
+    "UNIMPLEMENTED",
+    "FAILED_PRECONDITION",
+    "DATA_LOSS",
+    "OUT_OF_RANGE",
+}
 
 
 class EveryCallEnds(Invariant):
@@ -113,13 +120,10 @@ class ExpiredLeasesAreExplained(Invariant):
     """A lease is the backstop: one expires only where a fault, or a loop that was held, kept its release away."""
 
     def logged(self, name: str, method: str, event: dict[str, Any], error: Any) -> None:
-        if event.get("event") != "handoff lease expired" or self.world.is_quiet and not self.world.plan.faults:
+        if event.get("event") != "handoff lease expired" or (self.world.is_quiet and not self.world.plan.faults):
             if event.get("event") == "handoff lease expired":
                 self.problem(f"at {name}, in quiet: {event}")
             return
         since = Time.now - self.world.plan.fleet.lease_seconds - 2.0
         if not self.world.chaos.disturbed(since, None, _AFTER_SECONDS if self.world.plan.faults else 0.0):
             self.problem(f"at {name}: {event.get('call_id')}, {event.get('blocks')} blocks, and no fault explains it")
-
-
-__all__ = ["CancelledWorkStops", "EveryCallEnds", "ExpiredLeasesAreExplained", "NODE", "StatusesAreRight", "engine_of"]

@@ -34,7 +34,9 @@ class Recovers(Invariant):
             for worker in router.cluster.workers:
                 current = self.world.hosts.get(worker.record.worker_id)
                 if current is not None and worker.record.epoch != current.epoch:
-                    self.problem(f"{name}: has epoch {worker.record.epoch} of {worker.record.worker_id}, not {current.epoch}")
+                    self.problem(
+                        f"{name}: has epoch {worker.record.epoch} of {worker.record.worker_id}, not {current.epoch}"
+                    )
                 if self.world.is_up(worker.record.worker_id) and worker.record.draining:
                     self.problem(f"{name}: takes {worker.record.worker_id} for draining")
 
@@ -85,7 +87,7 @@ class LimitsHold(Invariant):
         if not fleet.max_running or self.world.plan.faults:
             return
         running: Counter[str] = Counter()
-        for name, worker in self.workers():
+        for _, worker in self.workers():
             engine = engine_of(worker)
             if engine is not None:
                 running["decode"] += sum(kind == "decode" for kind, _ in calls_of(worker)._calls)
