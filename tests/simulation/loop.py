@@ -11,8 +11,7 @@ from typing import Any
 from simulation.entropy import Time
 
 NODE: "ContextVar[Node | None]" = ContextVar("node", default=None)
-# What a turn of the loop takes, and how late a timer may be.
-_TURN = 20e-6
+# How late a timer may be.
 _LATE = 1e-4
 
 
@@ -81,8 +80,9 @@ class Node:
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Jumps to the next timer when nothing is ready. Steps of tasks that are ready in one turn are shuffled."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, turn_seconds: float) -> None:
         super().__init__()
+        self._turn_seconds = turn_seconds
         self.random = random.Random(f"schedule-{seed}")
         self.network: Any = None
         self.current: Node | None = None
@@ -157,7 +157,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         while scheduled and scheduled[0]._cancelled:
             self._forget_timer(heapq.heappop(scheduled))
         if self._ready:
-            Time.now += _TURN
+            Time.now += self._turn_seconds
         elif scheduled:
             Time.now = max(Time.now, scheduled[0]._when)
         else:
@@ -168,12 +168,16 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if not handle._cancelled:
                 self._ready.append(handle)
         if len(scheduled) > 200 and self._timer_cancelled_count > len(scheduled) // 2:
-            for handle in scheduled:
-                if handle._cancelled:
-                    handle._scheduled = False
-            scheduled[:] = [handle for handle in scheduled if not handle._cancelled]
-            heapq.heapify(scheduled)
-            self._timer_cancelled_count = 0
+            self.forget_cancelled()
+
+    def forget_cancelled(self) -> None:
+        """Lets go of timers that were cancelled, and of their contexts."""
+        for handle in self._scheduled:
+            if handle._cancelled:
+                handle._scheduled = False
+        self._scheduled[:] = [handle for handle in self._scheduled if not handle._cancelled]
+        heapq.heapify(self._scheduled)
+        self._timer_cancelled_count = 0
 
     def _forget_timer(self, handle: Any) -> None:
         handle._scheduled = False

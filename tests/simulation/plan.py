@@ -104,7 +104,8 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     hiccup_every: float = 0.0  # seconds between moments at which one event loop is held; 0 is never
     hiccup_seconds: float = 0.0
-    rounds: int = 1  # how often the requests are sent: tables are compared after the first and the last time
+    turn_seconds: float = 20e-6  # what a turn of the event loop takes
+    rounds: int = 1  # how often the requests are sent: tables are compared after each time
     notes: str = field(default="", compare=False)
 
     def to_json(self) -> str:
@@ -128,14 +129,15 @@ def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
     """The plan of a seed. Each seed has a few kinds of requests and faults only, and so reaches more states."""
     draw = random.Random(f"plan-{profile}-{seed}")
     fleet = _fleet(draw, profile)
-    seconds = count * draw.choice((0.01, 0.03, 0.1))
+    seconds = count * draw.choice((0.01, 0.03, 0.1, 0.2))
     requests = tuple(sorted(_requests(draw, fleet, profile, count, seconds), key=lambda one: one.at))
     every, longest = 0.0, 0.0
     if profile != "plain" and draw.random() < 0.7:
         every, longest = draw.choice((0.02, 0.1)), draw.choice((0.005, 0.03, 0.1))
     faults = _faults(draw, fleet, profile, count, seconds)
-    rounds = 2 if profile in ("plain", "clients") and draw.random() < 0.3 else 1
-    return Plan(seed, profile, fleet, requests, faults, every, longest, rounds)
+    rounds = 3 if profile in ("plain", "clients") and draw.random() < 0.3 else 1
+    turn = draw.choice((20e-6, 100e-6, 400e-6))
+    return Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds)
 
 
 def _fleet(draw: random.Random, profile: str) -> Fleet:
@@ -202,9 +204,9 @@ def _manners(draw: random.Random, tokens: int, rude: float, *, is_kept: bool) ->
         case 0:
             return {"leave_after": draw.choice((0, 1, 1, draw.randrange(0, tokens + 1)))}
         case 1:
-            return {"leave_seconds": draw.random() ** 2 * 0.5}
+            return {"leave_seconds": draw.random() ** 3 * 0.5}
         case 2:
-            return {"cancel_seconds": draw.random() ** 2 * 0.5}
+            return {"cancel_seconds": draw.random() ** 3 * 0.5}
         case 3:
             return {"timeout": draw.choice((0.02, 0.1, 0.3, 1.0))}
     return {"window": draw.choice((250, 600))}
@@ -220,7 +222,7 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
         return ()
     kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
     found = []
-    for _ in range(draw.randint(1, max(2, count // 12))):
+    for _ in range(draw.randint(1, max(2, count // 6))):
         target = draw.choice(fleet.workers * 3 + fleet.router_names)
         found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds, draw.choice(lengths)))
     return tuple(sorted(found, key=lambda one: one.at))

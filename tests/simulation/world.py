@@ -43,7 +43,7 @@ class World:
 
     def __init__(self, plan: Plan, *, keeps_log: bool = False) -> None:
         self.plan = plan
-        self.loop = SimulatedLoop(plan.seed)
+        self.loop = SimulatedLoop(plan.seed, plan.turn_seconds)
         self.network = Network(self.loop, plan.seed, self.log)
         self.loop.network = self.network
         self.registry = SimulatedRegistry(self.network, plan.seed)

@@ -65,7 +65,10 @@ class KvIsConfirmed(Invariant):
         release, adopt, pulled, confirmed = LeaseTable.release, SimulatedEngine._adopt, self._pulled, self._confirmed
 
         async def releasing(table: LeaseTable, handoff_id: str, reader: str = "") -> Released:
+            is_held = table.find(handoff_id) is not None or handoff_id in confirmed
             answer = await release(table, handoff_id, reader)
+            if answer.still_valid and not is_held:
+                self.problem("a lease is confirmed that is not held")
             if answer.still_valid:
                 confirmed.add(handoff_id)
             return answer
