@@ -101,7 +101,7 @@ class Client:
             number += 1
             result.resumptions += 1
             if not received.handle or Time.now >= ends_at:
-                result.code = "LOST"
+                result.code = "DEADLINE_EXCEEDED" if received.handle else "LOST"
                 return
 
     async def _stream(self, received: Received, number: int, seconds: float) -> None:

@@ -45,7 +45,7 @@ class StatusesAreRight(Invariant):
         right = {"OK"} | ({"LEFT"} if result.left else set())
         if asked.cancel_seconds >= 0:
             right |= {"CANCELLED"}
-        if asked.timeout < 30 or asked.window or asked.drops:
+        if asked.timeout < 30 or asked.window:
             right |= {"DEADLINE_EXCEEDED"}
         if asked.drops:
             right |= {"LOST"}  # before it has got the handle to resume by

@@ -1,5 +1,6 @@
 """The fleet as a whole: it recovers by itself, keeps its limits, and logs no exception that no fault explains."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -97,7 +98,18 @@ class LimitsHold(Invariant):
 
 
 class NoUnexplainedError(Invariant):
-    """No node logs an exception or an error while nothing is wrong, and no task fails unseen."""
+    """No node logs an exception or an error while nothing is wrong, no task fails unseen, and no coroutine is made in
+    vain.
+    """
+
+    def install(self) -> None:
+        def show(message: Any, *_: Any, **__: Any) -> None:
+            # What a killed process has begun is never ended.
+            if not any(fault.kind in ("kill", "vanish", "drain") for fault in self.world.plan.faults):
+                self.problem(f"warning: {message}")
+
+        warnings.simplefilter("always")
+        warnings.showwarning = show
 
     def logged(self, name: str, method: str, event: dict[str, Any], error: Any) -> None:
         grave = method in ("error", "critical", "exception") or (error and method != "debug")
