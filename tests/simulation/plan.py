@@ -168,7 +168,9 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
 
 def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> list[Request]:
     lengths = draw.choice(((5, 20, 40, 90), (5, 17, 33, 64, 150, 300), (16, 32, 48, 64)))
-    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), (1, 2, 3)))
+    # Where workers fail, answers that are long enough to go on elsewhere.
+    short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
+    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), short))
     kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
     prefixes = draw.choice((1, 3, 8))
     most = min(fleet.blocks * 16 - 100, 300)
@@ -222,7 +224,7 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
         return ()
     kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
     found = []
-    for _ in range(draw.randint(1, max(2, count // 6))):
+    for _ in range(draw.randint(2, max(3, count // 5))):
         target = draw.choice(fleet.workers * 3 + fleet.router_names)
         found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds, draw.choice(lengths)))
     return tuple(sorted(found, key=lambda one: one.at))
