@@ -11,7 +11,8 @@ from typing import Protocol
 from baton.engine.v1 import peer_pb2
 from baton.errors import DeadlineUnreachable, QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import timing_pb2
-from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.fair_queue import FairQueue
+from router.admission.lanes import Ticket
 from router.admission.ledger import THIS_ROUTER
 from router.admission.peers import ALONE, Peers
 from router.admission.places import PlaceLenders, SharedPlaces, key_of

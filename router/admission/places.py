@@ -129,7 +129,6 @@ class SharedPlaces:
         self._usable = 0
         self._answered_at = clock()
         self._ask_at = 0.0
-        self._is_contended = False
 
     def usable(self, limit: int) -> int:
         """Those that are lent; all without other routers."""

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import BatonError, NoWorker, Overloaded
-from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.fair_queue import FairQueue
+from router.admission.lanes import Ticket
 from router.routing.latency import Average, Clock
 from router.telemetry import metrics
 from runtime.clock import monotonic
