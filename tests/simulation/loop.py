@@ -71,10 +71,8 @@ class Node:
         self.held = []
 
     def resume(self) -> None:
-        """Runs on, with all that came meanwhile."""
-        self.paused = False
-        held, self.held = self.held, []
-        self.loop.ready(held)
+        """Runs on from the next turn, with all that came meanwhile, in its order."""
+        self.loop.resuming.append(self)
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -89,6 +87,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.graveyard: list[Any] = []
         self.errors: list[tuple[str, dict[str, Any]]] = []
         self._numbers = 0
+        self.resuming: list[Node] = []
         self._readers: dict[Any, Callable[[], None]] = {}
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_error)
@@ -98,10 +97,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """The number of a new task or future."""
         self._numbers += 1
         return self._numbers
-
-    def ready(self, handles: list[asyncio.Handle]) -> None:
-        """Lets callbacks run in the next turn."""
-        self._ready.extend(handles)
 
     # Time.
 
@@ -137,6 +132,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # One turn.
 
     def _run_once(self) -> None:
+        for node in self.resuming:
+            # Before what has become ready since: callbacks of a process keep their order.
+            node.paused = False
+            self._ready.extendleft(reversed(node.held))
+            node.held = []
+        self.resuming.clear()
         self._advance()
         batch = [self._ready.popleft() for _ in range(len(self._ready))]
         if len(batch) > 1:

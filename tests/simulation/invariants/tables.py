@@ -12,7 +12,7 @@ _ROOMS = ("router.", "services.", "rpc.", "engine_protocol.", "baton_http2.", "d
 _BOUNDED = {
     "LeaseTable._released", "Released",  # answers for repeated releases
     "Blocks", "BlockKeys", "KvIndex", "Cache", "ExpectedBlocks", "PromptHasher",
-    "Ledger", "Tenant.served", "Sequence",  # of prompts and tenants; the last batch of each engine
+    "Ledger", "Tenant.served", "RankCosts._known", "Sequence",  # of prompts and tenants; the last batch of each engine
 }  # fmt: skip
 _TABLES = (dict, list, set, deque)
 # By how many entries one may grow each time: what is asked again need not run at the same workers.
