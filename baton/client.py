@@ -19,6 +19,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
     generate_pb2,
+    image_pb2,
     server_info_pb2,
 )
 from baton.requests import UnaryCall
@@ -97,6 +98,19 @@ class Client:
     def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return self._call(requests.generate_unary(call))
+
+    @requests.takes(requests.draw)
+    def draw(self, call: requests.DrawCall) -> Iterator[image_pb2.ImageServiceGenerateResponse]:
+        with self._settings.begin("ImageService/Generate") as trace:
+            metadata = self._settings.metadata(trace, call.priority)
+            seconds = self._settings.attempts(call.timeout_seconds).seconds_left
+            events = self._routers.method("ImageService/Generate")(call.request, timeout=seconds, metadata=metadata)
+            try:
+                yield from events
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+            finally:
+                events.cancel()
 
     cancel = _unary(requests.cancel)
     embed = _unary(requests.embed)

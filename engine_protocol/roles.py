@@ -78,6 +78,16 @@ _BUILT_IN = (
         "services.embed:open_service",
         completes=True,
     ),
+    RoleKind(
+        "diffuse",
+        "baton.engine.v1.DiffuseService",
+        "STAGE_DIFFUSE",
+        "diffuser",
+        "services.diffuse:open_service",
+        completes=True,
+        client_service="baton.inference.v1.ImageService",
+        router="router.drawing.service:service",
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """The worker: `python -m services CONFIG`.
 
-encode.py prefill.py decode.py embed.py   one role each: servicer, logic and conversion
+encode.py prefill.py decode.py embed.py diffuse.py   one role each: servicer, logic and conversion
 control.py                       what every worker answers: model, load, abort, drain
 server.py                        the start-up of a worker, in order
 worker.py                        a worker that serves: health, supervision, drain

@@ -10,7 +10,7 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import EmbeddingRules, EngineLoad, ImageRules, ModelFacts
+from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
@@ -79,6 +79,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 for piece in in_pieces(change):
                     yield kv_event(self._epoch, sequence, piece)
                     sequence += 1
+
+    async def EndSession(self, request: worker_pb2.EndSessionRequest, context: Any) -> worker_pb2.EndSessionResponse:
+        engine = self._engines.engine
+        released = await engine.end_session(request.session) if engine is not None else 0
+        return worker_pb2.EndSessionResponse(released_blocks=released)
 
     async def ListLoras(self, request: worker_pb2.ListLorasRequest, context: Any) -> worker_pb2.ListLorasResponse:
         loras = loras_of(self._engines.engine)
@@ -161,6 +166,7 @@ def _model_card(facts: ModelFacts) -> worker_pb2.ModelCard:
         images=_image_rules(facts.images) if facts.images else None,
         embedding=_embedding_rules(facts.embedding) if facts.embedding else None,
         engine_settings=dict(facts.settings),
+        image_generation=_image_generation(facts.drawing) if facts.drawing else None,
     )
 
 
@@ -174,6 +180,7 @@ def _capabilities(facts: ModelFacts) -> model_pb2.ModelCapabilities:
         unsupported_sampling=facts.unsupported_sampling,
         embeddings_only=facts.embeddings_only,
         prompt_logprobs=facts.prompt_logprobs,
+        images_only=facts.images_only,
     )
 
 
@@ -193,6 +200,22 @@ def _embedding_rules(rules: EmbeddingRules) -> model_pb2.EmbeddingRules:
         max_input_tokens=rules.max_input_tokens,
         pooling=rules.pooling,
         normalize=rules.normalize,
+    )
+
+
+def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
+    return model_pb2.ImageGeneration(
+        width=rules.width,
+        height=rules.height,
+        steps=rules.steps,
+        guidance_scale=rules.guidance_scale,
+        size_multiple=rules.size_multiple,
+        max_pixels=rules.max_pixels,
+        max_steps=rules.max_steps,
+        max_number=rules.max_number,
+        max_prompt_characters=rules.max_prompt_characters,
+        negative_prompt=rules.negative_prompt,
+        previews=rules.previews,
     )
 
 

@@ -73,6 +73,8 @@ class WorkerEngines:
         for part in self.parts.values():
             if part.facts.embedding is not None:
                 facts = replace(facts, embedding=part.facts.embedding)
+            if part.facts.drawing is not None:
+                facts = replace(facts, drawing=part.facts.drawing)
         return facts if self.encoding is None else replace(facts, images=self.encoding.encoder.facts.images)
 
     @property

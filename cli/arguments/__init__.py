@@ -48,6 +48,7 @@ COMMANDS = (
     Subcommand("generate", "Send a prompt and stream the completion", requests.generate, "generate"),
     Subcommand("chat", "Hold a conversation", requests.chat, "chat"),
     Subcommand("embed", "Print the vectors of texts, one line of JSON each", requests.embed, "embed"),
+    Subcommand("draw", "Draw a picture into a file", requests.draw, "draw"),
     Subcommand(
         "explain",
         "Show where a prompt would run now, and the predicted cost of each place",

@@ -2,6 +2,7 @@
 
 generate.py, explain.py, chat.py     send a prompt, ask where it would run, hold a conversation
 embed.py                             prints the vectors of texts
+draw.py                              draws a picture into a file
 lora.py                              lists, loads and unloads adapters
 info.py, models.py, workers.py       ask a router what it offers
 tenants.py                           asks a router what each tenant uses

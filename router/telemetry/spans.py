@@ -1,7 +1,7 @@
 """The attributes of a router's spans: OpenTelemetry's for generative AI, and the request's result."""
 
 from baton.enum_names import value_name
-from baton.inference.v1 import embed_pb2, generate_pb2, sampling_pb2
+from baton.inference.v1 import embed_pb2, generate_pb2, image_pb2, sampling_pb2
 from baton.sampling_options import OPTIONS, given
 from router.telemetry.stats import GENERATE, RequestStats
 from rpc.tracing.span import AttributeValue, Span
@@ -49,6 +49,21 @@ def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
     }
     if request.HasField("dimensions"):
         attributes["gen_ai.embeddings.dimension.count"] = request.dimensions
+    span.set(attributes)
+
+
+def set_image_attributes(options: image_pb2.ImageOptions, span: Span) -> None:
+    """Sets the parameters of a request for pictures. Its prompts are never recorded."""
+    if not span.is_recording:
+        return
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "generate_content",
+        "gen_ai.output.type": "image",
+        "gen_ai.provider.name": "baton",
+    }
+    for name in ("width", "height", "steps", "number", "guidance_scale"):
+        if options.HasField(name):
+            attributes[f"baton.image.{name}"] = getattr(options, name)
     span.set(attributes)
 
 

@@ -57,8 +57,9 @@ class DeploymentOffer:
         has_tls = self._config.tls.listen is not None
         facades = [server_info_pb2.Facade(name=name, has_tls=has_tls) for name in ("grpc", "kserve")]
         if self._openai_address:
-            openai_tls = self._config.openai.tls is not None
-            facades.append(server_info_pb2.Facade(name="openai", address=self._openai_address, has_tls=openai_tls))
+            http_tls, address = self._config.openai.tls is not None, self._openai_address
+            for name in ("openai", "anthropic"):
+                facades.append(server_info_pb2.Facade(name=name, address=address, has_tls=http_tls))
         return facades
 
     def _model(self, served: ServedModel) -> server_info_pb2.ModelOffer:
@@ -67,6 +68,8 @@ class DeploymentOffer:
         features = [*served.features]
         if message.HasField("embedding") and "embeddings" not in features:
             features.append("embeddings")
+        if message.HasField("image_generation") and "pictures" not in features:
+            features.append("pictures")
         return server_info_pb2.ModelOffer(
             model=message,
             block_tokens=0 if served.capabilities.embeddings_only else served.block_tokens,
@@ -94,6 +97,7 @@ def model_message(
     """A model, or one of its adapters, with the number of its ready workers."""
     workers = [worker for worker in cluster.workers if worker.record.model == served.name]
     embedding = next((worker.model.embedding for worker in workers if worker.model and worker.model.embedding), None)
+    drawing = next((worker.model.drawing for worker in workers if worker.model and worker.model.drawing), None)
     ready = [worker for worker in workers if not worker.problem]
     if adapter is not None:
         ready = [worker for worker in ready if worker.loras.can_use(adapter)]
@@ -104,6 +108,7 @@ def model_message(
         limits=served.limits,
         capabilities=served.capabilities,
         embedding=embedding,
+        image_generation=drawing,
     )
     for role in roles():
         made.workers[role] = count = _count(ready, role)

@@ -123,7 +123,10 @@ class Scheduler:
         elif item.state is State.RESERVED:
             self.reserved -= 1
         item.state = State.DONE
-        return self._free(item)
+        freed = self._free(item)
+        if freed and isinstance(item, TokenSequence) and item.prompt.session and self._limits.prefix_cache:
+            self._pool.record(item.prompt.session, item.chain.upto(item.tokens, item.computed))
+        return freed
 
     def hold(self, sequence: TokenSequence) -> None:
         """Removes a sequence from the steps; it keeps its blocks."""

@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import BatonError
 from services.engines.answer import Finished, FinishReason, PromptLogprobs, TokenLogprob
-from services.engines.prompt import MediaSpan, Prompt, Sampling
+from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
@@ -40,6 +40,7 @@ class Held:
     queue_seconds: float
     compute_seconds: float
     prompt_logprobs: PromptLogprobs | None = None
+    retained: Retained | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class TokenSequence:
     prompt_report: PromptReport | None = None  # until it is sent
     on_progress: Computed | None = None  # is on_progress what is computed before all of it is
     reported_blocks: int = 0
+    retained: Retained | None = None
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -210,6 +212,7 @@ class TokenSequence:
             queue_seconds=self.queue_seconds,
             prefill_seconds=0.0 if self.pulled else max(0.0, first - (self.started or now)),
             decode_seconds=now - (self.started or now) if self.pulled else now - first,
+            retained=self.retained,
         )
 
 

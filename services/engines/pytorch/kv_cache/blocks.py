@@ -1,9 +1,12 @@
 """Which blocks of the pool are in use, which are free, and which free ones still contain a known prefix."""
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from services.engines.prompt import Retain, Session
+from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder
+from services.engines.pytorch.kv_cache.sessions import Sessions
 
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
@@ -29,18 +32,21 @@ CacheListener = Callable[[BlockStored | BlockRemoved], None]
 class BlockPool:
     """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
 
-    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then cached ones,
-    least recently used first.
+    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then cached ones, in
+    the order of retention.py. One tenant retains at most `retained_share` of all blocks.
     """
 
-    def __init__(self, num_blocks: int, listener: CacheListener | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, listener: CacheListener | None = None, retained_share: float = RETAINED_SHARE
+    ) -> None:
         self.total = num_blocks - 1
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._idle = EvictionOrder(self._hash_of, self._block_of, int(self.total * retained_share))
+        self._sessions = Sessions(self.total)
 
     @property
     def available(self) -> int:
@@ -77,7 +83,8 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Adds a reference to each of these cached blocks."""
         for block in blocks:
-            self._idle.pop(block, None)
+            if not self._references[block]:
+                self._idle.discard(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -103,6 +110,20 @@ class BlockPool:
             self._forget(block)
         return own
 
+    def retain(self, hashes: Sequence[bytes], retain: Retain) -> int:
+        """Retains the cached blocks of a chain. Returns how many, from the first on, its tenant's bound allows."""
+        return self._idle.retain(hashes, retain)
+
+    def record(self, session: Session, hashes: Sequence[bytes]) -> None:
+        """Notes the chain of a session's request, which has released its blocks, and ends the session if it says so."""
+        self._sessions.record(session, hashes)
+        if session.ends:
+            self.end_session(session.key)
+
+    def end_session(self, key: bytes) -> int:
+        """Lets blocks be evicted first that no session has but this one. Returns how many."""
+        return self._idle.mark_dead(self._sessions.end(key))
+
     def clear_cache(self) -> None:
         """Removes all unused blocks from the cache."""
         while self._idle:
@@ -110,18 +131,19 @@ class BlockPool:
 
     def _retire(self, block: int) -> None:
         if block in self._hash_of:
-            self._idle[block] = None
+            self._idle.add(block)
         else:
             heapq.heappush(self._empty, block)
 
     def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
+        block = self._idle.pop()
         self._forget(block)
         return block
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
+            self._idle.forget(block_hash)
             del self._block_of[block_hash]
             self._emit(BlockRemoved(block_hash))
 
