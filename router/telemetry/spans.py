@@ -87,6 +87,7 @@ def set_result_attributes(stats: RequestStats, span: Span) -> None:
         "baton.prefill.worker_id": stats.prefill_worker_id,
         "baton.decode.worker_id": stats.decode_worker_id,
         "baton.migrations": stats.migrations,
+        "baton.moves": stats.moves or None,
     }
     span.set({name: value for name, value in facts.items() if value not in (None, "", [])})
 
