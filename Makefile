@@ -42,6 +42,13 @@ TRACE ?=
 INPUTS ?= 10000
 # How much `make fuzz-http2` sends.
 FRAMES ?= 1000000
+# What `make simulate` runs: SEEDS of a PROFILE (plain, clients, one_fault, storm, all), or new ones for HOURS; LOG= is a file for
+# the event log of one seed. `make shrink SEED=n PROFILE=p` makes a plan of it that is as small as possible.
+SEEDS ?= 0:200
+PROFILE ?= all
+LOG ?=
+SEED ?=
+SIMULATE = PYTHONPATH=tests:. $(BIN)/python -m simulation
 # What `make soak` sends: HOURS of RATE requests a second.
 HOURS ?= 8
 RATE ?= 4
@@ -94,7 +101,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval eval-install bench-router bench-long-prompts bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 soak lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval eval-install bench-router bench-long-prompts bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 simulate shrink mutants soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -213,6 +220,15 @@ fuzz: $(STUBS) ## Send INPUTS (10000) random messages to every service
 
 fuzz-http2: $(STUBS) ## Send FRAMES (1,000,000) mutated frames to our own HTTP/2 server, and as many to its client
 	@BATON_HTTP2_FRAMES=$(FRAMES) $(BIN)/python -m pytest -n 0 --timeout=0 tests/http2/test_mutated_frames.py tests/http2/test_client_mutated_frames.py
+
+simulate: $(STUBS) ## Run the fleet in virtual time, by seeds (SEEDS=0:200 PROFILE=plain|clients|one_fault|storm|all, LOG=FILE for one; HOURS=8 runs new ones)
+	@$(SIMULATE) --profile $(PROFILE) $(if $(LOG),--log $(LOG) --seeds $(SEEDS),--quiet $(if $(filter command line environment,$(origin HOURS)),--kept --seeds $$(date +%s): --seconds $$(($(HOURS) * 3600)),--kept --seeds $(SEEDS)))
+
+shrink: $(STUBS) ## Find the smallest plan in which a seed still finds the same, and keep it (SEED=, PROFILE=)
+	@$(SIMULATE) --profile $(PROFILE) --shrink $(SEED)
+
+mutants: $(STUBS) ## Plant bugs, one at a time, and tell how long the simulation takes to find each (up to 10 minutes each)
+	@PYTHONPATH=tests:. $(BIN)/python -m simulation.mutants
 
 soak: $(STUBS) ## Send HOURS (8) of RATE (4) requests a second through our own HTTP/2, as fast as it goes, and look for growth (20 minutes)
 	@PYTHONPATH=tests:. $(BIN)/python -m benchmarks.soak --hours $(HOURS) --rate $(RATE)

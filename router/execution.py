@@ -203,7 +203,7 @@ class RequestExecution(Waiting):
             handoff = await self._destination.during(running)
         else:
             if self._placer.hands_over_early(placement, self._routing_request):
-                reading = self._calls.prefetch(placement, self._prompt.without_embeddings)
+                reading = partial(self._calls.prefetch, placement, self._prompt.without_embeddings)
                 self._prefetch = Prefetch(reading, self._ctx.call_id)
             self._await_answer(tokens)
             # The first message is made and sent while the worker has the prompt already.
@@ -248,7 +248,7 @@ class RequestExecution(Waiting):
         self._start(placement)
         attempts = self._attempts = self._retries.attempts("decode")
         while True:
-            prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
+            prompt = await self._decode_prompt()
             try:
                 yielded = await self._decode(placement, prompt)
                 if yielded is None or self._completion.finished:
@@ -260,6 +260,10 @@ class RequestExecution(Waiting):
                     # Only the worker's last message is missing, or more came than was asked for.
                     return self._suspect(placement.decode, "decode", error)
                 placement = await self._continue_elsewhere(placement, error, attempts)
+
+    async def _decode_prompt(self) -> prompt_pb2.Prompt:
+        """The prompt for a decode, with embeddings where it is computed."""
+        return self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
 
     async def _continue_elsewhere(self, placement: _Placement, error: BatonError, attempts: Attempts) -> _Placement:
         """The placement, without prefill, of a request that its decode worker has failed."""

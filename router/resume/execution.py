@@ -92,6 +92,10 @@ class ResumedExecution(RequestExecution):
         if (missing := self._replay.missing) != _NOTHING:
             self._stream.put_now(missing)
 
+    async def _decode_prompt(self) -> prompt_pb2.Prompt:
+        # A decode that runs has them.
+        return self._prompt.without_embeddings if self._adopted is not None else await super()._decode_prompt()
+
     async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Yielded | None:
         adopted, self._adopted = self._adopted, None
         if adopted is None:

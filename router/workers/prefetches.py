@@ -1,8 +1,7 @@
 """A decode worker that reads KV while its prompt is computed, as the router that asked for it sees it."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -18,7 +17,8 @@ log = structlog.get_logger(__name__)
 class Prefetch:
     """A running Prefetch call. Its failure fails nothing: the decode worker then reads all KV by the handoff."""
 
-    def __init__(self, call: Coroutine[Any, Any, None], call_id: str) -> None:
+    def __init__(self, call: Callable[[], Awaitable[None]], call_id: str) -> None:
+        """`call` is made by a task, which may be cancelled before it has begun."""
         self._task = asyncio.ensure_future(_quietly(call, call_id))
 
     async def end(self) -> None:
@@ -27,9 +27,9 @@ class Prefetch:
         await wait_until_done(self._task)
 
 
-async def _quietly(call: Coroutine[Any, Any, None], call_id: str) -> None:
+async def _quietly(call: Callable[[], Awaitable[None]], call_id: str) -> None:
     try:
-        await call
+        await call()
     except BatonError as error:
         log.info("no early handoff", call_id=call_id, worker_id=error.worker_id, error=error.message)
 

@@ -13,6 +13,7 @@ from support.clients.resuming import Received
 from support.clients.scraping import since
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.images.pictures import picture
 from support.recorded_spans import recorded
 
 from baton.calls import stream, unary
@@ -94,6 +95,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "ids": {"prompt": None, "token_ids": {"ids": [10, 11, 12, 13]}},
     "aggregated": {"routing": {"topology": generate_pb2.TOPOLOGY_AGGREGATED}},
 }
+
+
+@pytest.mark.parametrize("with_copy", [False, True], ids=["handle_alone", "with_copy"])
+async def test_a_lost_stream_of_an_answer_to_an_image_goes_on_where_it_runs(*, with_copy: bool) -> None:
+    request = _request(prompt="<image>resume me", media=[{"data": picture(), "mime_type": "image/png"}])
+    async with _routers("encode", "prefill", "decode", image_tokens=4, image_hidden_size=8) as pair:
+        expected = await _whole(pair, request)
+        received = await _read(pair.first.Generate(request), Received(request), until=5)
+        await _read(pair.second.ResumeGeneration(received.resume(with_copy=with_copy)), received)
+    assert received.whole == expected.whole
+    assert not any(one.recomputed for one in received.resumed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,18 @@
+"""The whole fleet in one process, on one event loop, in virtual time: `python -m simulation`, docs/simulation.md.
+
+| module | subject |
+|---|---|
+| entropy | virtual clocks and seeded randomness; imported before anything of Baton |
+| loop | the event loop: time that jumps, order by the seed, nodes that are killed and paused |
+| network, connection | hosts and connections, and what goes wrong with them |
+| channel | grpc.aio's channels over Baton's own HTTP/2 client |
+| transport, registry | KV that is read from others' pools, and records under leases |
+| plan | what runs, what is asked and what goes wrong, drawn from a seed or read from a file |
+| clients, chaos | who asks, and what goes wrong, as the plan says |
+| reference | the right answers |
+| world | the fleet by Baton's own assemblies, from start to quiet |
+| invariants/ | what must hold, one class each |
+| running, shrink | runs of plans in forks of their own, and the smallest plan that still fails |
+| mutants | planted bugs, and how long each takes to be found |
+| plans/ | plans that have found something, which run for ever |
+"""

@@ -1,0 +1,154 @@
+"""What goes wrong in a world, as its plan says: processes, hosts, connections, the registry, held event loops."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from simulation.entropy import Time
+from simulation.plan import Fault
+from simulation.registry import NAME
+
+# A node that has drained is started again after this.
+_DRAINED_SECONDS = 12.0
+
+
+@dataclass
+class Happened:
+    """A fault in a run, from `began` until what it broke was there again."""
+
+    fault: Fault
+    began: float
+    ended: float | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """The nodes that it touches."""
+        return (
+            {self.fault.target, *self.fault.others}
+            if self.fault.kind in ("cut", "partition", "reset_all")
+            else {self.fault.target}
+        )
+
+
+class Chaos:
+    """Carries out the faults of a plan. `happened` has those that have begun."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._random = random.Random(f"chaos-{world.plan.seed}")
+        self.happened: list[Happened] = []
+
+    async def run(self) -> None:
+        """Returns when all faults are over."""
+        holding = asyncio.ensure_future(self._hold_loops())
+        began = Time.now
+        running = []
+        for fault in self._world.plan.faults:
+            await asyncio.sleep(max(0.0, began + fault.at - Time.now))
+            running.append(asyncio.ensure_future(self._carry_out(fault)))
+        if running:
+            await asyncio.wait(running)
+        holding.cancel()
+
+    def disturbed(self, since: float, names: "set[str] | None" = None, after: float = 0.0) -> bool:
+        """True if a fault, which touches one of the nodes if they are given, went on at `since` or later.
+
+        `after` is how long one has effects after its end.
+        """
+        return any(
+            (one.ended is None or one.ended + after >= since) and (names is None or bool(one.names & names))
+            for one in self.happened
+        )
+
+    async def _carry_out(self, fault: Fault) -> None:
+        happened = Happened(fault, Time.now)
+        self.happened.append(happened)
+        self._world.log("FAULT", fault.kind, fault.target, *fault.others, fault.seconds)
+        await self._do(fault)
+        happened.ended = Time.now
+
+    async def _do(self, fault: Fault) -> None:
+        world, network = self._world, self._world.network
+        node = world.nodes[fault.target]
+        match fault.kind:
+            case "kill" | "vanish":
+                world.kill(fault.target, silently=fault.kind == "vanish")
+                await asyncio.sleep(fault.seconds)
+                if world.nodes[fault.target] is node:
+                    world.start(fault.target)
+            case "pause":
+                if not node.dead and not node.paused:
+                    node.paused = True
+                    await asyncio.sleep(fault.seconds)
+                    node.resume()
+            case "drain":
+                await self._drain(fault)
+            case "reset" | "half" | "slow":
+                await self._harm_one(fault)
+            case "reset_all":
+                for pair in network.between(node, world.nodes[fault.others[0]]):
+                    pair.reset()
+            case "cut" | "partition":
+                await self._cut((fault.target,), fault.others, fault.seconds)
+            case "lost_lease":
+                await self._cut((fault.target,), (NAME,), fault.seconds)
+            case "outage":
+                world.registry.is_away = True
+                await asyncio.sleep(fault.seconds)
+                world.registry.is_away = False
+
+    async def _cut(self, names: tuple[str, ...], others: tuple[str, ...], seconds: float) -> None:
+        network = self._world.network
+        network.partition(names, others)
+        await asyncio.sleep(seconds)
+        network.cut.difference_update((one, other) for one in names for other in others)
+
+    async def _drain(self, fault: Fault) -> None:
+        world = self._world
+        node = world.nodes[fault.target]
+        if not world.is_up(fault.target) or node.paused:
+            return
+        world.stopping[fault.target].set()
+        await asyncio.sleep(_DRAINED_SECONDS + world.plan.fleet.lease_seconds + fault.seconds)
+        if world.nodes[fault.target] is not node:
+            return
+        for each in world.invariants:
+            each.drained(node)
+        world.kill(fault.target, silently=False)
+        world.start(fault.target)
+
+    async def _harm_one(self, fault: Fault) -> None:
+        network = self._world.network
+        pairs = network.between(self._world.nodes[fault.target])
+        if not pairs:
+            return
+        pair = self._random.choice(pairs)
+        match fault.kind:
+            case "reset":
+                pair.reset()
+            case "half":
+                pair.freeze(one_way=self._random.random() < 0.5)
+            case _:
+                pair.slow(self._random.choice((500, 5000)))
+                await asyncio.sleep(fault.seconds)
+                pair.slow(0)
+
+    async def _hold_loops(self) -> None:
+        """Event loops that are held for a while, as by a collection or a long prompt: what came meanwhile comes at
+        once, which is where cancellations and answers meet.
+        """
+        plan = self._world.plan
+        if not plan.hiccup_every:
+            return
+        names = plan.fleet.workers + plan.fleet.router_names
+        while True:
+            await asyncio.sleep(self._random.expovariate(1 / plan.hiccup_every))
+            node = self._world.nodes[self._random.choice(names)]
+            if not node.paused and not node.dead:
+                node.paused = True
+                self._world.loop.call_later(self._random.random() * plan.hiccup_seconds, self._release, node)
+
+    def _release(self, node: Any) -> None:
+        if not node.dead:
+            node.resume()

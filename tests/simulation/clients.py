@@ -1,0 +1,198 @@
+"""Clients: they ask, read, leave, cancel, read slowly, lose connections and resume, and send again."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+
+from baton.connection.metadata import TENANT_KEY
+from baton.connection.retry import Resume
+from baton.error_details import from_rpc_error
+from baton.inference.v1 import generate_pb2 as pb
+from baton.inference.v1 import inference_service_pb2_grpc
+from baton.resuming import Received
+from simulation.channel import SimulatedChannel
+from simulation.entropy import Time
+from simulation.plan import Request
+from simulation.reference import PICTURES, prompt_of
+
+_PAUSE_SECONDS = 0.3
+_CANCEL_SECONDS = 10.0
+
+
+@dataclass
+class Result:
+    """What a client got."""
+
+    asked: Request
+    index: int
+    started: float
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    sequences: list[int] = field(default_factory=list)
+    code: str = ""
+    reason: str = ""
+    message: str = ""
+    finished: Any = None
+    ended: float = 0.0
+    left: bool = False
+    cancelled_at: float | None = None
+    resumptions: int = 0
+    tries: int = 1
+    workers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"r{self.index} ({self.code} {self.reason} {self.message[:200]!r})"
+
+
+class Client:
+    """The client of one request."""
+
+    def __init__(self, world: Any, index: int, asked: Request) -> None:
+        self._world = world
+        self._asked = asked
+        self.result = Result(asked, index, Time.now)
+        self._call: Any = None
+        self._tasks: list[Any] = []
+
+    @property
+    def request_id(self) -> str:
+        """As the request has it."""
+        return f"r{self.result.index}"
+
+    async def run(self) -> Result:
+        """Asks, and again if it was told to."""
+        result, asked = self.result, self._asked
+        try:
+            while True:
+                await self._answer()
+                if result.code != "UNAVAILABLE" or result.ids or result.tries > asked.retries:
+                    break
+                result.tries += 1
+                await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            for one in self._tasks:
+                one.cancel()
+        result.ended = Time.now
+        self._world.log("end", result.index, result.code, result.reason, result.text)
+        return result
+
+    async def _answer(self) -> None:
+        result, asked = self.result, self._asked
+        resume = Resume(keep_seconds=asked.keep, stall_seconds=2.0) if asked.keep else None
+        received = Received(self._message(), resume)
+        ends_at = Time.now + asked.timeout
+        if asked.leave_seconds >= 0:
+            self._after(asked.leave_seconds, self._leave)
+        if asked.cancel_seconds >= 0:
+            self._after(asked.cancel_seconds, lambda: self._tasks.append(asyncio.ensure_future(self._cancel())))
+        for seconds in asked.drops:
+            self._after(seconds, self._drop)
+        if asked.keep:
+            self._tasks.append(asyncio.ensure_future(self._watch(received)))
+        number = asked.router + result.tries - 1
+        while True:
+            await self._stream(received, number, ends_at - Time.now)
+            if result.code != "DROPPED":
+                return
+            number += 1
+            result.resumptions += 1
+            if not received.handle or Time.now >= ends_at:
+                result.code = "DEADLINE_EXCEEDED" if received.handle else "LOST"
+                return
+
+    async def _stream(self, received: Received, number: int, seconds: float) -> None:
+        """One call, to its end: the request, or what resumes it."""
+        result = self.result
+        method, message = received.next_call()
+        name = self._world.plan.fleet.router_names[number % self._world.plan.fleet.routers]
+        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window)
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
+        self._call = getattr(stub, method.partition("/")[2])(message, timeout=max(0.001, seconds), metadata=metadata)
+        self._dropped = False
+        try:
+            async for event in self._call:
+                self._read(event, received)
+                if 0 <= self._asked.leave_after <= len(result.ids):
+                    self._leave()
+            result.code, result.reason, result.message = "OK", "", ""
+        except aio.AioRpcError as error:
+            result.code, result.message = error.code().name, str(error.details())
+            failure = from_rpc_error(error)
+            result.reason = failure.reason
+            if received.pause_after(failure, None) is not None:
+                result.code = "DROPPED"
+                await asyncio.sleep(_PAUSE_SECONDS)
+        except asyncio.CancelledError:
+            if not (result.left or self._dropped):
+                raise
+            result.code = "LEFT" if result.left else "DROPPED"
+        finally:
+            await channel.close()
+
+    def _read(self, event: pb.GenerateResponse, received: Received) -> None:
+        result = self.result
+        result.sequences.append(event.sequence)
+        if not received.add(event):
+            result.sequences.clear()
+        result.ids += event.token.token_ids
+        result.text += event.token.text
+        if event.HasField("started"):
+            result.workers = (event.started.prefill_worker_id, event.started.decode_worker_id)
+        if event.HasField("finished"):
+            result.finished = event.finished
+
+    # What it does beside reading.
+
+    def _after(self, seconds: float, call: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().call_later(seconds, call))
+
+    def _leave(self) -> None:
+        if self._call is not None and self.result.finished is None and not self.result.left:
+            self.result.left = self._call.cancel()
+            self.result.cancelled_at = Time.now
+
+    def _drop(self) -> None:
+        if self._call is not None and self.result.finished is None and self._call.cancel():
+            self._dropped = True
+
+    async def _watch(self, received: Received) -> None:
+        """Takes a router that is silent for one that is lost."""
+        while True:
+            await asyncio.sleep(_PAUSE_SECONDS)
+            if received.is_silent():
+                self._drop()
+
+    async def _cancel(self) -> None:
+        self.result.cancelled_at = Time.now
+        channel = SimulatedChannel(f"{self._world.ip_of(self._world.plan.fleet.router_names[self._asked.router])}:7070")
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
+        try:
+            asked = pb.CancelGenerationRequest(request_id=self.request_id)
+            await stub.CancelGeneration(asked, timeout=_CANCEL_SECONDS, metadata=metadata)
+        except aio.AioRpcError as error:
+            self._world.log("cancel", self.result.index, error.code().name)
+        except asyncio.CancelledError:
+            self._world.log("cancel", self.result.index, "left")
+        finally:
+            await channel.close()
+
+    def _message(self) -> pb.GenerateRequest:
+        asked = self._asked
+        message = pb.GenerateRequest(request_id=self.request_id)
+        if asked.image:
+            message.prompt = "<image>" + chr(97 + asked.prefix) * asked.length
+            message.media.add(data=PICTURES[asked.prefix % len(PICTURES)], mime_type="image/png")
+        else:
+            message.token_ids.ids.extend(prompt_of(asked))
+        message.sampling.seed = asked.seed
+        message.sampling.temperature = 1.0
+        message.stopping.max_tokens = asked.tokens
+        message.stopping.ignore_eos = True
+        message.response.min_tokens_per_message = asked.together
+        return message

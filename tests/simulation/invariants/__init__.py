@@ -1,0 +1,35 @@
+"""What must hold in every run, whatever goes wrong. One class each; a planted bug of `mutants.yaml` breaks each one.
+
+base (what they are told), answers, ends (statuses, cancelled work, leases), blocks, tables, fleet (recovery, quotas,
+logs).
+"""
+
+from simulation.invariants.answers import AnswersAreRight, ImagesAreTheirOwn, SequencesAreWhole, UsageIsRight
+from simulation.invariants.base import Invariant
+from simulation.invariants.blocks import BlocksHaveOneOwner, EngineFollowsCalls, KvIsConfirmed, KvIsOfItsPrompt
+from simulation.invariants.ends import CancelledWorkStops, EveryCallEnds, ExpiredLeasesAreExplained, StatusesAreRight
+from simulation.invariants.fleet import LimitsHold, NoUnexplainedError, QuotasHold, Recovers
+from simulation.invariants.tables import NothingIsLeft, TablesShrink
+
+INVARIANTS: tuple[type[Invariant], ...] = (
+    AnswersAreRight,
+    ImagesAreTheirOwn,
+    SequencesAreWhole,
+    UsageIsRight,
+    EveryCallEnds,
+    StatusesAreRight,
+    CancelledWorkStops,
+    ExpiredLeasesAreExplained,
+    BlocksHaveOneOwner,
+    KvIsOfItsPrompt,
+    KvIsConfirmed,
+    EngineFollowsCalls,
+    NothingIsLeft,
+    TablesShrink,
+    Recovers,
+    QuotasHold,
+    LimitsHold,
+    NoUnexplainedError,
+)
+
+__all__ = ["INVARIANTS", "Invariant"]

@@ -1,0 +1,74 @@
+"""Answers equal an independent reference, whatever happened to their workers, routers and connections."""
+
+from typing import Any
+
+from simulation.invariants.base import Invariant
+from simulation.reference import reference
+
+
+class AnswersAreRight(Invariant):
+    """The ids are a beginning of the reference, and all of it if the call ended well; the text is theirs."""
+
+    def ended(self, result: Any) -> None:
+        if bytes(result.ids).decode() != result.text:
+            self.problem(f"{result.name}: the text {result.text!r} is not that of {bytes(result.ids)!r}")
+        if result.asked.image:
+            return
+        expected = reference(result.asked)
+        if result.ids != expected[: len(result.ids)]:
+            self.problem(f"{result.name}: {bytes(result.ids)!r} instead of {bytes(expected)!r}")
+        elif result.code == "OK" and len(result.ids) != len(expected):
+            self.problem(f"{result.name}: ended well with {len(result.ids)} of {len(expected)} tokens")
+
+
+class ImagesAreTheirOwn(Invariant):
+    """Two answers to one image, prompt and seed are equal, and answers to different images are not."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._answers: dict[Any, list[int]] = {}
+
+    def ended(self, result: Any) -> None:
+        asked = result.asked
+        if not asked.image or not result.ids:
+            return
+        key = (asked.prefix, asked.length, asked.seed)
+        known = self._answers.setdefault(key, result.ids)
+        count = min(len(known), len(result.ids))
+        if known[:count] != result.ids[:count]:
+            self.problem(f"{result.name}: {bytes(result.ids)!r} after {bytes(known)!r}")
+        if len(result.ids) > len(known):
+            self._answers[key] = result.ids
+        for (prefix, *others), ids in self._answers.items():
+            if (
+                others == list(key[1:])
+                and prefix % 3 != asked.prefix % 3
+                and count >= 16
+                and ids[:16] == result.ids[:16]
+            ):
+                self.problem(f"{result.name}: the same answer as to another image")
+
+
+class SequencesAreWhole(Invariant):
+    """Messages are numbered from 0, without a gap, and one that ended well has a last one."""
+
+    def ended(self, result: Any) -> None:
+        if result.sequences != list(range(len(result.sequences))) and not result.resumptions:
+            self.problem(f"{result.name}: messages {result.sequences}")
+        if result.code == "OK" and result.finished is None:
+            self.problem(f"{result.name}: ended well without its last message")
+
+
+class UsageIsRight(Invariant):
+    """The last message counts the tokens of prompt and answer as they were, and never more cached than there are."""
+
+    def ended(self, result: Any) -> None:
+        if result.finished is None:
+            return
+        usage, asked = result.finished.usage, result.asked
+        if usage.completion_tokens != asked.tokens:
+            self.problem(f"{result.name}: {usage.completion_tokens} of {asked.tokens} tokens are counted")
+        if not asked.image and usage.prompt_tokens != asked.length:
+            self.problem(f"{result.name}: a prompt of {asked.length} is counted as {usage.prompt_tokens}")
+        if usage.cached_tokens > usage.prompt_tokens:
+            self.problem(f"{result.name}: {usage.cached_tokens} of {usage.prompt_tokens} tokens are said to be cached")

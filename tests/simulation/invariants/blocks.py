@@ -1,0 +1,111 @@
+"""A block has one owner, and no token comes from KV that is unconfirmed, reused, or another prompt's."""
+
+from typing import Any
+
+from services.engines.simulated.engine import SimulatedEngine
+from services.handoff.leases import LeaseTable, Released
+from simulation.entropy import Time
+from simulation.invariants.base import Invariant, calls_of, engine_of
+from simulation.loop import NODE
+from simulation.transport import record_pulls
+
+_LONGER_SECONDS = 1.0
+
+
+class BlocksHaveOneOwner(Invariant):
+    """Each block has as many owners as references, and a free one has none. Also looked at before every release."""
+
+    def look(self) -> None:
+        for name, worker in self.workers():
+            engine = engine_of(worker)
+            for rank in engine._ranks.all if engine is not None else ():
+                self._check(name, rank)
+
+    def end(self) -> None:
+        self.look()
+
+    def _check(self, name: str, rank: Any) -> None:
+        blocks = rank.blocks
+        free, cached = set(blocks._free), blocks._evictable
+        if len(free) != len(blocks._free) or any(block in cached for block in free):
+            self.problem(f"{name}: a block is free twice")
+        for block, count in blocks._references.items():
+            if count < 0 or (count == 0) != (block in cached or block in free):
+                self.problem(
+                    f"{name}: block {block} has {count} references, and is {'free' if block in free else 'used'}"
+                )
+                return
+        owners: dict[int, int] = {}
+        for sequence in rank.scheduler.running:
+            for block in sequence.blocks:
+                owners[block] = owners.get(block, 0) + 1
+        for block, count in owners.items():
+            if count > blocks._references[block]:
+                self.problem(f"{name}: block {block} has {count} owners and {blocks._references[block]} references")
+
+
+class KvIsOfItsPrompt(Invariant):
+    """The bytes of pulled KV are those of the prompt: the engine compares all of them before the first token."""
+
+    def logged(self, name: str, method: str, event: dict[str, Any], error: Any) -> None:
+        text = f"{event} {error!r}"
+        if "does not belong to this prompt" in text:
+            self.problem(f"at {name}: {text[:300]}")
+
+
+class KvIsConfirmed(Invariant):
+    """A decode begins with pulled blocks only after their owner has said that its lease held throughout."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._confirmed: set[str] = set()
+        self._pulled: dict[tuple[Any, int], str] = {}
+
+    def install(self) -> None:
+        release, adopt, pulled, confirmed = LeaseTable.release, SimulatedEngine._adopt, self._pulled, self._confirmed
+
+        async def releasing(table: LeaseTable, handoff_id: str, reader: str = "") -> Released:
+            is_held = table.find(handoff_id) is not None or handoff_id in confirmed
+            answer = await release(table, handoff_id, reader)
+            if answer.still_valid and not is_held:
+                self.problem("a lease is confirmed that is not held")
+            if answer.still_valid:
+                confirmed.add(handoff_id)
+            return answer
+
+        def adopting(engine: SimulatedEngine, kv: Any, *arguments: Any) -> Any:
+            reservation = kv.reservation
+            for block in reservation.block_ids[reservation._cached_blocks :]:
+                handoff_id = pulled.pop((NODE.get(), block), None)
+                if handoff_id is not None and handoff_id not in confirmed:
+                    self.problem(f"a decode begins with block {block}, whose owner has not confirmed it")
+            return adopt(engine, kv, *arguments)
+
+        LeaseTable.release = releasing  # type: ignore[method-assign]
+        SimulatedEngine._adopt = adopting  # type: ignore[method-assign]
+        record_pulls(self._note)
+
+    def _note(self, reader: Any, transfer: Any) -> None:
+        for block in transfer.destination:
+            if transfer.handoff_id:
+                self._pulled[reader, block] = transfer.handoff_id
+
+
+class EngineFollowsCalls(Invariant):
+    """An engine computes what a call or a kept answer waits for: an abort reaches it."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._since: dict[str, float] = {}
+
+    def look(self) -> None:
+        for name, worker in self.workers():
+            engine = engine_of(worker)
+            if engine is None:
+                continue
+            items = sum(rank.requests for rank in engine._ranks.all)
+            if items <= len(calls_of(worker)) + len(worker.kept):
+                self._since.pop(name, None)
+            elif Time.now - self._since.setdefault(name, Time.now) > _LONGER_SECONDS:
+                self.problem(f"{name}: {items} sequences for {len(calls_of(worker))} calls")
+                self._since[name] = Time.now

@@ -1,0 +1,117 @@
+"""The fleet as a whole: it recovers by itself, keeps its limits, and logs no exception that no fault explains."""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+from simulation.entropy import Time
+from simulation.invariants.base import Invariant, calls_of, engine_of
+
+_PROBE_SECONDS = 3.0
+_AFTER_SECONDS = 30.0
+
+
+class Recovers(Invariant):
+    """Once faults are over every process is registered and ready for every router, and answers soon: marks expire,
+    no worker is a zombie, and no router serves from a stale view.
+    """
+
+    def ended(self, result: Any) -> None:
+        seconds = result.ended - result.started
+        if result.asked.tenant == "probe":
+            if result.code != "OK":
+                self.problem(f"{result.name}: a request in quiet has failed")
+            elif seconds > _PROBE_SECONDS:
+                self.problem(f"{result.name}: a request in quiet took {seconds:.2f} s")
+
+    def end(self) -> None:
+        unready = self.world.unready()
+        if unready:
+            self.problem(f"not ready in quiet: {', '.join(unready[:3])}")
+        missing = set(self.world.plan.fleet.workers) - self.world.registry.registered()
+        if missing:
+            self.problem(f"not registered in quiet: {', '.join(sorted(missing))}")
+        for name, router in self.routers():
+            for worker in router.cluster.workers:
+                current = self.world.hosts.get(worker.record.worker_id)
+                if current is not None and worker.record.epoch != current.epoch:
+                    self.problem(
+                        f"{name}: has epoch {worker.record.epoch} of {worker.record.worker_id}, not {current.epoch}"
+                    )
+                if self.world.is_up(worker.record.worker_id) and worker.record.draining:
+                    self.problem(f"{name}: takes {worker.record.worker_id} for draining")
+
+    def crashed(self, node: Any, error: Exception, text: str) -> None:
+        if not self.world.chaos.disturbed(Time.now, None, _AFTER_SECONDS):
+            self.problem(f"{node.name} ended with {error!r}\n{text}")
+        else:
+            # A process that could not start while the registry was away is started again, as by its supervisor.
+            self.world.loop.call_later(1.0, self._start_again, node)
+
+    def _start_again(self, node: Any) -> None:
+        if self.world.nodes.get(node.name) is node and not self.world.stopping[node.name].is_set():
+            self.world.kill(node.name, silently=False)
+            self.world.start(node.name)
+
+
+class QuotasHold(Invariant):
+    """All routers together admit no more of a tenant's requests than its rate and its burst allow."""
+
+    _RATE, _BURST = 20.0, 40.0
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._admitted: dict[str, list[float]] = {}
+
+    def ended(self, result: Any) -> None:
+        if self.world.plan.fleet.has_quotas and result.asked.tenant and result.ids:
+            self._admitted.setdefault(result.asked.tenant, []).append(result.started)
+
+    def end(self) -> None:
+        if self.world.plan.faults:
+            return
+        for tenant, times in self._admitted.items():
+            times.sort()
+            for first in range(len(times)):
+                for last in range(first, len(times)):
+                    seconds = times[last] - times[first]
+                    if last - first + 1 > self._BURST + self._RATE * seconds + 2:
+                        self.problem(f"{tenant} had {last - first + 1} requests in {seconds:.2f} s")
+                        return
+
+
+class LimitsHold(Invariant):
+    """No more requests run at a time than the limit of all routers for all decode workers."""
+
+    def look(self) -> None:
+        fleet = self.world.plan.fleet
+        if not fleet.max_running or self.world.plan.faults:
+            return
+        running: Counter[str] = Counter()
+        for _, worker in self.workers():
+            engine = engine_of(worker)
+            if engine is not None:
+                running["decode"] += sum(kind == "decode" for kind, _ in calls_of(worker)._calls)
+        limit = fleet.max_running * (fleet.decode + fleet.mixed)
+        if running["decode"] > limit + fleet.routers:
+            self.problem(f"{running['decode']} decodes run, and the limit is {limit}")
+
+
+class NoUnexplainedError(Invariant):
+    """No node logs an exception or an error while nothing is wrong, no task fails unseen, and no coroutine is made in
+    vain.
+    """
+
+    def install(self) -> None:
+        def show(message: Any, *_: Any, **__: Any) -> None:
+            # What a killed process has begun is never ended.
+            if not any(fault.kind in ("kill", "vanish", "drain") for fault in self.world.plan.faults):
+                self.problem(f"warning: {message}")
+
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+
+    def logged(self, name: str, method: str, event: dict[str, Any], error: Any) -> None:
+        grave = method in ("error", "critical", "exception") or (error and method != "debug")
+        if grave and not self.world.chaos.disturbed(Time.now, None, _AFTER_SECONDS):
+            self.problem(f"at {name}: {method} {event} {error!r}"[:600])

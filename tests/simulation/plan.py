@@ -1,0 +1,236 @@
+"""The plan of one run: the fleet, its requests, and its faults, all drawn before it starts, so that it can be shrunk.
+
+A plan is a file of JSON. The seed of a plan also orders the loop, the network and the product's own randomness.
+"""
+
+import json
+import random
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROFILES = ("plain", "clients", "one_fault", "storm")
+PROCESS_KINDS = ("kill", "vanish", "pause", "drain")
+NETWORK_KINDS = ("reset", "half", "slow", "cut", "partition", "reset_all")
+REGISTRY_KINDS = ("outage", "lost_lease")
+TENANTS = ("ann", "bob", "cy")
+CLIENTS = ("client-0", "client-1", "client-2", "client-3")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What runs, and how it is configured."""
+
+    prefill: int = 2
+    decode: int = 2
+    mixed: int = 0
+    encode: int = 1
+    routers: int = 2
+    transport: str = "remote"
+    blocks: int = 48
+    lease_seconds: float = 4.0
+    step_seconds: float = 0.01
+    prefill_rate: int = 10000
+    ranks: int = 1
+    early_tokens: int = 0
+    inline_bytes: int = 2**20
+    policy: str = "automatic"
+    max_running: int = 0
+    has_quotas: bool = False
+    multiplex: bool = True
+    answer_seconds: float = 10.0
+    keep_parked: int = 256
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of its workers."""
+        counts = (("encode", self.encode), ("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
+        return tuple(f"{role}-{number}" for role, count in counts for number in range(count))
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        """The names of its routers."""
+        return tuple(f"router-{number}" for number in range(self.routers))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, and what its client does."""
+
+    at: float
+    client: int
+    router: int
+    length: int
+    prefix: int
+    tokens: int
+    seed: int
+    image: bool = False
+    timeout: float = 30.0
+    leave_after: int = -1  # tokens; the client cancels
+    leave_seconds: float = -1.0
+    cancel_seconds: float = -1.0  # CancelGeneration
+    window: int = 0  # of a client that reads slowly, in bytes
+    together: int = 0
+    keep: float = 0.0  # seconds; the client resumes
+    drops: tuple[float, ...] = ()  # when a client that resumes loses its connection
+    retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
+    tenant: str = ""
+
+    @property
+    def disturbs(self) -> bool:
+        """True if its client does not wait for the end."""
+        return self.timeout < 30 or max(self.leave_after, self.leave_seconds, self.cancel_seconds) >= 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong from `at` on, for some seconds. `others` are the other side of a cut."""
+
+    at: float
+    kind: str
+    target: str
+    others: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run."""
+
+    seed: int
+    profile: str
+    fleet: Fleet = Fleet()
+    requests: tuple[Request, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    hiccup_every: float = 0.0  # seconds between moments at which one event loop is held; 0 is never
+    hiccup_seconds: float = 0.0
+    turn_seconds: float = 20e-6  # what a turn of the event loop takes
+    rounds: int = 1  # how often the requests are sent: tables are compared after each time
+    notes: str = field(default="", compare=False)
+
+    def to_json(self) -> str:
+        """For a file."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a file."""
+    return from_values(json.loads(path.read_text(encoding="utf-8")))
+
+
+def from_values(values: dict[str, Any]) -> Plan:
+    """The plan that `asdict` has taken apart."""
+    requests = tuple(Request(**{**one, "drops": tuple(one["drops"])}) for one in values.pop("requests"))
+    faults = tuple(Fault(**{**one, "others": tuple(one["others"])}) for one in values.pop("faults"))
+    return Plan(fleet=Fleet(**values.pop("fleet")), requests=requests, faults=faults, **values)
+
+
+def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
+    """The plan of a seed. Each seed has a few kinds of requests and faults only, and so reaches more states."""
+    draw = random.Random(f"plan-{profile}-{seed}")
+    fleet = _fleet(draw, profile)
+    seconds = count * draw.choice((0.01, 0.03, 0.1, 0.2))
+    requests = tuple(sorted(_requests(draw, fleet, profile, count, seconds), key=lambda one: one.at))
+    every, longest = 0.0, 0.0
+    if profile != "plain" and draw.random() < 0.7:
+        every, longest = draw.choice((0.02, 0.1)), draw.choice((0.005, 0.03, 0.1))
+    faults = _faults(draw, fleet, profile, count, seconds)
+    rounds = 3 if profile in ("plain", "clients") and draw.random() < 0.3 else 1
+    turn = draw.choice((20e-6, 100e-6, 400e-6))
+    return Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds)
+
+
+def _fleet(draw: random.Random, profile: str) -> Fleet:
+    mixed = draw.choice((0, 0, 1, 2))
+    single = profile == "one_fault"
+    return Fleet(
+        prefill=draw.choice((1, 2, 2, 3)) if not single else 2,
+        decode=draw.choice((1, 2, 2, 3)) if not single else 2,
+        mixed=mixed,
+        encode=draw.choice((1, 1, 2)),
+        routers=draw.choice((1, 2, 2, 3)),
+        transport=draw.choice(("remote", "mapped")),
+        blocks=draw.choice((32, 48, 96, 200)),
+        lease_seconds=draw.choice((1.5, 3.0, 6.0)),
+        step_seconds=draw.choice((0.003, 0.01, 0.03)),
+        prefill_rate=draw.choice((2000, 10000)),
+        ranks=draw.choice((1, 1, 1, 2)),
+        early_tokens=draw.choice((0, 0, 40)),
+        inline_bytes=draw.choice((64, 2**20)),
+        policy=draw.choice(("automatic", "automatic", "predicted_seconds", "least_loaded", "round_robin", "random")),
+        max_running=draw.choice((0, 0, 0, 2, 4)),
+        has_quotas=draw.random() < 0.25,
+        multiplex=draw.random() < 0.8,
+        answer_seconds=draw.choice((1.0, 10.0)),
+        keep_parked=draw.choice((2, 256)),
+    )
+
+
+def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> list[Request]:
+    lengths = draw.choice(((5, 20, 40, 90), (5, 17, 33, 64, 150, 300), (16, 32, 48, 64)))
+    # Where workers fail, answers that are long enough to go on elsewhere.
+    short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
+    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), short))
+    kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
+    prefixes = draw.choice((1, 3, 8))
+    most = min(fleet.blocks * 16 - 100, 300)
+    found = []
+    for _ in range(count):
+        values: dict[str, Any] = {
+            "at": draw.random() * seconds,
+            "client": draw.randrange(len(CLIENTS)),
+            "router": draw.randrange(fleet.routers),
+            "length": min(most, draw.choice(lengths)),
+            "prefix": draw.randrange(prefixes),
+            "tokens": draw.choice(answers),
+            "seed": draw.randrange(3),
+            "image": draw.random() < 0.1,
+            "together": draw.choice((0, 0, 0, 4, 16)),
+            "tenant": draw.choice(TENANTS) if fleet.has_quotas else "",
+        }
+        if draw.random() < kept:
+            values["keep"] = draw.choice((2.0, 8.0))
+        if profile != "plain":
+            values |= _manners(draw, values["tokens"], rude, is_kept="keep" in values)
+        found.append(Request(**values))
+    return found
+
+
+def _manners(draw: random.Random, tokens: int, rude: float, *, is_kept: bool) -> dict[str, Any]:
+    """What a client does that does not just wait."""
+    if draw.random() > rude:
+        return {"retries": draw.choice((0, 0, 2))}
+    if is_kept and draw.random() < 0.6:
+        return {"drops": tuple(sorted(draw.random() * 0.8 for _ in range(draw.choice((1, 1, 3)))))}
+    match draw.randrange(5):
+        case 0:
+            return {"leave_after": draw.choice((0, 1, 1, draw.randrange(0, tokens + 1)))}
+        case 1:
+            return {"leave_seconds": draw.random() ** 3 * 0.5}
+        case 2:
+            return {"cancel_seconds": draw.random() ** 3 * 0.5}
+        case 3:
+            return {"timeout": draw.choice((0.02, 0.1, 0.3, 1.0))}
+    return {"window": draw.choice((250, 600))}
+
+
+def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> tuple[Fault, ...]:
+    lengths = (0.05, 0.5, 2.0, 6.0, 15.0)
+    if profile == "one_fault":
+        kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
+        target = draw.choice([name for name in fleet.workers if not name.startswith("encode")])
+        return (_fault(draw, fleet, kind, target, draw.random() * seconds, draw.choice(lengths)),)
+    if profile != "storm":
+        return ()
+    kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
+    found = []
+    for _ in range(draw.randint(2, max(3, count // 5))):
+        target = draw.choice(fleet.workers * 3 + fleet.router_names)
+        found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds, draw.choice(lengths)))
+    return tuple(sorted(found, key=lambda one: one.at))
+
+
+def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float, seconds: float) -> Fault:
+    everyone = [name for name in fleet.workers + fleet.router_names if name != target]
+    others = draw.sample(everyone, draw.randint(1, len(everyone))) if kind == "partition" else [draw.choice(everyone)]
+    return Fault(at, kind, target, tuple(sorted(others)), seconds)

@@ -1,0 +1,154 @@
+"""The registry of a world: late views, outages, and leases that a node loses when it is paused or cut off."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from baton.errors import Unavailable
+from discovery.memory import MemoryRegistry
+from discovery.record import WorkerRecord
+from simulation.loop import Node
+
+TTL_SECONDS = 3.0
+_RENEWALS = 3
+NAME = "registry"
+
+
+class SimulatedRegistry:
+    """The server: who may reach it, and records that expire unless they are renewed."""
+
+    def __init__(self, network: Any, seed: int) -> None:
+        self.network = network
+        self.random = random.Random(f"registry-{seed}")
+        self.memory = MemoryRegistry("simulation")
+        self.is_away = False
+        self.late_seconds = self.random.choice((1e-3, 5e-3, 0.1))
+        self._node = Node(network.loop, NAME, "10.0.1.1", 0)
+
+    def of(self, node: Node) -> "NodeRegistry":
+        """As one node sees it."""
+        return NodeRegistry(self, self.memory, node)
+
+    def reachable(self, node: Node) -> bool:
+        """True if a call of this node would be answered."""
+        return not (self.is_away or self.network.is_cut(node, self._node))
+
+    def registered(self) -> set[str]:
+        """The ids of the workers that are registered."""
+        return {record.worker_id for record in self.memory.workers()}
+
+
+class NodeRegistry:
+    """A `discovery.registry.Registry` as one node has it."""
+
+    def __init__(self, server: SimulatedRegistry, memory: MemoryRegistry, node: Node) -> None:
+        self._server, self._memory, self._node = server, memory, node
+
+    @property
+    def routers(self) -> "NodeRegistry":
+        return NodeRegistry(self._server, self._memory.routers, self._node)
+
+    async def next_epoch(self, worker_id: str) -> int:
+        await self._call()
+        return await self._memory.next_epoch(worker_id)
+
+    @asynccontextmanager
+    async def allocate_id(self, kind: str, limit: int) -> AsyncIterator[Any]:
+        await self._call()
+        async with self._memory.allocate_id(kind, limit) as allocated:
+            yield allocated
+
+    @asynccontextmanager
+    async def register(self, record: WorkerRecord) -> AsyncIterator["_Registration"]:
+        registration = _Registration(self._server, self._memory, self._node, record)
+        await self._call()
+        registration.write()
+        renewing = asyncio.ensure_future(registration.renew())
+        try:
+            yield registration
+        finally:
+            renewing.cancel()
+            registration.remove()
+
+    async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
+        views = self._memory.watch()
+        try:
+            async for _ in views:
+                await asyncio.sleep(self._server.random.expovariate(1 / self._server.late_seconds))
+                while not self._server.reachable(self._node):  # noqa: ASYNC110  # a call is made again
+                    await asyncio.sleep(0.2)
+                yield self._memory.workers()
+        finally:
+            await views.aclose()
+
+    async def _call(self) -> None:
+        """The way to the server. Raises Unavailable."""
+        for _ in range(20):
+            await asyncio.sleep(self._server.random.expovariate(1 / 2e-3))
+            if self._server.reachable(self._node):
+                return
+            await asyncio.sleep(0.5)
+        raise Unavailable("the registry cannot be reached")
+
+
+class _Registration:
+    """A record under a lease. Its owner writes it again after a loss."""
+
+    def __init__(self, server: SimulatedRegistry, memory: MemoryRegistry, node: Node, record: WorkerRecord) -> None:
+        self.record = record
+        self.registered = False
+        self._server, self._memory, self._node = server, memory, node
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def update(self, record: WorkerRecord) -> None:
+        if record.worker_id != self.record.worker_id:
+            raise ValueError(f"{record.worker_id} is not {self.record.worker_id}")
+        self.record = record
+        await asyncio.sleep(self._server.random.expovariate(1 / 2e-3))
+        if self._server.reachable(self._node):
+            self.write()
+
+    def write(self) -> None:
+        """Writes the record, and renews its lease: the server's work."""
+        self._renew()
+        entries = self._memory._registrations
+        if self not in entries:
+            entries.append(self)  # type: ignore[arg-type]  # it has a record, which is all that is read
+            self.registered = True
+            self._memory.publish()
+        else:
+            self._memory.publish()
+
+    async def renew(self) -> None:
+        """Keeps the lease while the registry is reached; registers again once it was lost."""
+        while True:
+            await asyncio.sleep(TTL_SECONDS / _RENEWALS * self._server.random.uniform(0.8, 1.0))
+            if not self._server.reachable(self._node):
+                continue
+            if self in self._memory._registrations:
+                self._renew()
+            else:
+                self.write()
+
+    def remove(self) -> None:
+        """The owner leaves; the server learns of it only if it is reached."""
+        if self._server.reachable(self._node):
+            self._expire()
+
+    def _renew(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        loop = self._server.network.loop
+        # Of the server: it expires also if its owner is paused or dead.
+        self._expiry = self._server._node.context().run(loop.call_later, TTL_SECONDS, self._expire)
+
+    def _expire(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self.registered = False
+        entries = self._memory._registrations
+        if self in entries:
+            entries.remove(self)  # type: ignore[arg-type]
+            self._memory.publish()

@@ -1,0 +1,93 @@
+"""Runs of plans, each in a fork of a process that has imported everything, so that none sees what another has left."""
+
+import gc
+import os
+import pickle
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from simulation import entropy
+from simulation.plan import Plan
+from simulation.world import World
+
+
+@dataclass
+class Outcome:
+    """What a run has found."""
+
+    plan: Plan
+    digest: str = "-"
+    problems: list[str] = field(default_factory=list)
+    codes: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    events: int = 0
+    cpu_seconds: float = 0.0
+    virtual_seconds: float = 0.0
+    lines: list[str] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The invariant that failed first; empty if none did."""
+        return self.problems[0].partition(":")[0] if self.problems else ""
+
+
+def run_here(plan: Plan, *, keeps_log: bool = False) -> Outcome:
+    """Runs a plan in this process, which can run no other after it."""
+    began = entropy.cpu_seconds()
+    world = World(plan, keeps_log=keeps_log)
+    world.run()
+    codes = Counter(result.code for result in world.results)
+    seconds = entropy.Time.now - 1000.0
+    cpu = entropy.cpu_seconds() - began
+    return Outcome(
+        plan, world.digest, world.problems, codes, len(world.results), world.events, cpu, seconds, world.lines
+    )
+
+
+def run(plan: Plan, *, keeps_log: bool = False) -> Outcome:
+    """Runs a plan in a fork."""
+    gc.collect()
+    gc.freeze()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _run_in_child(plan, writer, keeps_log=keeps_log)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        content = file.read()
+    os.waitpid(child, 0)
+    if not content:
+        return Outcome(plan, problems=["Simulation: the run has crashed"])
+    outcome: Outcome = pickle.loads(content)
+    return outcome
+
+
+def _run_in_child(plan: Plan, writer: int, *, keeps_log: bool) -> None:
+    status = 1
+    try:
+        gc.disable()
+        outcome = run_here(plan, keeps_log=keeps_log)
+        with os.fdopen(writer, "wb") as file:
+            pickle.dump(outcome, file)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_all(plans: Iterable[Plan], seconds: float = float("inf")) -> Iterator[Outcome]:
+    """Runs plans one after another, until they have taken so many seconds of CPU."""
+    taken = 0.0
+    for plan in plans:
+        if taken >= seconds:
+            return
+        outcome = run(plan)
+        taken += outcome.cpu_seconds
+        yield outcome

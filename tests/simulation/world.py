@@ -1,0 +1,311 @@
+"""A world: routers and workers by Baton's own assemblies, clients, and faults, on one loop in virtual time."""
+
+import asyncio
+import hashlib
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+import baton_http2.server.server
+import rpc.channels
+from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
+from router.server import host_router
+from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
+from services.engines.simulated.config import SimulatedConfig
+from services.server import host_worker
+from simulation import entropy, transport
+from simulation.channel import connect
+from simulation.chaos import Chaos
+from simulation.clients import Client, Result
+from simulation.entropy import Time
+from simulation.invariants import INVARIANTS, Invariant
+from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
+from simulation.network import Network
+from simulation.plan import CLIENTS, Plan, Request
+from simulation.registry import SimulatedRegistry
+
+_READY_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
+# After the last request: leases, the deadlines of calls that half-open connections hide, and keepalive.
+_QUIET_SECONDS = 20.0
+_LONGEST_QUIET_SECONDS = 90.0
+_PROBES = 3  # of each router
+# The numbers of the first requests in quiet, before and after those of the plan, and between those of two rounds.
+_WARM_UP, _PROBE, _ROUND = 8000, 9000, 1000
+DRAIN_SECONDS = 2.0
+
+
+class World:
+    """One run of a plan. `problems` has what the invariants found, and `digest` is of the whole event log."""
+
+    def __init__(self, plan: Plan, *, keeps_log: bool = False) -> None:
+        self.plan = plan
+        self.loop = SimulatedLoop(plan.seed, plan.turn_seconds)
+        self.network = Network(self.loop, plan.seed, self.log)
+        self.loop.network = self.network
+        self.registry = SimulatedRegistry(self.network, plan.seed)
+        self.random = random.Random(f"world-{plan.seed}")
+        self.nodes: dict[str, Node] = {}
+        self.hosts: dict[str, Any] = {}  # routers and workers that run
+        self.stopping: dict[str, asyncio.Event] = {}
+        self.results: list[Result] = []
+        self.problems: list[str] = []
+        self.lines: list[str] | None = [] if keeps_log else None
+        self.events = 0
+        self.is_quiet = False  # all requests of the plan have ended, and all faults
+        self.chaos = Chaos(self)
+        self.invariants: list[Invariant] = [kind(self) for kind in INVARIANTS]
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._dead: list[Node] = []  # kept, so that no `finally` of theirs runs
+        self._starts = 0
+
+    # What happens, in order.
+
+    def log(self, *what: object) -> None:
+        """A line of the event log."""
+        self.events += 1
+        line = f"{Time.now:.6f} " + " ".join(map(str, what))
+        self._hash.update(line.encode())
+        if self.lines is not None:
+            self.lines.append(line)
+
+    def problem(self, kind: str, text: str) -> None:
+        """An invariant does not hold."""
+        self.log("PROBLEM", kind, text)
+        self.problems.append(f"{kind}: {text}")
+
+    @property
+    def digest(self) -> str:
+        """Of the log so far."""
+        return self._hash.hexdigest()
+
+    def _log_record(self, _logger: Any, method: str, event: Any) -> Any:
+        node = NODE.get()
+        name = node.name if node else "-"
+        event.pop("timestamp", None)
+        error = event.pop("exc_info", None)
+        text = " ".join(f"{key}={value!r}" for key, value in sorted(event.items()))
+        self.log("LOG", name, method, text, repr(error) if error else "")
+        for each in self.invariants:
+            each.logged(name, method, event, error)
+        raise structlog.DropEvent
+
+    # Nodes.
+
+    def ip_of(self, name: str) -> str:
+        """The address of a node, also of one that is down."""
+        fleet = self.plan.fleet
+        return f"10.0.0.{(*fleet.workers, *fleet.router_names, *CLIENTS).index(name) + 1}"
+
+    def is_up(self, name: str) -> bool:
+        """True if a process serves there, and is not on its way out."""
+        node = self.nodes.get(name)
+        return name in self.hosts and node is not None and not node.dead and not self.stopping[name].is_set()
+
+    def start(self, name: str) -> Node:
+        """Starts the process of a node."""
+        self._starts += 1
+        node = self.nodes[name] = Node(self.loop, name, self.ip_of(name), self._starts)
+        self.stopping[name] = asyncio.Event()
+        self.network.revive(node)
+        self.log("start", name)
+        if name in CLIENTS:
+            return node
+        node.spawn(self._host(node, self._router if name.startswith("router") else self._worker))
+        return node
+
+    async def _host(self, node: Node, assemble: Callable[[Node], Any]) -> None:
+        try:
+            async with assemble(node) as host:
+                self.hosts[node.name] = host
+                await self.stopping[node.name].wait()
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))[-1500:]
+            for each in self.invariants:
+                each.crashed(node, error, text)
+        finally:
+            if self.nodes.get(node.name) is node:
+                self.hosts.pop(node.name, None)
+
+    def _router(self, node: Node) -> Any:
+        fleet = self.plan.fleet
+        quota = {"requests_per_second": 20.0, "burst_seconds": 2.0, "concurrent": 8}
+        config = RouterConfig(
+            router_id=node.name,
+            listen=f"{node.ip}:7070",
+            drain_seconds=DRAIN_SECONDS,
+            routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
+            probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
+            retry=RetryConfig(answer_seconds=fleet.answer_seconds),
+            multiplex=fleet.multiplex,
+            admission={"max_running_per_worker": fleet.max_running},
+            quotas={"default": quota, "tenants": {"probe": {}}, "unreachable_seconds": 5.0} if fleet.has_quotas else {},
+            peers={"listen": f"{node.ip}:7071"},
+        )
+        return host_router(config, self.registry.of(node))
+
+    def _worker(self, node: Node) -> Any:
+        fleet, role = self.plan.fleet, node.name.partition("-")[0]
+        engine = SimulatedConfig(
+            name="demo",
+            num_blocks=fleet.blocks,
+            block_tokens=16,
+            block_bytes=64,
+            data_parallel_ranks=fleet.ranks if role == "decode" else 1,
+            decode_step_seconds=fleet.step_seconds,
+            prefill_base_seconds=0.002,
+            prefill_chunk_tokens=48,
+            prefill_tokens_per_second=fleet.prefill_rate,
+            encode_seconds=0.01,
+            image_tokens=4,
+            image_hidden_size=8,
+        )
+        config = WorkerConfig(
+            worker_id=node.name,
+            roles=("prefill", "decode") if role == "mixed" else (role,),
+            listen=f"{node.ip}:7070",
+            engine=engine,
+            transports=(fleet.transport,),
+            handoff=HandoffConfig(lease_seconds=fleet.lease_seconds),
+            drain_seconds=DRAIN_SECONDS,
+            encode=EncodeConfig(inline_bytes=fleet.inline_bytes),
+            keep=KeepConfig(max_parked=fleet.keep_parked),
+        )
+        return host_worker(config, self.registry.of(node))
+
+    def kill(self, name: str, *, silently: bool) -> None:
+        """Ends a process at once; silently if its host is gone."""
+        node = self.nodes[name]
+        if not node.dead:
+            node.kill()
+            self.network.kill(node, silently=silently)
+            self.hosts.pop(name, None)
+            self._dead.append(node)
+
+    # The run.
+
+    def run(self) -> None:
+        """Runs the plan to its end."""
+        entropy.enter(self.plan.seed)
+        self._install()
+        try:
+            self.loop.run_until_complete(self._drive())
+        except Deadlock:
+            self.problem("Deadlock", "nothing is ready, and no timer is set")
+        finally:
+            entropy.leave()
+        for name, context in self.loop.errors:
+            error = context.get("exception")
+            text = "".join(traceback.format_exception(error))[-1200:] if error else ""
+            self.problems.append(f"NoUnexplainedError: {name}: {context.get('message')}: {error!r} {text}")
+
+    def _install(self) -> None:
+        """Puts the world in the place of what the product reaches the real one by."""
+        structlog.configure(processors=[self._log_record], cache_logger_on_first_use=False)
+        baton_http2.server.server.open_sockets = self.network.bind  # type: ignore[assignment]
+        rpc.channels.connect = connect
+        transport.install()
+        asyncio.set_event_loop(self.loop)
+        for each in self.invariants:
+            each.install()
+
+    async def _drive(self) -> None:
+        for name in (*CLIENTS, *self.plan.fleet.workers, *self.plan.fleet.router_names):
+            self.start(name)
+        if not await self._until(self.is_ready, _READY_SECONDS):
+            self.problem("Recovers", f"the fleet is not ready after {_READY_SECONDS:g} s: {self.unready()}")
+            return
+        await self._probe(_WARM_UP)
+        await asyncio.sleep(1.0)
+        for each in self.invariants:
+            each.begin()
+        looking = asyncio.ensure_future(self._look())
+        await asyncio.gather(self._ask_all(0), self.chaos.run())
+        await self._settle()
+        for number in range(1, self.plan.rounds):
+            for each in self.invariants:
+                each.repeated()
+            self.is_quiet = False
+            await self._ask_all(number * _ROUND)
+            await self._settle()
+        looking.cancel()
+        for each in self.invariants:
+            each.end()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for each in self.invariants:
+                each.look()
+
+    async def _ask_all(self, first_index: int) -> None:
+        began = Time.now
+        running = []
+        for index, asked in enumerate(self.plan.requests):
+            await asyncio.sleep(max(0.0, began + asked.at - Time.now))
+            running.append(self._ask(first_index + index, asked))
+        if running:
+            await asyncio.wait(running)
+
+    def _ask(self, index: int, asked: Request) -> "asyncio.Task[None]":
+        async def run() -> None:
+            client = Client(self, index, asked)
+            self.results.append(client.result)
+            for each in self.invariants:
+                each.asked(client)
+            result = await client.run()
+            del client
+            for each in self.invariants:
+                each.ended(result)
+
+        return self.nodes[CLIENTS[asked.client]].spawn(run())
+
+    async def _settle(self) -> None:
+        """Waits until all is quiet, asks each router a few things more, and waits again."""
+        self.log("quiet")
+        self.network.heal()
+        self.registry.is_away = False
+        await self._until(self.is_ready, _QUIET_SECONDS)
+        self.is_quiet = True
+        await asyncio.sleep(_QUIET_SECONDS + self.plan.fleet.lease_seconds)
+        await self._probe(_PROBE)
+        await asyncio.sleep(1.0)
+
+    async def _probe(self, first_index: int) -> None:
+        """Asks each router a few things."""
+        probes = [
+            Request(0.0, 0, router, 20 + 16 * number, 3, 5, number, tenant="probe")
+            for router in range(self.plan.fleet.routers)
+            for number in range(_PROBES)
+        ]
+        await asyncio.wait([self._ask(first_index + number, probe) for number, probe in enumerate(probes)])
+
+    # Readiness.
+
+    def is_ready(self) -> bool:
+        """True if each router sees all workers ready."""
+        return not self.unready()
+
+    def unready(self) -> Sequence[str]:
+        """What is missing."""
+        fleet = self.plan.fleet
+        down = [name for name in (*fleet.workers, *fleet.router_names) if not self.is_up(name)]
+        found = [f"{name} is down" for name in down]
+        for name in fleet.router_names:
+            if name in down:
+                continue
+            workers = {one.record.worker_id: one for one in self.hosts[name].cluster.workers}
+            found += [f"{name} does not know {one}" for one in fleet.workers if one not in workers]
+            found += [f"{name}: {one}: {worker.problem}" for one, worker in workers.items() if worker.problem]
+        return found
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        ends = Time.now + seconds
+        while not condition():
+            if Time.now >= ends:
+                return False
+            await asyncio.sleep(_LOOK_SECONDS)
+        return True
