@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.errors import BatonError, Overloaded
 from services.engines import metrics
@@ -11,8 +12,10 @@ from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.tiers.seal import Contents
+from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
-from services.engines.pytorch.sequence import State, TokenSequence
+from services.engines.pytorch.sequence import LoadingBlocks, State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
 
 
@@ -83,6 +86,9 @@ class Scheduler:
     block is free, the newest running sequence is preempted: it frees all its blocks and waits at the front of the queue
     to be computed again. A sequence that was pulled without the embeddings of its media cannot be computed again: it
     keeps its blocks and pauses. Held and reserved blocks are never taken away.
+
+    With `tiers`, a sequence whose prefix is in one of them gets its blocks, waits while they are loaded, and then runs.
+    A preempted one is loaded again, too, with its unfinished block, and computes nothing twice.
     """
 
     def __init__(
@@ -91,7 +97,9 @@ class Scheduler:
         limits: SchedulerLimits,
         rules: AllocationRules = UNSHARED,
         drafter: Drafter | None = None,
+        tiers: KvTiers | None = None,
     ) -> None:
+        self.loading: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self.waiting: deque[TokenSequence | BlockReservation] = deque()
         self.reserved = 0
@@ -99,6 +107,7 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._drafter = drafter
+        self._tiers = tiers
         self._last_wait_seconds = 0.0
 
     def enqueue(self, item: TokenSequence | BlockReservation) -> None:
@@ -122,6 +131,10 @@ class Scheduler:
             self.running.remove(item)
         elif item.state is State.RESERVED:
             self.reserved -= 1
+        elif item.state is State.LOADING and isinstance(item, TokenSequence):
+            self._give_up_load(item)
+        if isinstance(item, TokenSequence):
+            self._unpark(item)
         item.state = State.DONE
         return self._free(item)
 
@@ -150,6 +163,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Returns the chunks of the next step; none if nothing can run now."""
+        self._finish_loads()
         able = [s for s in self.running if not s.awaits_mask]
         ready = [s for s in able if s.state is State.RUNNING and self._grow(s)]
         return self._chunks(ready)
@@ -159,6 +173,7 @@ class Scheduler:
 
         Nothing is preempted meanwhile: blocks that are being written must not get another owner.
         """
+        self._finish_loads()
         able = [s for s in self.running if not s.awaits_mask]
         going_on = [s for s in able if not s.ends_in_flight(self._limits.max_context_tokens)]
         if sum(max(0, self._missing(sequence)) for sequence in going_on) > self._pool.available:
@@ -211,6 +226,7 @@ class Scheduler:
         metrics.PREEMPTIONS.inc()
         self.running.remove(sequence)
         sequence.report_lost()
+        self._park(sequence)
         self._free(sequence)
         sequence.computed = sequence.stored_blocks = 0
         sequence.state = State.WAITING
@@ -221,14 +237,14 @@ class Scheduler:
 
         def grant(item: TokenSequence | BlockReservation) -> Grant:
             nonlocal budget
-            if len(self.running) + self.reserved >= self._limits.max_sequences:
+            if len(self.running) + len(self.loading) + self.reserved >= self._limits.max_sequences:
                 return Grant.LATER
             if isinstance(item, BlockReservation):
                 return self._reserve(item)
             if budget <= 0:
                 return Grant.LATER
             granted = self._start(item)
-            if granted is Grant.GRANTED:
+            if item.state is State.RUNNING:
                 chunks.append(Chunk.next_of(item, item.chunk_tokens(budget)))
                 budget -= chunks[-1].count
             return granted
@@ -244,29 +260,112 @@ class Scheduler:
         reservation.granted_ids = packed_ids(reservation.blocks)
         reservation.state = State.RESERVED
         self.reserved += 1
-        reservation.settled(None)
+        if self._tiers is None:
+            reservation.settled(None)
+        else:
+            self._tiers.when_settled(reservation.blocks, partial(reservation.settled, None))
         return Grant.GRANTED
 
     def _start(self, sequence: TokenSequence) -> Grant:
         # Compute the last token always: its logits are needed, and the cache has none.
         # To report on the prompt, all of it: log probabilities are not cached either.
         cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
-        need = self._find(len(sequence.tokens), sequence.chain.upto(sequence.tokens, cacheable))
+        hashes = sequence.chain.upto(sequence.tokens, cacheable)
+        need = self._find(len(sequence.tokens), hashes)
+        contents = self._loadable(sequence, hashes, len(need.cached))
+        if contents is None:
+            return Grant.LATER
         if sequence.hold and not self.kept.may_add(need.cached, need.missing):
             return Grant.HELD
         if not self._allocate(sequence, need):
             return need.state(self.kept)
         if sequence.hold:
             self.kept.add(sequence.blocks)
-        sequence.computed = len(need.cached) * self._limits.block_tokens
+        self._begin(sequence, len(need.cached), contents)
+        return Grant.GRANTED
+
+    def _begin(self, sequence: TokenSequence, cached: int, contents: Sequence[Contents]) -> None:
+        """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""
+        sequence.computed = cached * self._limits.block_tokens
+        sequence.stored_blocks = cached
+        if contents and self._tiers is not None:
+            blocks = sequence.blocks[cached : cached + len(contents)]
+            sequence.loading = LoadingBlocks(self._tiers.load(contents, blocks), cached)
+            sequence.state = State.LOADING
+            self.loading.append(sequence)
+            self._note_start(sequence)
+            return
         # After a preemption keep the count of the first time: that is what the cache saved the request.
         sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
-        sequence.stored_blocks = len(need.cached)
         self.join(sequence)
+        self._note_start(sequence)
+
+    def _note_start(self, sequence: TokenSequence) -> None:
         if not sequence.started:
             sequence.started = time.monotonic()
             self._last_wait_seconds = sequence.queue_seconds
-        return Grant.GRANTED
+
+    def _loadable(self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int) -> list[Contents] | None:
+        """Returns the blocks after the cached ones to load; None if another sequence is loading them: wait for it."""
+        tiers, rest = self._tiers, hashes[cached:]
+        if tiers is None or not self._limits.prefix_cache:
+            return []
+        if rest and tiers.is_loading(rest[0]):
+            return None
+        count = tiers.worth_loading(rest) if rest else 0
+        contents = [Contents(block_hash, self._limits.block_tokens) for block_hash in rest[:count]]
+        parked = sequence.parked
+        if parked is not None and count == len(rest) and parked.block_hash in tiers.directory:
+            contents.append(parked)
+        return contents
+
+    def _finish_loads(self) -> None:
+        """Lets the sequences run whose loads have ended: with all that they waited for, or with less."""
+        if self._tiers is None:
+            return
+        self._tiers.poll()
+        for sequence in [each for each in self.loading if each.loading and self._tiers.has_ended(each.loading.load)]:
+            self._finish_load(sequence, self._tiers)
+
+    def _finish_load(self, sequence: TokenSequence, tiers: KvTiers) -> None:
+        loading, sequence.loading = sequence.loading, None
+        assert loading is not None
+        items, sequence.parked = tiers.finish(loading.load), None
+        for item in items:
+            sequence.computed += item.contents.tokens
+            if item.contents.tokens == self._limits.block_tokens:
+                self._pool.store(item.block, item.contents.block_hash)
+        if not sequence.first_token_at:
+            sequence.cached_tokens = sequence.computed
+            sequence.loaded_tokens = {}
+            for item in items:
+                tier = item.place.tier
+                sequence.loaded_tokens[tier] = sequence.loaded_tokens.get(tier, 0) + item.contents.tokens
+        sequence.stored_blocks = sequence.computed // self._limits.block_tokens
+        self.loading.remove(sequence)
+        self.join(sequence)
+
+    def _give_up_load(self, sequence: TokenSequence) -> None:
+        assert self._tiers is not None
+        assert sequence.loading is not None
+        self.loading.remove(sequence)
+        self._tiers.give_back(sequence.loading.load)
+        sequence.loading = None
+
+    def _park(self, sequence: TokenSequence) -> None:
+        """Keeps the unfinished block of a sequence that is preempted; the others are in the prefix cache."""
+        filled, tokens = divmod(sequence.computed, self._limits.block_tokens)
+        name = sequence.chain.unfinished(sequence.tokens, sequence.computed)
+        if self._tiers is None or not self._limits.prefix_cache or not tokens or name is None:
+            return
+        contents = Contents(name, tokens)
+        if self._tiers.park(sequence.blocks[filled], contents):
+            sequence.parked = contents
+
+    def _unpark(self, sequence: TokenSequence) -> None:
+        if sequence.parked is not None and self._tiers is not None:
+            self._tiers.directory.lose(sequence.parked.block_hash)
+            sequence.parked = None
 
     def _find(self, num_tokens: int, hashes: list[bytes]) -> _Need:
         cached = self._pool.match(hashes) if self._limits.prefix_cache else []

@@ -9,8 +9,11 @@ import torch
 
 from baton.errors import BatonError
 from services.engines.answer import Finished, FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.tiers.moves import Load
+from services.engines.pytorch.kv_cache.tiers.seal import Contents
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
 from services.engines.pytorch.sampling.sampling import SamplerState
@@ -56,10 +59,13 @@ Computed = Callable[[Sequence[int]], None]
 
 
 class State(enum.Enum):
-    """The state of a sequence. Only a running one takes part in steps; a held or reserved one keeps its blocks."""
+    """The state of a sequence. Only a running one takes part in steps; a loading, held or reserved one keeps its
+    blocks.
+    """
 
     NEW = "new"
     WAITING = "waiting"
+    LOADING = "loading"
     RESERVED = "reserved"
     RUNNING = "running"
     HELD = "held"
@@ -76,6 +82,14 @@ class InFlight:
     tokens: int = 0
     ids: int = 0
     is_void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingBlocks:
+    """The blocks that a sequence waits for, which begin at `first` of its own."""
+
+    load: Load
+    first: int
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +114,9 @@ class TokenSequence:
     in_flight: "InFlight" = field(default_factory=lambda: InFlight())
     stored_blocks: int = 0
     cached_tokens: int = 0
+    loaded_tokens: dict[KvTier, int] = field(default_factory=dict)  # of cached_tokens, those that were below the pool
+    loading: LoadingBlocks | None = None
+    parked: Contents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False
     passed: int = 0
     arrived: float = field(default_factory=time.monotonic)

@@ -4,6 +4,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from services.engines.kv_events import KvTier
 
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
@@ -23,7 +26,25 @@ class BlockRemoved:
     block_hash: bytes
 
 
-CacheListener = Callable[[BlockStored | BlockRemoved], None]
+@dataclass(frozen=True, slots=True)
+class BlockMoved:
+    """Notes that the block with this hash is now in a tier below the pool."""
+
+    block_hash: bytes
+    tier: KvTier
+
+
+CacheListener = Callable[[BlockStored | BlockRemoved | BlockMoved], None]
+
+
+class LowerTiers(Protocol):
+    """The tiers below the pool."""
+
+    def demote(self, block: int, block_hash: bytes) -> bool:
+        """Takes over the content of a block that is evicted, and reports it; False if it is lost."""
+
+    def stored(self, block_hash: bytes) -> None:
+        """Notes that the pool has a block, so that no tier below need have it."""
 
 
 class BlockPool:
@@ -35,6 +56,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, listener: CacheListener | None = None) -> None:
         self.total = num_blocks - 1
+        self.lower: LowerTiers | None = None
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))
@@ -94,6 +116,8 @@ class BlockPool:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        if self.lower is not None:
+            self.lower.stored(block_hash)
         self._emit(BlockStored(block_hash))
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
@@ -103,10 +127,25 @@ class BlockPool:
             self._forget(block)
         return own
 
+    def discard(self, block_hash: bytes) -> bool:
+        """Removes a block that nobody will read again: at once if it is unused, else when it is released. False if it
+        is not here.
+        """
+        block = self._block_of.get(block_hash)
+        if block is None:
+            return False
+        if self._references[block] == 0:
+            del self._idle[block]
+            heapq.heappush(self._empty, block)
+        self._forget(block)
+        return True
+
     def clear_cache(self) -> None:
         """Removes all unused blocks from the cache."""
         while self._idle:
-            heapq.heappush(self._empty, self._evict())
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+            heapq.heappush(self._empty, block)
 
     def _retire(self, block: int) -> None:
         if block in self._hash_of:
@@ -116,7 +155,11 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        self._forget(block)
+        block_hash = self._hash_of[block]
+        if self.lower is not None and self.lower.demote(block, block_hash):
+            del self._hash_of[block], self._block_of[block_hash]
+        else:
+            self._forget(block)
         return block
 
     def _forget(self, block: int) -> None:
