@@ -58,7 +58,7 @@ COMMANDS = (
     Subcommand("info", "Show what this deployment offers: models, features, limits, façades", cluster.info, "info"),
     Subcommand("models", "List the served models", connecting.address, "models"),
     Subcommand("lora", "List, load and unload adapters on the workers", cluster.lora, "lora"),
-    Subcommand("workers", "List the workers as the router sees them", connecting.address, "workers"),
+    Subcommand("workers", "List the workers as the router sees them", cluster.workers, "workers"),
     Subcommand("tenants", "List what each tenant uses, waits for and has left", connecting.address, "tenants"),
     Subcommand("health", "Check the health of a process, for probes", cluster.health, "health"),
     Subcommand("doctor", "Diagnose this installation, cluster or deployment", cluster.doctor, "doctor"),

@@ -24,6 +24,15 @@ async def test_workers_shows_role_state_and_load(baton: Baton, cluster: SmallClu
     ]
 
 
+async def test_workers_shows_the_memory_of_engines_with_and_without_tiers(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("workers", "--memory", "--address", cluster.address)
+    assert outcome.code == 0
+    assert [line.split() for line in outcome.lines[2:]] == [
+        ["decode-0", "0/256", *["-"] * 6],
+        ["prefill-0", "0/256", *["-"] * 6],
+    ]
+
+
 async def test_workers_of_a_router_that_is_not_there_is_exit_code_one(baton: Baton) -> None:
     assert (await baton("workers", "--address", "127.0.0.1:1")).code == 1
 

@@ -73,7 +73,9 @@ class Forecast(Generic[W]):
         took = self._work.queue.done(self._ticket)
         cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
         if took is not None:
-            self._cost.prefill.add(self._request.prompt_tokens - cached, took)
+            computed = self._request.prompt_tokens - cached
+            took -= min(self._prediction.load.seconds, took)
+            self._cost.prefill.add(computed, took, cached + computed / 2)
         if cached_tokens is not None:
             self._correct(cached_tokens)
         actual = self._clock() - self._started

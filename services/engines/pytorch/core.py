@@ -308,6 +308,7 @@ class EngineCore:
             blocks_used=self._pool.used,
             blocks_held=sum(len(sequence.blocks) for sequence in self._held),
             empty_blocks=max(0.0, sum(len(sequence.blocks) for sequence in own) - filled),
+            memory=self.tiers.sizes() if self.tiers is not None else None,
         )
 
     def _advance(self, chunk: Chunk, chosen: Chosen | None) -> None:
@@ -365,7 +366,10 @@ class EngineCore:
 
     def _note_first_token(self, sequence: TokenSequence) -> None:
         sequence.first_token_at = time.monotonic()
-        if self.tiers is not None and not sequence.pulled and not sequence.loaded_tokens:
+        if self.tiers is None or sequence.pulled:
+            return
+        self.tiers.found(len(sequence.prompt.token_ids), sequence.cached_tokens, sequence.loaded_tokens)
+        if not sequence.loaded_tokens:
             tokens = sequence.computed - sequence.cached_tokens
             self.tiers.rates.computed(tokens, sequence.first_token_at - sequence.started)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
-from services.engines.pytorch.kv_cache.tiers.retention import Clock, WriteRule
+from services.engines.pytorch.kv_cache.tiers.write_rule import Clock, WriteRule
 
 TierListener = Callable[[BlockMoved | BlockRemoved], None]
 

@@ -3,14 +3,15 @@
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 import torch
 
 from services.engines import metrics
+from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockRemoved
@@ -69,6 +70,7 @@ class KvTiers:
         self._waiting: list[_Waiting] = []
         self._loading: set[bytes] = set()
         self._failures: dict[KvTier, deque[float]] = {KvTier.HOST: deque(), KvTier.DISK: deque()}
+        self._tokens: Counter[str] = Counter()
         metrics.watch_tiers(self.directory)
 
     def close(self) -> None:
@@ -184,6 +186,27 @@ class KvTiers:
         for item in load.items:
             self._loading.discard(item.contents.block_hash)
             self.directory.put_back(item.contents.block_hash, item.place)
+
+    def found(self, prompt_tokens: int, cached_tokens: int, loaded: Mapping[KvTier, int]) -> None:
+        """Counts a prompt, and how much of it was cached, of which some was loaded."""
+        self._tokens["prompt"] += prompt_tokens
+        self._tokens["device"] += cached_tokens - sum(loaded.values())
+        for tier, tokens in loaded.items():
+            self._tokens[tier.name.lower()] += tokens
+
+    def sizes(self) -> MemoryTiers:
+        """The sizes of the tiers, and the tokens that were found in them."""
+        directory, tokens = self.directory, self._tokens
+        return MemoryTiers(
+            host_total=directory.total(KvTier.HOST),
+            host_used=directory.used(KvTier.HOST),
+            disk_total=directory.total(KvTier.DISK),
+            disk_used=directory.used(KvTier.DISK),
+            prompt_tokens=tokens["prompt"],
+            device_tokens=tokens["device"],
+            host_tokens=tokens["host"],
+            disk_tokens=tokens["disk"],
+        )
 
     def poll(self) -> None:
         """Notes what the threads have done since the last call."""

@@ -61,6 +61,20 @@ async def test_a_prompt_comes_back_from_the_disk(llama: Checkpoint, random_ids: 
     assert not (tmp_path / "kv").exists()
 
 
+async def test_the_load_says_what_is_in_each_tier_and_where_tokens_were_found(
+    llama: Checkpoint, random_ids: Ids
+) -> None:
+    prompts = [random_ids(200, seed) for seed in range(4)]
+    async with llama.engine(**HOST) as engine:
+        for prompt in (*prompts, prompts[0], prompts[0]):
+            await answer(engine, prompt)
+        memory = engine.load().memory
+    assert memory is not None
+    assert (memory.host_total, memory.disk_total, memory.prompt_tokens) == (400, 0, 6 * 200)
+    assert memory.host_used >= 2 * 12
+    assert (memory.host_tokens, memory.device_tokens) == (192, 192)
+
+
 async def test_requests_for_one_prefix_load_it_once(llama: Checkpoint, random_ids: Ids) -> None:
     prompt, others = random_ids(200, 1), [random_ids(200, seed) for seed in range(2, 6)]
     async with llama.engine(**HOST) as engine:
