@@ -433,6 +433,8 @@ class EngineCore:
         while self.step():
             pass
         self._pool.clear_cache()
+        if self.tiers is not None:
+            self.tiers.begin()
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
 

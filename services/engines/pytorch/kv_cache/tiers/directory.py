@@ -61,6 +61,7 @@ class TierDirectory:
         self._disk = _Slots(disk_slots)
         self._listener = listener
         self.write_rule = WriteRule(clock)
+        self.unwritten: set[bytes] = set()  # on their way to the disk
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._host.slot_of or block_hash in self._disk.slot_of
@@ -77,12 +78,17 @@ class TierDirectory:
         self._listener(BlockMoved(block_hash, KvTier.HOST))
         return Placed(slot, spill)
 
-    def known(self, hashes: Sequence[bytes]) -> int:
-        """Returns how many of the first blocks of a chain are in these tiers."""
-        for index, block_hash in enumerate(hashes):
-            if block_hash not in self:
-                return index
-        return len(hashes)
+    def following(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Returns how many of the first blocks of a chain are in host memory, and how many after them on the disk."""
+        host = disk = 0
+        for block_hash in hashes:
+            if block_hash in self._host.slot_of and not disk:
+                host += 1
+            elif block_hash in self._disk.slot_of and block_hash not in self.unwritten:
+                disk += 1
+            else:
+                break
+        return host, disk
 
     def place_of(self, block_hash: bytes) -> Place | None:
         """Returns where a block is."""

@@ -42,19 +42,15 @@ class HostRegion:
 
 
 class Copier:
-    """Copies blocks between the pool and rows of host memory, and digests those in the pool, on its own stream.
+    """Copies blocks between the pool and rows of host memory, and digests those in the pool.
 
-    Each thread has one. A copy is complete when `wait` returns.
+    Each thread has one, with streams of the lowest priority. Digests are computed beside the copies that follow them.
     """
 
     def __init__(self, pool: torch.Tensor, digester: Digester) -> None:
         self._pool = words_of(pool)
         self._digester = digester
-        self._stream = (
-            torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]  # 0 is the lowest
-            if pool.device.type == "cuda"
-            else None
-        )
+        self._copies, self._digests = _stream(pool.device), _stream(pool.device)
 
     @property
     def device(self) -> torch.device:
@@ -69,29 +65,39 @@ class Copier:
         """Starts a copy into the pool."""
         self._copy(row, self._pool[block])
 
-    def digests(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Starts to digest blocks of the pool, after the copies before."""
-        with self._on_stream():
-            return torch.stack([self._digester.digest(self._pool[block]) for block in blocks])
+    def digest(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Starts to digest blocks of the pool, once the copies before have ended."""
+        if self._digests is not None and self._copies is not None:
+            self._digests.wait_stream(self._copies)
+        with _on(self._digests):
+            return self._digester.digest(self._pool, blocks)
 
     def read(self, digests: torch.Tensor) -> list[int]:
         """Waits for digests, and all copies before them, and returns them."""
-        with self._on_stream():
+        with _on(self._digests):
             return [int(each) for each in digests.tolist()]
 
     def wait(self) -> None:
-        """Waits for all copies. Any thread may call it."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Waits for everything that was started. Any thread may call it."""
+        for stream in (self._copies, self._digests):
+            if stream is not None:
+                stream.synchronize()
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        with self._on_stream():
+        with _on(self._copies):
             for start in range(0, len(source), _PIECE_WORDS):
                 piece = slice(start, start + _PIECE_WORDS)
                 destination[piece].copy_(source[piece], non_blocking=True)
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]  # 0 is the lowest
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def words_of(blocks: torch.Tensor) -> torch.Tensor:

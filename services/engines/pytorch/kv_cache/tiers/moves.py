@@ -157,7 +157,7 @@ class Movers:
         (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit(load)
 
     def cancel(self, load: Load) -> None:
-        """Ends a load. When this returns, nothing writes into its blocks any more; it takes one batch at most."""
+        """Ends a load. When this returns, nothing writes into its blocks any more; it takes two batches at most."""
         load.is_cancelled = True
         with load.lock:
             (self._up if load.tier is KvTier.HOST else self._up_from_disk).wait()
@@ -176,7 +176,7 @@ class Movers:
                 self._spill(job.write)
             self._region.set_seal(job.slot, b"")
             self._down.copy_out(job.block, self._region.words[job.slot])
-        digests = self._down.read(self._down.digests([job.block for job in jobs]))
+        digests = self._down.read(self._down.digest([job.block for job in jobs]))
         for job, digest in zip(jobs, digests, strict=True):
             self._region.set_seal(job.slot, self._sealer.seal(job.contents, digest))
 
@@ -198,35 +198,46 @@ class Movers:
 
     def _load(self, loads: Sequence[Load]) -> None:
         for load in loads:
-            if not self.demotions.wait(load.after, _LEAVING_SECONDS):
-                raise OSError("blocks are still on their way down")
-            for start in range(0, len(load.items), self._batch):
-                self._load_batch(load, load.items[start : start + self._batch])
-                if load.is_cancelled or load.failure:
+            self._await_leaving(load)
+            try:
+                self._load_from_host(load)
+            finally:
+                self._up.wait()
+
+    def _load_from_host(self, load: Load) -> None:
+        """Copies batches, each while the one before is checked."""
+        unchecked: tuple[Sequence[LoadItem], torch.Tensor] | None = None
+        for start in range(0, len(load.items), self._batch):
+            items = load.items[start : start + self._batch]
+            with load.lock:
+                if load.is_cancelled:
                     return
+                for item in items:
+                    self._up.copy_in(self._region.words[item.place.slot], item.block)
+                digests = self._up.digest([item.block for item in items])
+            if unchecked is not None and not self._check_host(load, *unchecked):
+                return
+            unchecked = items, digests
+        if unchecked is not None and self._check_host(load, *unchecked):
             load.seconds = time.monotonic() - load.started
 
-    def _load_batch(self, load: Load, items: Sequence[LoadItem]) -> None:
-        with load.lock:
-            if load.is_cancelled:
-                return
-            for item in items:
-                self._up.copy_in(self._region.words[item.place.slot], item.block)
-            digests = self._up.read(self._up.digests([item.block for item in items]))
+    def _check_host(self, load: Load, items: Sequence[LoadItem], digests: torch.Tensor) -> bool:
         seals = [self._region.seal(item.place.slot) for item in items]
-        self._check(load, items, seals, digests)
+        return self._check(load, items, seals, self._up.read(digests))
+
+    def _await_leaving(self, load: Load) -> None:
+        if not self.demotions.wait(load.after, _LEAVING_SECONDS):
+            raise OSError("blocks are still on their way down")
 
     def _load_from_disk(self, loads: Sequence[Load]) -> None:
         for load in loads:
-            if not self.demotions.wait(load.after, _LEAVING_SECONDS):
-                raise OSError("blocks are still on their way down")
+            self._await_leaving(load)
             for item in load.items:
-                self._load_through_buffer(load, item)
-                if load.is_cancelled or load.failure:
+                if not self._load_through_buffer(load, item):
                     return
             load.seconds = time.monotonic() - load.started
 
-    def _load_through_buffer(self, load: Load, item: LoadItem) -> None:
+    def _load_through_buffer(self, load: Load, item: LoadItem) -> bool:
         assert self._disk is not None
         assert self._buffer is not None
         if item.place.tier is KvTier.DISK:
@@ -236,16 +247,18 @@ class Movers:
             row, seal = self._region.words[item.place.slot], self._region.seal(item.place.slot)
         with load.lock:
             if load.is_cancelled:
-                return
+                return False
             self._up_from_disk.copy_in(row, item.block)
-            digests = self._up_from_disk.read(self._up_from_disk.digests([item.block]))
-        self._check(load, [item], [seal], digests)
+            digests = self._up_from_disk.read(self._up_from_disk.digest([item.block]))
+        return self._check(load, [item], [seal], digests)
 
-    def _check(self, load: Load, items: Sequence[LoadItem], seals: Sequence[bytes], digests: Sequence[int]) -> None:
+    def _check(self, load: Load, items: Sequence[LoadItem], seals: Sequence[bytes], digests: Sequence[int]) -> bool:
+        """Counts blocks that are what they should be; False, with the failure, at the first that is not."""
         for item, seal, digest in zip(items, seals, digests, strict=True):
             try:
                 self._sealer.check(seal, item.contents, digest)
             except DamagedBlock as damage:
                 load.failure, load.is_damaged = f"{damage} of a block in {item.place.tier.name}", True
-                return
+                return False
             load.checked += 1
+        return True

@@ -6,7 +6,9 @@ who can write to the memory or the file.
 
 import hashlib
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ _SELF_BYTES = SEAL_BYTES - _FIELDS.size
 _WORD_BYTES = 4
 _MASK = (1 << 64) - 1
 _WEIGHTS_SEED = 0x5EA1
+_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DamagedBlock(Exception):
@@ -77,11 +80,23 @@ class Digester:
         numbers = np.random.Generator(np.random.PCG64(_WEIGHTS_SEED)).integers(
             np.iinfo(np.int64).min, np.iinfo(np.int64).max, block_bytes // _WORD_BYTES, dtype=np.int64
         )
+        self._kernel = _kernel_of(device)
         self._weights = torch.from_numpy(numbers | 1).to(device)
 
-    def digest(self, words: torch.Tensor) -> torch.Tensor:
-        """Returns the digest of a block, given as 32-bit words, as a number on the device."""
-        return (words * self._weights).sum()
+    def digest(self, pool: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+        """Starts to digest blocks of a pool `[blocks, words]`; returns numbers on the device."""
+        if self._kernel is not None:
+            return self._kernel(pool, torch.tensor(blocks, device=pool.device), self._weights)
+        return torch.stack([(pool[block] * self._weights).sum() for block in blocks])
+
+
+def _kernel_of(device: torch.device) -> _Kernel | None:
+    """The kernel for a GPU with Triton, which reads the blocks once; None to use PyTorch's operations."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from services.engines.pytorch.kernels.digest_kernels import digest_blocks
+
+    return digest_blocks
 
 
 def _self_digest(fields: bytes) -> bytes:

@@ -66,7 +66,6 @@ class KvTiers:
         self._arriving: dict[bytes, Demotion] = {}
         self._demotions: deque[Demotion] = deque()
         self._writes: deque[Write] = deque()
-        self._unwritten: set[bytes] = set()
         self._waiting: list[_Waiting] = []
         self._loading: set[bytes] = set()
         self._failures: dict[KvTier, deque[float]] = {KvTier.HOST: deque(), KvTier.DISK: deque()}
@@ -123,18 +122,7 @@ class KvTiers:
 
     def worth_loading(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of the next blocks of a chain are sooner loaded than computed."""
-        host = disk = 0
-        for block_hash in hashes:
-            place = self.directory.place_of(block_hash)
-            if place is None or block_hash in self._unwritten:
-                break
-            if place.tier is KvTier.DISK:
-                disk += 1
-            elif disk:
-                break
-            else:
-                host += 1
-        return self.rates.worth_loading(host, disk)
+        return self.rates.worth_loading(*self.directory.following(hashes))
 
     def load(self, contents: Sequence[Contents], blocks: Sequence[int]) -> Load:
         """Starts to load blocks that are in the tiers into blocks of the pool."""
@@ -187,6 +175,11 @@ class KvTiers:
             self._loading.discard(item.contents.block_hash)
             self.directory.put_back(item.contents.block_hash, item.place)
 
+    def begin(self) -> None:
+        """Forgets what was counted and measured, since the warm-up is no client's work."""
+        self._tokens.clear()
+        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens)
+
     def found(self, prompt_tokens: int, cached_tokens: int, loaded: Mapping[KvTier, int]) -> None:
         """Counts a prompt, and how much of it was cached, of which some was loaded."""
         self._tokens["prompt"] += prompt_tokens
@@ -236,7 +229,7 @@ class KvTiers:
             return None
         write = Write(placed.spill, self._free_buffers.pop())
         self._writes.append(write)
-        self._unwritten.add(placed.spill.block_hash)
+        self.directory.unwritten.add(placed.spill.block_hash)
         return write
 
     def _note_demoted(self, job: Demotion) -> None:
@@ -252,7 +245,7 @@ class KvTiers:
 
     def _note_written(self, write: Write) -> None:
         self._free_buffers.append(write.buffer)
-        self._unwritten.discard(write.spill.block_hash)
+        self.directory.unwritten.discard(write.spill.block_hash)
         if write.failure:
             self.directory.lose(write.spill.block_hash)
             self._note_failure(KvTier.DISK, write.failure)
