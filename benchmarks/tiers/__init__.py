@@ -2,7 +2,7 @@
 
     python -m benchmarks.tiers agents [--pools 0.1 0.25] [--seeds 1 ...]
     python -m benchmarks.tiers trace --trace FILE [--speedup 2] [--pools 0.25]
-    python -m benchmarks.tiers gpu --model FOLDER     (on a machine with a GPU, in real time)
+    python -m benchmarks.tiers.gpu                    (on a machine with a GPU, in real time)
 
 worker.py      a worker: a real pool and directory, simulated computing and links
 oracle.py      the same, evicting what is read last, because it knows
