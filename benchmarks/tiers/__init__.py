@@ -5,7 +5,6 @@
     python -m benchmarks.tiers.gpu                    (on a machine with a GPU, in real time)
 
 worker.py      a worker: a real pool and directory, simulated computing and links
-oracle.py      the same, evicting what is read last, because it knows
 cluster.py     four workers behind the router's policy
 traffic.py     agents in a closed loop, and a trace in an open one
 __main__.py    tables

@@ -1,6 +1,7 @@
 """Prints tables of policies: see the package."""
 
 import argparse
+import statistics
 import time as clock
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,14 +17,15 @@ _INFINITE_BLOCKS = 10**6
 _HEAD = "| policy | follow-ups | hit | device/host/disk | p50 | p90 | p99 s | unread | prefill % |\n" + "|---" * 9 + "|"
 
 
-def agents(policy: Policy, pool_blocks: int, hardware: Hardware, seed: int) -> tuple[Cluster, list[int]]:
-    """Runs 100 agents and 60 chats. Returns the cluster, and samples of all live blocks."""
+def agents(policy: Policy, pool_blocks: int, hardware: Hardware, seed: int) -> Cluster:
+    """Runs 100 agents and 60 chats."""
     time = Time()
     traffic = Agents(time, seed, 100, 60, _AGENT_SECONDS)
-    cluster = Cluster(time, policy, hardware, pool_blocks, traffic.next_use, _AGENT_WARM_SECONDS)
+    cluster = Cluster(time, policy, hardware, pool_blocks, _AGENT_WARM_SECONDS)
     traffic.cluster = cluster
     time.run()
-    return cluster, sorted(traffic.live_blocks)
+    cluster.live_blocks = traffic.live_blocks
+    return cluster
 
 
 def replay(
@@ -32,7 +34,7 @@ def replay(
     """Runs a trace."""
     time = Time()
     traffic = Replay(time, trace, speedup)
-    traffic.cluster = Cluster(time, policy, hardware, pool_blocks, traffic.next_use, _TRACE_WARM_SECONDS)
+    traffic.cluster = Cluster(time, policy, hardware, pool_blocks, _TRACE_WARM_SECONDS)
     time.run()
     return traffic.cluster
 
@@ -50,15 +52,15 @@ def row(cluster: Cluster) -> str:
 
 def agent_tables(options: argparse.Namespace, hardware: Hardware) -> Iterator[str]:
     for seed in options.seeds:
-        infinite, live = agents(INFINITE, _INFINITE_BLOCKS, hardware, seed)
-        working_set = live[len(live) // 2]
+        infinite = agents(INFINITE, _INFINITE_BLOCKS, hardware, seed)
+        working_set = statistics.median_low(infinite.live_blocks)
         yield f"\nAgents, seed {seed}: a working set of {working_set} blocks\n\n{_HEAD}"
         yield row(infinite)
         for share in options.pools:
             yield f"| **pool {share:.0%}** |"
             for policy in POLICIES:
                 if not options.policies or policy.name in options.policies:
-                    yield row(agents(policy, int(working_set * share / WORKERS), hardware, seed)[0])
+                    yield row(agents(policy, int(working_set * share / WORKERS), hardware, seed))
 
 
 def trace_tables(options: argparse.Namespace, hardware: Hardware) -> Iterator[str]:

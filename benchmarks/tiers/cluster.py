@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from benchmarks.routing.simulated.clock import Time
-from benchmarks.tiers.oracle import KnowingWorker, NextUse
 from benchmarks.tiers.worker import BLOCK_BYTES, BLOCK_TOKENS, Hardware, Job, Sizes, Worker, hash_of
 from discovery.record import WorkerRecord
 from router.routing.known_loras import KnownLoras
@@ -21,13 +20,12 @@ _MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Promp
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: the pool alone, or also host memory and disk, in shares of the pool; and who knows what."""
+    """What is kept: the pool alone, or also host memory and disk, in pools; and whether clients say `end`."""
 
     name: str
     host: float = 0.0
     disk: float = 0.0
     ends: bool = False
-    knows: bool = False
 
 
 POLICIES = (
@@ -36,7 +34,6 @@ POLICIES = (
     Policy("+ host, disk", host=2, disk=16),
     Policy("+ host, end", host=2, ends=True),
     Policy("+ host, end, disk", host=2, disk=16, ends=True),
-    Policy("oracle", host=2, disk=16, ends=True, knows=True),
 )
 INFINITE = Policy("infinite")
 
@@ -77,9 +74,7 @@ class Measured:
 class Cluster:
     """Places requests by the real policy; `measured` has those that came after `warm_seconds`."""
 
-    def __init__(
-        self, time: Time, policy: Policy, hardware: Hardware, pool_blocks: int, next_use: NextUse, warm_seconds: float
-    ) -> None:
+    def __init__(self, time: Time, policy: Policy, hardware: Hardware, pool_blocks: int, warm_seconds: float) -> None:
         self.time, self.policy, self._warm_seconds = time, policy, warm_seconds
         priors = Priors(
             prefill_base_seconds=0.0,
@@ -90,13 +85,13 @@ class Cluster:
         )
         self._router = PredictedSeconds(priors=priors, clock=time, seed=1)
         sizes = Sizes(pool_blocks, int(policy.host * pool_blocks), int(policy.disk * pool_blocks))
-        kind = type("Worker", (KnowingWorker,), {"next_use": staticmethod(next_use)}) if policy.knows else Worker
-        self.workers = [kind(f"p{n}", time, hardware, sizes, self._router.caches) for n in range(WORKERS)]
+        self.workers = [Worker(f"p{n}", time, hardware, sizes, self._router.caches) for n in range(WORKERS)]
         decode = WorkerRecord("d", 1, "x:2", ("decode",), "m", "simulated", "a" * 64, 1 << 20)
         self._candidates = Candidates(
             (_View(decode),), tuple(_View(worker.record, worker) for worker in self.workers), requires_prefill=True
         )
         self.measured = Measured()
+        self.live_blocks: list[int] = []  # samples of all sessions' blocks, once it has run
         self._last_sent = 0.0
 
     def submit(self, blocks: Sequence[int], answered: Callable[[], None], *, follows: bool, output: float) -> None:

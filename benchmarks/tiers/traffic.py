@@ -1,8 +1,6 @@
 """Agents in a closed loop, and a trace in an open one."""
 
-import math
 import random
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -23,7 +21,6 @@ class Agents:
         self._time, self._until = time, until
         self._source = random.Random(seed)
         self._made = AgentSessions(seed)
-        self._next: dict[int, float] = {}  # by block: when its session reads it
         self._live: dict[str, int] = {}
         self.live_blocks: list[int] = []
         for make, number in ((self._made.main, sessions), (self._made.chat, chats)):
@@ -32,10 +29,6 @@ class Agents:
         time.later(100.0, self._sample)
 
     cluster: Cluster
-
-    def next_use(self, block_hash: bytes) -> float:
-        """When a block is read again, as far as is known."""
-        return self._next.get(int.from_bytes(block_hash[:8], "little"), math.inf)
 
     def _begin(self, make: Callable[..., AgentSession], *, in_mid_life: bool = False) -> None:
         if self._time.now > self._until:
@@ -51,14 +44,12 @@ class Agents:
             return
         turn = session.turns[number]
         self._live[session.key] = len(turn.blocks)
-        self._note(session, turn.blocks, self._time.now + 3.0)
 
         def answered() -> None:
             if number + 1 == len(session.turns):
                 self._end(session, turn.blocks)
                 ended()
                 return
-            self._note(session, turn.blocks, self._time.now + (turn.pause_seconds or 60.0))
             waiting = len(turn.subagents)
 
             def next_turn() -> None:
@@ -77,15 +68,9 @@ class Agents:
 
         self.cluster.submit(turn.blocks, answered, follows=number > 0, output=turn.output_tokens * _TOKEN_SECONDS)
 
-    def _note(self, session: AgentSession, blocks: Sequence[int], at: float) -> None:
-        self._next |= dict.fromkeys(blocks[session.shared_blocks :], at)
-        self._next |= dict.fromkeys(blocks[: session.shared_blocks], self._time.now + 5.0)
-
     def _end(self, session: AgentSession, blocks: Sequence[int]) -> None:
         own = blocks[session.shared_blocks :]
         self._live.pop(session.key)
-        for each in own:
-            self._next.pop(each, None)
         wait = 0.0 if session.says_end else _SILENCE_SECONDS
         self._time.later(wait, lambda: self.cluster.end(own))
 
@@ -109,12 +94,6 @@ class Replay:
             for block in request.hash_ids:
                 self._uses[block].append(at)
         self._seen: set[int] = set()
-
-    def next_use(self, block_hash: bytes) -> float:
-        """When a block is read again."""
-        uses = self._uses[int.from_bytes(block_hash[:8], "little")]
-        after = bisect_right(uses, self._time.now)
-        return uses[after] if after < len(uses) else math.inf
 
     @property
     def live_blocks(self) -> int:

@@ -64,8 +64,8 @@ class Worker:
         self._time, self._hardware, self._caches = time, hardware, caches
         self._cache = Cache(self.record.process)
         self._caches.replace(self._cache, ())
-        self.directory = self._make_directory(sizes)
-        self.pool = self._make_pool(sizes)
+        self.directory = TierDirectory(sizes.host, sizes.disk, self._tell, time)
+        self.pool = BlockPool(sizes.pool + 1, self._tell)
         self.pool.lower = self if sizes.host else None
         self.rates = Rates(BLOCK_BYTES, BLOCK_TOKENS)
         self.rates.loaded(KvTier.HOST, 100, 100 * BLOCK_BYTES / hardware.host_bytes_per_second)
@@ -74,12 +74,6 @@ class Worker:
         self._free_at = self._link_at = self._disk_read_at = self._disk_write_at = 0.0
         self.busy_seconds = 0.0
         self.moved: Counter[str] = Counter()
-
-    def _make_pool(self, sizes: Sizes) -> BlockPool:
-        return BlockPool(sizes.pool + 1, self._tell)
-
-    def _make_directory(self, sizes: Sizes) -> TierDirectory:
-        return TierDirectory(sizes.host, sizes.disk, self._tell, self._time)
 
     def demote(self, block: int, block_hash: bytes) -> bool:
         """As KvTiers.demote, with a disk that takes only what it can write soon."""
@@ -101,6 +95,7 @@ class Worker:
 
     def run(self, job: Job) -> None:
         """Loads and computes a prompt, once there is memory for it."""
+        assert len(job.hashes) <= self.pool.total
         cached = self.pool.match(job.hashes[:-1])
         rest = job.hashes[len(cached) : -1]
         if self.pool.available_beside(cached) < len(job.hashes) - len(cached):

@@ -15,6 +15,8 @@ from runtime.timing_profile import TimingProfile
 _KEPT = 0.97
 # The least weight of the prior: measurements of a single size would leave the line undetermined.
 _LEAST_PRIOR = 0.02
+# What long contexts add is believed once it is so many times its standard error.
+_LEAST_CERTAINTY = 4.0
 # Workers of a group count as equal until the group has so many measurements.
 _BELIEVED = 8
 # A single measurement counts at most as so many times the usual, and at least as the reciprocal.
@@ -43,9 +45,9 @@ class LinearCost:
     def __init__(self, base: float, rate: float, typical: float) -> None:
         self._prior = (base, rate, typical)
         self._weight = 1.0  # of the prior
-        # Sums over (1, amount, amount * context): of each times each, and of each times the seconds.
+        # Sums over (1, amount, amount * context): of each times each, and of each and the seconds times the seconds.
         self._products = [0.0] * 6
-        self._seconds = [0.0] * 3
+        self._seconds = [0.0] * 4
         self.count = self._count_seen = 0
         self.bias = 1.0  # recently, what was measured over what was predicted
         self.base, self.rate, self.bend = base, rate, 0.0
@@ -62,7 +64,7 @@ class LinearCost:
         bent = amount * context / self._prior[2]
         new = (1.0, amount, bent, amount * amount, amount * bent, bent * bent)
         self._products = [kept * _KEPT + each for kept, each in zip(self._products, new, strict=True)]
-        of_seconds = (seconds, amount * seconds, bent * seconds)
+        of_seconds = (seconds, amount * seconds, bent * seconds, seconds * seconds)
         self._seconds = [kept * _KEPT + each for kept, each in zip(self._seconds, of_seconds, strict=True)]
         self._fit()
 
@@ -83,15 +85,15 @@ class LinearCost:
         base, rate, typical = self._prior
         weight = self._weight
         n, x, z, xx, xz, zz = self._products
-        y, xy, zy = self._seconds
+        y, xy, zy, yy = self._seconds
         n, x, xx = n + 2 * weight, x + weight * typical, xx + weight * typical * typical
-        y, xy = y + weight * (2 * base + rate * typical), xy + weight * typical * (base + rate * typical)
-        if z:
-            # Without contexts far beyond the typical amount this keeps the bend at 0.
-            found = _solve([[n, x, z, y], [x, xx, xz, xy], [z, xz, zz + typical * typical, zy]])
-            if found is not None and min(found) >= 0:
-                self.base, self.rate, self.bend = found[0], found[1], found[2] / typical
-                return
+        last = base + rate * typical
+        y, xy, yy = y + weight * (base + last), xy + weight * typical * last, yy + weight * (base * base + last * last)
+        # Without contexts far beyond the typical amount this keeps the bend at 0.
+        bent = [[n, x, z], [x, xx, xz], [z, xz, zz + typical * typical]]
+        if z and (found := _significant(bent, [y, xy, zy], yy)):
+            self.base, self.rate, self.bend = found[0], found[1], found[2] / typical
+            return
         spread = n * xx - x * x
         slope = max(0.0, (n * xy - x * y) / spread) if spread > 0 else 0.0
         intercept = (y - slope * x) / n
@@ -100,9 +102,20 @@ class LinearCost:
         self.base, self.rate, self.bend = intercept, slope, 0.0
 
 
-def _solve(rows: list[list[float]]) -> list[float] | None:
-    """The solution of linear equations, each a row with its right side last; None if they do not determine it."""
-    size = len(rows)
+def _significant(products: list[list[float]], sums: list[float], squares: float) -> list[float] | None:
+    """The three coefficients of least squares, if none is negative, and the last one is not chance."""
+    found = _solve(products, sums)
+    share = _solve(products, [0.0, 0.0, 1.0])
+    if found is None or share is None or min(found) < 0:
+        return None
+    rest = max(0.0, squares - sum(each * other for each, other in zip(found, sums, strict=True)))
+    variance = rest / max(1.0, products[0][0] - len(sums)) * max(0.0, share[2])
+    return found if found[2] * found[2] > _LEAST_CERTAINTY**2 * variance else None
+
+
+def _solve(products: list[list[float]], sums: list[float]) -> list[float] | None:
+    """The solution of linear equations; None if they do not determine it."""
+    rows, size = [[*row, right] for row, right in zip(products, sums, strict=True)], len(sums)
     for column in range(size):
         pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
         rows[column], rows[pivot] = rows[pivot], rows[column]
