@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -150,8 +150,9 @@ class _Stops:
     def wait(self) -> None:
         """Waits a little for those that are on their way."""
         ends_at = time.monotonic() + STOP_SECONDS
-        while self._running and time.monotonic() < ends_at:
-            time.sleep(0.001)
+        for call in tuple(self._running):
+            with suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                call.exception(max(0.0, ends_at - time.monotonic()))
 
 
 class Generation:

@@ -18,5 +18,5 @@ in one write. It is a distribution of its own, `baton-http2` (packaging/http2), 
 | security | TLS, and the identity of a peer |
 | wire/ | frames, header blocks and messages |
 | sockets/ | listening, accepting, descriptors |
-| aio | waits with a deadline |
+| aio, clock | waits with a deadline, and the clocks |
 """

@@ -1,6 +1,5 @@
 """Limits on one peer of a server: the settings, token buckets that hold a connection to them, and the metrics."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -8,6 +7,7 @@ from typing import Final
 from prometheus_client import Counter, Gauge
 from pydantic import BaseModel, ConfigDict, Field
 
+from baton_http2.clock import monotonic
 from baton_http2.input_budget import InputLimits
 from baton_http2.wire.frames import ENHANCE_YOUR_CALM, ConnectionFailure
 
@@ -135,7 +135,7 @@ class Bucket:
         self._burst = float(rate.burst)
         self.left = float(rate.burst)
         self._per_second = rate.per_second
-        self._at = time.monotonic()
+        self._at = monotonic()
         self._earned = earned
         self._earned_before = 0.0
 
@@ -159,7 +159,7 @@ class Bucket:
         return self.left < 0
 
     def _refill(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         more = (now - self._at) * self._per_second
         self._at = now
         if self._earned is not None:

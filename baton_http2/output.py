@@ -40,15 +40,15 @@ class Output:
     __slots__ = (
         "_context",
         "_crowd",
-        "_frames",
         "_granted",
-        "_is_scheduled",
         "_loop",
         "_max_waiting",
         "_transport",
         "_waiting",
         "_was_flushed",
+        "frames",
         "header_blocks",
+        "is_scheduled",
         "max_frame",
         "paused",
         "turns",
@@ -63,8 +63,8 @@ class Output:
         self._transport = transport
         self._context = context
         self._max_waiting = max_waiting_bytes
-        self._frames: list[bytes] = []
-        self._is_scheduled = False
+        self.frames: list[bytes] = []
+        self.is_scheduled = False
         self._was_flushed = False  # in this turn of the loop, early
         self._waiting: dict[Pump, None] = {}
         self._crowd: dict[WakeWriters, None] = {}
@@ -95,9 +95,9 @@ class Output:
 
     def send(self, frames: bytes) -> None:
         """Sends frames at the end of this turn of the loop."""
-        self._frames.append(frames)
-        if not self._is_scheduled:
-            self._schedule()
+        self.frames.append(frames)
+        if not self.is_scheduled:
+            self.schedule()
 
     def send_headers(self, stream_id: int, block: bytes, *, end_stream: bool) -> None:
         """Sends a header block."""
@@ -108,9 +108,9 @@ class Output:
 
     def flush(self) -> None:
         """Hands what was framed to the transport, in one write."""
-        self._is_scheduled = self._was_flushed = False
+        self.is_scheduled = self._was_flushed = False
         self.turns += 1
-        if self._frames:
+        if self.frames:
             self._write()
         if self._waiting:
             self.pump()
@@ -119,7 +119,7 @@ class Output:
 
     def flush_early(self) -> None:
         """Hands what was framed to the transport, for what comes later in this turn takes long; once a turn."""
-        if self._frames and self._is_scheduled and not self._was_flushed:
+        if self.frames and self.is_scheduled and not self._was_flushed:
             self._was_flushed = True
             self._write()
 
@@ -151,8 +151,8 @@ class Output:
     def relieve(self, size: int) -> None:
         """So many of the bytes that waited are not sent any more."""
         self.waiting_bytes -= size
-        if self._crowd and not self._is_scheduled:
-            self._schedule()
+        if self._crowd and not self.is_scheduled:
+            self.schedule()
 
     def grant(self, increment: int) -> None:
         """The peer has opened the connection's window. Raises ConnectionFailure if it is too large."""
@@ -179,7 +179,7 @@ class Output:
 
     def close(self, last: bytes, seconds: float, abort: Callable[[], None]) -> None:
         """Sends the last frames, and closes the connection once they are written, or after so many seconds."""
-        self._frames.append(last)
+        self.frames.append(last)
         self._waiting.clear()
         self.flush()
         self._transport.close()
@@ -187,12 +187,13 @@ class Output:
         self._loop.call_later(seconds, abort, context=self._context)
 
     def _write(self) -> None:
-        frames = self._frames
+        frames = self.frames
         self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         frames.clear()
 
-    def _schedule(self) -> None:
-        self._is_scheduled = True
+    def schedule(self) -> None:
+        """Has `flush` called at the end of this turn of the loop; once, while `is_scheduled`."""
+        self.is_scheduled = True
         self._loop.call_soon(self.flush, context=self._context)
 
     def _wake_writers(self) -> None:
@@ -200,5 +201,5 @@ class Output:
         for wake_writers in tuple(islice(self._crowd, _WOKEN_A_TURN)):
             del self._crowd[wake_writers]
             wake_writers()
-        if self._crowd and not self._is_scheduled:
-            self._schedule()
+        if self._crowd and not self.is_scheduled:
+            self.schedule()

@@ -280,7 +280,10 @@ class Stream:
         ):
             self.window -= size
             output.window -= size
-            output.send(MESSAGE.pack(size << 8, 0, self.id, flag, size - 5) + message)
+            # What `Output.send` does, without a call: for each token.
+            output.frames.append(MESSAGE.pack(size << 8, 0, self.id, flag, size - 5) + message)
+            if not output.is_scheduled:
+                output.schedule()
             return output.waiting_bytes == 0 or self.is_writable(0)
         if not self.closed and self._trailers is None:
             self._keep(PREFIX.pack(flag, size - 5) + message)

@@ -2,12 +2,12 @@
 
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from discovery.location import LABEL, UNKNOWN, Location
+from runtime.clock import wall_time_ns
 
 _Json: TypeAlias = object
 
@@ -111,7 +111,7 @@ def epoch_after(seen: int) -> int:
 
     It is the wall clock's nanoseconds, unless that clock is behind `seen`.
     """
-    return min(max(time.time_ns(), seen + 1), _INTEGER_LIMIT - 1)
+    return min(max(wall_time_ns(), seen + 1), _INTEGER_LIMIT - 1)
 
 
 def _parse(text: bytes) -> Mapping[str, _Json]:

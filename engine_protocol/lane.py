@@ -1,7 +1,7 @@
 """The lane of tokens, from an engine's step to a client's socket: three contracts, each with one direction.
 
-A `TokenSource` is pulled: a worker's generation. A `TokenSink` is pushed, and settled: what a router does with the
-tokens of one call. A `Wire` (baton_http2/server/reply.py) is written and flushed: a client's stream.
+A `TokenSource` is pulled: a worker's generation. A `TokenSink` is pushed, and its meter counts: what a router does with
+the tokens of one call. A `Wire` (baton_http2/server/reply.py) is written and flushed: a client's stream.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,6 +12,13 @@ from baton_http2.server.reply import Source, Wire
 TokenSource: TypeAlias = Source[int]
 
 
+class SinkMeter(Protocol):
+    """The counter of a sink's tokens."""
+
+    def count(self, now: float) -> None:
+        """Counts and times one that was pushed. Raises nothing; `now` is in seconds of time.monotonic."""
+
+
 class TokenSink(Protocol):
     """Where the tokens of one call go as they come."""
 
@@ -19,14 +26,12 @@ class TokenSink(Protocol):
     def wire(self) -> Wire | None:
         """The wire that the tokens are written to. Those of one connection are pushed together, and flushed then."""
 
+    @property
+    def meter(self) -> SinkMeter:
+        """The counter of the tokens, used once those of all calls are written."""
+
     def push(self, token_id: int) -> bool:
         """Passes a token on; False to have it read by the task that waits for the call's next response instead."""
-
-    def settle(self, now: float) -> None:
-        """Does what can wait until the tokens of all calls are written, for one that was pushed. Raises nothing.
-
-        `now` is in seconds of time.monotonic.
-        """
 
 
 # Sends what a source gives until its last ids. Raises what the source raises.

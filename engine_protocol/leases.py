@@ -3,12 +3,12 @@
 Deadlines are counted from before the owner was asked, so a lease never ends later here than at its owner.
 """
 
-import time
 from collections.abc import Sequence
 
 from baton.calls import unary
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from baton.errors import StaleEpoch
+from runtime.clock import monotonic
 
 # Renewing a lease more often than this would not save one that is about to end.
 SHORTEST_SECONDS = 0.05
@@ -26,12 +26,12 @@ class RemoteLease:
         self.epoch = epoch
         # Whether the owner has denied it, or it was released: then there is nothing left to release.
         self.is_over = False
-        self._expires_at = time.monotonic() + min(seconds, _LONGEST_SECONDS)
+        self._expires_at = monotonic() + min(seconds, _LONGEST_SECONDS)
 
     @property
     def remaining_seconds(self) -> float:
         """The seconds that the lease is certain to hold."""
-        return 0.0 if self.is_over else max(0.0, self._expires_at - time.monotonic())
+        return 0.0 if self.is_over else max(0.0, self._expires_at - monotonic())
 
     @property
     def renewal_delay_seconds(self) -> float:
@@ -64,7 +64,7 @@ async def renew(
 
     Raises StaleEpoch, after which all are over, and any other BatonError of the call, which changes none of them.
     """
-    asked_at = time.monotonic()
+    asked_at = monotonic()
     request = handoff_pb2.RenewRequest(
         handoff_ids=[lease.handoff_id for lease in leases], epoch=leases[0].epoch, claim=claim
     )

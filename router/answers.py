@@ -6,7 +6,6 @@ workers whose prefix cache has the prompt, so that only what is left of its last
 """
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,11 +27,12 @@ from router.text.completion import Completion
 from router.text.served_model import ServedModel
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
+from runtime.entropy import token_hex
 
 
 def keep_together(request: generate_pb2.GenerateRequest) -> None:
     """Makes the answers to a request one session, unless it belongs to one."""
-    request.routing.session_key = request.routing.session_key or uuid.uuid4().hex
+    request.routing.session_key = request.routing.session_key or token_hex(16)
 
 
 @dataclass(slots=True)

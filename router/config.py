@@ -1,6 +1,5 @@
 """The router's configuration. deploy/config/router.yaml is an example with the defaults."""
 
-import secrets
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +12,7 @@ from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
 from rpc.tracing.config import TracingConfig
 from runtime.config import Section
+from runtime.entropy import token_hex
 from runtime.logs import LogConfig
 
 Fairness = Literal["weighted", "strict", "none"]
@@ -256,4 +256,4 @@ class RouterConfig(Section):
 
     def named(self) -> "RouterConfig":
         """The same configuration, with a router id."""
-        return self.model_copy(update={"router_id": self.router_id or f"router-{secrets.token_hex(4)}"})
+        return self.model_copy(update={"router_id": self.router_id or f"router-{token_hex(4)}"})

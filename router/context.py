@@ -1,8 +1,6 @@
 """One request as it passes through the router: `RequestContext`, made once in the servicer and passed as `ctx`."""
 
 import asyncio
-import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -23,6 +21,8 @@ from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
 from rpc.interceptors.arrival import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
+from runtime.clock import monotonic
+from runtime.entropy import token_hex
 
 log = structlog.get_logger(__name__)
 
@@ -106,7 +106,7 @@ class Deadline:
     def __init__(self, seconds: float, *, is_callers: bool = True) -> None:
         self.is_callers = is_callers
         self._seconds = seconds
-        self._ends_at = time.monotonic() + seconds
+        self._ends_at = monotonic() + seconds
 
     @classmethod
     def of(cls, client_seconds: float | None, limits: LimitsConfig) -> "Deadline":
@@ -119,7 +119,7 @@ class Deadline:
     @property
     def remaining_seconds(self) -> float:
         """The timeout for the next call."""
-        return max(0.0, self._ends_at - time.monotonic())
+        return max(0.0, self._ends_at - monotonic())
 
     @property
     def has_ended_the_call(self) -> bool:
@@ -258,7 +258,7 @@ class RequestTable:
 
 def _new_ids() -> str:
     """Two ids that cannot be guessed, of 32 hexadecimal digits each; asking the system twice takes twice as long."""
-    return os.urandom(32).hex()
+    return token_hex(32)
 
 
 class _Listed:

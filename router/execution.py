@@ -1,7 +1,6 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,7 @@ from router.workers.replies import Suspects, check_handoff, reported_logprobs
 from router.workers.spans import set_routing_attributes
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
+from runtime.clock import perf_counter
 
 # The KV or embedding that the worker was to read is gone, or does not fit. The worker is not to blame, and may run the
 # prompt itself.
@@ -442,7 +442,7 @@ class RequestExecution(Waiting):
         logprobs: Sequence[sampling_pb2.TokenLogprob],
         prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
     ) -> None:
-        started = time.perf_counter()
+        started = perf_counter()
         if not self._completion.token_ids:
             await self._ctx.inject("detokenize")
         delta = self._completion.push(token_ids, logprobs)

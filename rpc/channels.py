@@ -37,9 +37,14 @@ def dialer(tls: TlsConfig | None) -> Dial:
 
 
 def _open(address: str, credentials: grpc.ChannelCredentials | None, options: Mapping[str, int | str]) -> aio.Channel:
+    return TracedChannel(connect(address, credentials, options))
+
+
+def connect(address: str, credentials: grpc.ChannelCredentials | None, options: Mapping[str, int | str]) -> aio.Channel:
+    """The one place where grpcio opens a connection; a simulation puts its own in its place."""
     if credentials is None:
-        return TracedChannel(aio.insecure_channel(address, options=tuple(options.items())))
-    return TracedChannel(aio.secure_channel(address, credentials, options=tuple(options.items())))
+        return aio.insecure_channel(address, options=tuple(options.items()))
+    return aio.secure_channel(address, credentials, options=tuple(options.items()))
 
 
 def _expected(tls: TlsConfig) -> dict[str, str]:

@@ -11,6 +11,7 @@
 | lasting | tasks that last as long as the process |
 | garbage | garbage collection without long pauses |
 | monitor | the HTTP server for /metrics and /health |
+| clock, entropy, threads | the clocks, secrets and ids, and threads of this process, each in one place |
 | aio | task groups, timeouts, waits that a cancellation does not interrupt |
 | daemon_call | calls that may never return, in daemon threads |
 | prefix_hash | the hash chain of a prompt's blocks |

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
+
+from runtime.threads import start_thread
 
 Value = TypeVar("Value")
 
@@ -17,7 +18,7 @@ def daemon_call(call: Callable[[], Value], name: str) -> "asyncio.Future[Value]"
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Value] = loop.create_future()
-    threading.Thread(target=_Call(call, loop, answer).run, name=name, daemon=True).start()
+    start_thread(_Call(call, loop, answer).run, name=name)
     return answer
 
 

@@ -8,11 +8,12 @@ import asyncio
 import ctypes
 import gc
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
+
+from runtime.clock import monotonic, perf_counter
 
 # So many objects more than at the last collection begin one of the youngest; by default 700, which a few requests make.
 _YOUNG_OBJECTS: Final = 5_000
@@ -79,7 +80,7 @@ async def collected_as_memory_grows() -> AsyncIterator[None]:
 class FullCollections:
     """Decides when everything is collected. `memory` returns how much the process has, in bytes."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, memory: "Callable[[], int] | None" = None) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic, memory: "Callable[[], int] | None" = None) -> None:
         self._clock = clock
         self._memory = memory or resident_bytes
         self._left = self._memory()  # the least since the last collection
@@ -98,10 +99,10 @@ class FullCollections:
         objects = len(gc.get_objects())
         if objects * self._object_seconds > _PAUSE_SECONDS and grown < _MUCH_GROWN_BYTES:
             return False
-        began = time.perf_counter()
+        began = perf_counter()
         gc.collect()
         if objects > 10_000:  # fewer tell nothing of the time for each
-            self._object_seconds = (time.perf_counter() - began) / objects
+            self._object_seconds = (perf_counter() - began) / objects
         self._collected_at, self._left = now, self._memory()
         return True
 

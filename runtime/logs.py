@@ -11,6 +11,7 @@ from typing import Any, Literal
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from runtime.clock import wall_time_ns
 from runtime.config import Section
 
 LogFormat = Literal["json", "console"]
@@ -107,7 +108,7 @@ class _Clock:
 
     def now(self) -> str:
         """The time now, in ISO 8601."""
-        microseconds = time.time_ns() // 1000
+        microseconds = wall_time_ns() // 1000
         second = microseconds // 1_000_000
         if second != self._second:
             self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))

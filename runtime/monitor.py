@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.errors import ConfigError
 from runtime.metrics import REGISTRY
+from runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -77,8 +78,7 @@ def serve_monitor(
         raise ConfigError(f"metrics_listen: cannot listen on {listen!r}: {error}") from error
     server.set_app(monitor.beside(make_wsgi_app(registry)))
     monitor.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever, name="monitor", daemon=True)
-    thread.start()
+    thread = start_thread(server.serve_forever, name="monitor")
     try:
         yield monitor
     finally:

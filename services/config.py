@@ -1,6 +1,5 @@
 """The configuration of a worker."""
 
-import secrets
 import socket
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
 from rpc.tracing.config import TracingConfig
 from runtime.config import Section
+from runtime.entropy import token_hex
 from runtime.logs import LogConfig
 from services.engines.context import EngineConfig
 from services.engines.registry import read_engine_config
@@ -120,7 +120,7 @@ class WorkerConfig(Section):
 
     def named(self) -> "WorkerConfig":
         """The same, with a worker id."""
-        generated = f"{'-'.join(self.roles)}-{secrets.token_hex(4)}"
+        generated = f"{'-'.join(self.roles)}-{token_hex(4)}"
         return self.model_copy(update={"worker_id": self.worker_id or generated})
 
     @field_validator("roles", mode="before")

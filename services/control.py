@@ -1,7 +1,6 @@
 """The control service of every worker, whatever its roles: model, load, abort, drain, KV events."""
 
 import math
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
+from runtime.clock import monotonic
 from services.engines.base import EmbeddingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
@@ -124,7 +124,7 @@ class Aborter:
 
     async def abort(self, request_id: str) -> Aborted:
         """Stops a request's calls and frees its handoffs; returns when its blocks are back."""
-        started = time.monotonic()
+        started = monotonic()
         stage = timing_pb2.STAGE_UNSPECIFIED
         tokens = blocks = 0
         calls = self._calls.find(request_id)
@@ -140,7 +140,7 @@ class Aborter:
             stage = stage or timing_pb2.STAGE_HANDOFF_WAIT
             tokens += sum(lease.held.num_tokens for lease in leases)
             blocks += await self._leases.release_each(leases)
-        return Aborted(bool(calls or leases), stage, tokens, blocks, time.monotonic() - started)
+        return Aborted(bool(calls or leases), stage, tokens, blocks, monotonic() - started)
 
 
 def _model_card(facts: ModelFacts) -> worker_pb2.ModelCard:

@@ -1,6 +1,5 @@
 """The decode role: runs a request to its end, from KV that another worker holds, or from its prompt."""
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from engine_protocol.lane import SendTokens, TokenReply
 from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
+from runtime.clock import perf_counter
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine
 from services.engines.generation import Generation
@@ -298,9 +298,9 @@ def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
 async def _inject(faults: Faults, generated: int, clock: DecodeClock) -> None:
     if faults is NO_FAULTS:
         return
-    started = time.perf_counter()
+    started = perf_counter()
     await faults.inject("decode", generated)
-    clock.add_fault(time.perf_counter() - started)
+    clock.add_fault(perf_counter() - started)
 
 
 def _split_at_faults(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:

@@ -1,7 +1,6 @@
 """The embed role: turns texts into vectors, shortened and normalized as the request says."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from baton.inference.v1 import generate_pb2, timing_pb2
 from rpc.interceptors.arrival import arrived_at
 from rpc.server import Service
 from rpc.violations import Violations
+from runtime.clock import perf_counter
 from services.engines.base import EmbeddingRules
 from services.engines.embedding import TextEmbedder, Vector
 from services.identity import Identity
@@ -73,7 +73,7 @@ class VectorMaker:
         dimensions = request.dimensions or self._rules.dimensions
         normalize = request.normalize if request.HasField("normalize") else self._rules.normalize
         values = [_finished(vector, dimensions, normalize=normalize) for vector in whole]
-        seconds = time.perf_counter() - started
+        seconds = perf_counter() - started
         metrics.COMPUTE_SECONDS.labels("embed").observe(seconds)
         metrics.PROMPT_TOKENS.inc(sum(len(one.ids) for one in request.inputs))
         return Vectors(values, seconds)

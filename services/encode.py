@@ -1,7 +1,6 @@
 """The encode role: loads a request's media, encodes them, and holds large embeddings under a lease."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from media.loader import MediaLoader
 from rpc.interceptors.arrival import arrived_at
 from rpc.server import Service
 from runtime.aio import wait_until_done
+from runtime.clock import perf_counter
 from services.config import WorkerConfig
 from services.engines.base import Encoder
 from services.engines.prompt import Embedding, Media
@@ -114,7 +114,7 @@ class MediaEncoder:
         started = arrived_at()
         embeddings = await self._encoder.encode(await self._load(items))
         # From the encoder to the lease table without an await in between, so that a cancellation loses no blocks.
-        encoded = EncodedMedia(self._store.hold(request_id, embeddings), time.perf_counter() - started)
+        encoded = EncodedMedia(self._store.hold(request_id, embeddings), perf_counter() - started)
         metrics.COMPUTE_SECONDS.labels("encode").observe(encoded.seconds)
         return encoded
 

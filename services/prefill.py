@@ -1,6 +1,5 @@
 """The prefill role: computes a prompt's KV, samples the first token, and holds the KV under a lease."""
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from baton.inference.v1 import sampling_pb2
 from rpc.auth.caller import certificate
 from rpc.server import Service
 from rpc.tracing.span import current_span
+from runtime.clock import perf_counter
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, ReportedPrompt
 from services.engines.kv_transfer import AllocatesFirst, EngineHeldKv
@@ -94,7 +94,7 @@ class Prefiller:
         check_limits(self._engine.facts, prompt, sampling)
         require_lora(self._engine, prompt)
         await call.faults.inject("queue")
-        asked = time.perf_counter()
+        asked = perf_counter()
         with self._in_progress(holder, prompt) as progress:
             async with using_lora(self._engine, prompt):
                 kv = await self._computed(holder.destination, prompt, sampling, progress)

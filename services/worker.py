@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import structlog
 from baton.errors import Draining, EngineFailed
 from rpc.health import Health
 from runtime.aio import run_with_background, wait_until_done
+from runtime.clock import monotonic
 from runtime.monitor import Report, status
 from services.engines.base import Engine, EngineLoad
 from services.handoff.leases import LeaseTable
@@ -76,7 +76,7 @@ class Drainer:
         """
         self._calls.draining = True
         await self._registration.drain()
-        deadline = time.monotonic() + (self._drain_seconds if grace_seconds is None else grace_seconds)
+        deadline = monotonic() + (self._drain_seconds if grace_seconds is None else grace_seconds)
         known = self.progress
         yield known
         while not known.drained:
@@ -100,7 +100,7 @@ class Drainer:
         return DrainProgress(len(self._calls), len(self._leases))
 
     async def _enforce(self, deadline: float) -> None:
-        overdue = time.monotonic() - deadline
+        overdue = monotonic() - deadline
         if overdue > 0 and len(self._calls):
             await self._calls.stop_all(Draining("the worker ended before the request did"))
         if overdue > self._held_seconds and len(self._leases):

@@ -1,7 +1,8 @@
 """When a call was read from its connection, which is before its task has its first turn of the loop."""
 
-import time
 from contextvars import ContextVar
+
+from baton_http2.clock import perf_counter
 
 _READ_AT: ContextVar[float | None] = ContextVar("call_read_at", default=None)
 
@@ -14,4 +15,4 @@ def note_read(at: float) -> None:
 def read_at() -> float:
     """When the call of this task was read; now, where another server has read it."""
     at = _READ_AT.get()
-    return time.perf_counter() if at is None else at
+    return perf_counter() if at is None else at

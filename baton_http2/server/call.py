@@ -1,7 +1,6 @@
 """One call: its task, its deadline, its end, which always has a status, and the context that its servicer sees."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -11,6 +10,7 @@ import structlog
 from grpc import StatusCode, aio
 
 from baton_http2.aio import ended_with, timeout
+from baton_http2.clock import monotonic, perf_counter
 from baton_http2.input_budget import InputHold, offer_hold
 from baton_http2.limits import EXCEEDED
 from baton_http2.server.arrival import note_read
@@ -80,7 +80,7 @@ class ServerCall:
         self.is_over = False
         self.deadline_at: float | None = None
         if head.timeout_seconds is not None:
-            self.deadline_at = time.monotonic() + head.timeout_seconds
+            self.deadline_at = monotonic() + head.timeout_seconds
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(head.timeout_seconds, self._expire)
 
@@ -88,7 +88,7 @@ class ServerCall:
 
     def start(self) -> None:
         """Begins the task, or in a later turn of the loop; not if the call is wrong or over by then."""
-        self._read_at = time.perf_counter()
+        self._read_at = perf_counter()
         self._calls.turns.run(self._begin)
 
     def _begin(self) -> None:
@@ -97,7 +97,7 @@ class ServerCall:
         if self.head.fault:
             self.finish(StatusCode.INVALID_ARGUMENT, self.head.fault)
             return
-        if self.deadline_at is not None and self.deadline_at <= time.monotonic():
+        if self.deadline_at is not None and self.deadline_at <= monotonic():
             # Its timer has not had its turn yet.
             self._expire()
             return

@@ -44,13 +44,13 @@ class Connections:
         self.limits = limits
         self.calls = calls
         self.input = input
-        self.open: set[Connection] = set()
+        self.open: dict[Connection, None] = {}
         self._of_process = open_connections
         self._by_peer: Counter[str] = Counter()
 
     def add(self, connection: "Connection") -> None:
         """Counts a connection that is made. Raises ConnectionFailure if it may not stay."""
-        self.open.add(connection)
+        self.open[connection] = None
         self._of_process.add(connection)
         self._by_peer[connection.peer.host] += 1
         if self._by_peer[connection.peer.host] > self.limits.http2.max_connections_per_peer:
@@ -61,7 +61,7 @@ class Connections:
 
     def discard(self, connection: "Connection") -> None:
         """Forgets a connection that is lost."""
-        self.open.discard(connection)
+        self.open.pop(connection, None)
         self._of_process.discard(connection)
         self._by_peer[connection.peer.host] -= 1
         if not self._by_peer[connection.peer.host]:

@@ -1,11 +1,11 @@
 """The parts of grpc.aio's ServicerContext that are the same however a call is carried: status, metadata, identity."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpc import StatusCode, aio
 
+from baton_http2.clock import monotonic
 from baton_http2.security import peer_identity_key
 from baton_http2.wire.metadata import STATUS_CODES, Metadata, Pairs
 
@@ -71,7 +71,7 @@ class CallContext(aio.ServicerContext[Any, Any]):
 
     def time_remaining(self) -> float | None:  # type: ignore[override]  # its stubs have no None
         """The time that the caller will still wait; None if it set no deadline."""
-        return None if self._deadline_at is None else max(0.0, self._deadline_at - time.monotonic())
+        return None if self._deadline_at is None else max(0.0, self._deadline_at - monotonic())
 
     def cancelled(self) -> bool:
         """True once the caller has gone."""

@@ -46,7 +46,7 @@ class Acceptor:
         self._tls = tls
         self._handshake_seconds = handshake_seconds if tls else None
         self._loop = asyncio.get_running_loop()
-        self._starting: set[_Starting] = set()
+        self._starting: dict[_Starting, None] = {}
         self._is_closed = False
         for each in sockets:
             each.listen(_BACKLOG)
@@ -103,14 +103,14 @@ class Acceptor:
     def _start(self, accepted: socket.socket) -> None:
         task = self._loop.create_task(self._connect(accepted))
         starting = _Starting(task, self._loop.time())
-        self._starting.add(starting)
+        self._starting[starting] = None
         if self._tls is not None:
             # Silent peers must not keep others out for as long as a handshake may take.
             self._connections.add(starting)
         task.add_done_callback(lambda _: self._started(starting, accepted))
 
     def _started(self, starting: "_Starting", accepted: socket.socket) -> None:
-        self._starting.discard(starting)
+        self._starting.pop(starting, None)
         self._connections.discard(starting)
         if starting.task.cancelled():
             accepted.close()

@@ -2,11 +2,12 @@
 
 import heapq
 import resource
-import time
 from collections.abc import Collection
 from typing import Final, Protocol
 
 import structlog
+
+from baton_http2.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
@@ -69,17 +70,17 @@ class OpenConnections:
         reserve = min(reserved, int(highest * _LARGEST_RESERVE))
         self.most = highest - reserve
         self._never = highest - reserve // 2
-        self._open: set[OpenConnection] = set()
+        self._open: dict[OpenConnection, None] = {}
         self._closing = 0
         self._warned_at = float("-inf")
 
     def add(self, connection: OpenConnection) -> None:
         """A connection is there."""
-        self._open.add(connection)
+        self._open[connection] = None
 
     def discard(self, connection: OpenConnection) -> None:
         """It is not any more."""
-        self._open.discard(connection)
+        self._open.pop(connection, None)
 
     def has_capacity(self, descriptor: int) -> bool:
         """True if a new connection with this descriptor may stay; others that are idle may be closed for it."""
@@ -99,12 +100,12 @@ class OpenConnections:
         """Closes some of the connections that have been idle for the longest time."""
         chosen = longest_idle(self._open)
         for each in chosen:
-            self._open.discard(each)
+            self._open.pop(each, None)
             each.close_idle()
         self._closing = len(chosen)
 
     def _warn(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self._warned_at > _WARN_SECONDS:
             self._warned_at = now
             log.warning("connections of clients have used up the file descriptors for them", most=self.most)

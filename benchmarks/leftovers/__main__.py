@@ -1,7 +1,7 @@
 """Measures how many bytes a request leaves behind, by how it ended: in the router, and in its workers.
 
-    python -m benchmarks.leftovers [--requests 50000] [--lanes 64] [--server http2] [--only NAME ...] [--each]
-        [--objects]
+    PYTHONPATH=.:tests python -m benchmarks.leftovers [--requests 50000] [--lanes 64] [--server http2]
+        [--only NAME ...] [--each] [--objects]
 
 Of each outcome, or of each group of them that begin with the same word, so many requests are sent in five segments, and
 the growth of the processes' memory is divided by them. A leak grows in each segment, and a table or an allocator that

@@ -1,6 +1,5 @@
 """The etcd calls that discovery needs, each with a deadline, on the first member that answers."""
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from discovery.etcd.endpoints import Endpoint, Endpoints
 from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH, Metadata
 from discovery.etcd.token import EtcdToken
 from discovery.etcd.watch_stream import WatchStream
+from runtime.clock import monotonic
 
 Response = TypeVar("Response")
 
@@ -39,7 +39,7 @@ class EtcdLease:
     @property
     def holds(self) -> bool:
         """True if etcd still keeps it, as far as this process knows."""
-        return time.monotonic() < self.deadline
+        return monotonic() < self.deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class EtcdClient:
         request = lease_pb2.LeaseGrantRequest(ttl_seconds=ttl_seconds)
 
         async def attempt(at: Endpoint, metadata: Metadata) -> EtcdLease:
-            asked_at = time.monotonic()
+            asked_at = monotonic()
             response = await GRANT.call(at.channel, request, metadata, self._limit)
             return EtcdLease(response.id, asked_at + response.ttl_seconds)
 
@@ -114,7 +114,7 @@ class EtcdClient:
         request = lease_pb2.LeaseKeepAliveRequest(id=lease.lease_id)
 
         async def attempt(at: Endpoint, metadata: Metadata) -> EtcdLease:
-            asked_at = time.monotonic()
+            asked_at = monotonic()
             response = await KEEP_ALIVE.exchange(at.channel, request, metadata, self._limit)
             if response.ttl_seconds <= 0:
                 raise LeaseLost(f"lease {lease.lease_id:x}")

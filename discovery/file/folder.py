@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from baton.errors import ConfigError, PermissionDenied, Unavailable
 from runtime.aio import timeout
+from runtime.entropy import token_hex
 
 T = TypeVar("T")
 
@@ -137,7 +138,7 @@ def _create(path: Path, content: bytes) -> bool:
 
 def _write_temporary(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}")
     temporary.write_bytes(content)
     return temporary
 

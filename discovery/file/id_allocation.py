@@ -1,6 +1,5 @@
 """Allocation of small ids in a shared folder: each is a file that one process keeps."""
 
-import secrets
 from pathlib import Path
 
 import structlog
@@ -9,6 +8,7 @@ from baton.errors import Unavailable
 from discovery.allocation import KeptId
 from discovery.file.folder import SharedFolder, Version
 from discovery.file.lifetimes import Lifetimes
+from runtime.entropy import token_hex
 
 _log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ class FileAllocatedId(KeptId):
         super().__init__(limit, ttl_seconds)
         self._folder = folder
         self._ids = ids
-        self._token = secrets.token_hex(8).encode()
+        self._token = token_hex(8).encode()
         self._lifetimes = Lifetimes(ttl_seconds)
 
     async def _free(self) -> None:

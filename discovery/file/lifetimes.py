@@ -1,9 +1,9 @@
 """Which files of a folder are kept up to date by a living process."""
 
-import time
 from collections.abc import Callable, Mapping
 
 from discovery.file.folder import Version
+from runtime.clock import monotonic
 
 # After this many leases without a change a file is removed: its process is gone for good.
 _LEASES_UNTIL_REMOVAL = 10
@@ -16,7 +16,7 @@ class Lifetimes:
     be known, for the clocks of two hosts may differ.
     """
 
-    def __init__(self, ttl_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ttl_seconds: float, clock: Callable[[], float] = monotonic) -> None:
         self._ttl_seconds = ttl_seconds
         self._clock = clock
         self._seen: dict[str, tuple[Version, float]] = {}

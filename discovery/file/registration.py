@@ -1,7 +1,5 @@
 """One worker's file in the shared folder, and its name."""
 
-import secrets
-import time
 from pathlib import Path
 
 from baton.errors import BatonError
@@ -11,6 +9,8 @@ from discovery.file.lifetimes import Lifetimes
 from discovery.record import WorkerRecord
 from discovery.renewal import ANSWER_SECONDS, RenewedRecord
 from runtime.aio import timeout
+from runtime.clock import monotonic
+from runtime.entropy import token_hex
 
 
 def worker_and_epoch(name: str) -> tuple[str, int]:
@@ -33,7 +33,7 @@ class FileRegistration(RenewedRecord):
         super().__init__(record, ttl_seconds)
         self._folder = folder
         self._workers = workers
-        self._token = secrets.token_hex(4)
+        self._token = token_hex(4)
         self._lifetimes = Lifetimes(ttl_seconds)
         self._path = self._path_of(record)
         self._is_newest = False
@@ -41,7 +41,7 @@ class FileRegistration(RenewedRecord):
 
     @property
     def registered(self) -> bool:
-        return self._is_newest and time.monotonic() < self._holds_until
+        return self._is_newest and monotonic() < self._holds_until
 
     async def begin(self, timeout_seconds: float) -> None:
         """Registers for the first time. Raises as `Registry.register` does."""
@@ -57,7 +57,7 @@ class FileRegistration(RenewedRecord):
             self._log("worker registration left to expire", error=str(error))
 
     async def _refresh(self) -> None:
-        record, began = self._record, time.monotonic()
+        record, began = self._record, monotonic()
         changed = not self._written.is_set()
         if changed or not await self._folder.touch(self._path):
             await self._write(record)

@@ -1,7 +1,6 @@
 """One call of a stream on the server: its task, its deadline, and the context that its servicer sees."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from engine_protocol.lane import TokenReply, TokenSource
 from engine_protocol.multiplex.metadata import from_messages, to_messages
 from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
 from rpc.interceptors.arrival import record_arrival
+from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ class ServedCall(CallContext):
         self._written = 0
         if start.HasField("timeout"):
             seconds = max(0.0, start.timeout.ToNanoseconds() / 1e9)
-            self._deadline_at = time.monotonic() + seconds
+            self._deadline_at = monotonic() + seconds
             self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     # Its life.

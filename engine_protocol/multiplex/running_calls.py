@@ -1,6 +1,6 @@
 """The calls that share a stream, and what the peer says to each of them."""
 
-import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from baton_http2.turns import CallTurns
 from engine_protocol.lane import TokenSink
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
+from runtime.clock import monotonic
 
 _OK: Final[int] = StatusCode.OK.value[0]
 
@@ -74,55 +75,59 @@ class RunningCalls:
         if order is None or order.numbers != numbers:
             order = self._order = _StepOrder(numbers, self._sinks)
         pushed: list[TokenSink] = []
-        for wire, places in order.by_connection:
-            self._push_places(places, numbers, token_ids, pushed)
+        for wire, places, sinks in order.by_connection:
+            self._push_tokens(order, zip(places, sinks, strict=True), token_ids, pushed)
             if wire is not None:
                 wire.flush()
-        now = time.monotonic()
+        now = monotonic()
         for sink in pushed:
-            sink.settle(now)
+            sink.meter.count(now)
 
-    def _push_places(
-        self, places: list[int], numbers: list[int], token_ids: list[int], pushed: list[TokenSink]
+    def _push_tokens(
+        self,
+        order: "_StepOrder",
+        places: Iterable[tuple[int, TokenSink | None]],
+        token_ids: list[int],
+        pushed: list[TokenSink],
     ) -> None:
         """Pushes the tokens at these places of a step, and adds the sinks that have accepted theirs to `pushed`."""
-        sinks = self._sinks
-        for place in places:
-            number = numbers[place]
+        for place, sink in places:
+            if self._order is not order:
+                # An earlier token has ended a call, or left its tokens to its reader.
+                sink = self._sinks.get(order.numbers[place])
             try:
-                # Looked up for each: an earlier token may have ended the call, or left its tokens to its reader.
-                if number in sinks:
-                    sink = sinks[number]
-                    if sink.push(token_ids[place]):
-                        pushed.append(sink)
-                        continue
-                if number in self._calls:
-                    self._calls[number].push(token_ids[place])
+                if sink is not None and sink.push(token_ids[place]):
+                    pushed.append(sink)
+                elif order.numbers[place] in self._calls:
+                    self._calls[order.numbers[place]].push(token_ids[place])
             except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
-                if number in self._calls:
-                    self._calls[number].fail(error)
+                if order.numbers[place] in self._calls:
+                    self._calls[order.numbers[place]].fail(error)
 
 
 class _StepOrder:
     """The order in which the tokens of a step are pushed: by the connections that they leave on.
 
-    The next step mostly has the same calls, and the same order.
+    The next step mostly has the same calls, and the same order. Of each connection: a wire, the places of its tokens in
+    the step, and their sinks; two lists, as a tuple for each token would be one more object to load.
     """
 
     __slots__ = ("by_connection", "numbers")
 
     def __init__(self, numbers: list[int], sinks: dict[int, TokenSink]) -> None:
         self.numbers = numbers
-        self.by_connection: list[tuple[Wire | None, list[int]]] = []
-        places_of: dict[object, list[int]] = {}
+        self.by_connection: list[tuple[Wire | None, list[int], list[TokenSink | None]]] = []
+        lists_of: dict[object, tuple[list[int], list[TokenSink | None]]] = {}
         for place, number in enumerate(numbers):
             sink = sinks.get(number)
             wire = None if sink is None else sink.wire
             connection = None if wire is None else wire.connection
-            if connection not in places_of:
-                places_of[connection] = []
-                self.by_connection.append((wire, places_of[connection]))
-            places_of[connection].append(place)
+            if connection not in lists_of:
+                lists_of[connection] = [], []
+                self.by_connection.append((wire, *lists_of[connection]))
+            places, of = lists_of[connection]
+            places.append(place)
+            of.append(sink)
 
 
 def _error_of(status: pb.CallStatus) -> BatonError | None:

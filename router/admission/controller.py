@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
@@ -12,7 +11,8 @@ from typing import Protocol
 from baton.engine.v1 import peer_pb2
 from baton.errors import DeadlineUnreachable, QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import timing_pb2
-from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.fair_queue import FairQueue
+from router.admission.lanes import Ticket
 from router.admission.ledger import THIS_ROUTER
 from router.admission.peers import ALONE, Peers
 from router.admission.places import PlaceLenders, SharedPlaces, key_of
@@ -24,6 +24,7 @@ from router.context import Deadline, RequestContext
 from router.routing.latency import Clock
 from router.telemetry import metrics
 from runtime.aio import timeout
+from runtime.clock import monotonic, perf_counter
 
 _GENERATING = "decode"  # the role whose speed is predicted
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
@@ -56,7 +57,7 @@ class AdmissionController:
         fleet: ChangingFleet,
         config: AdmissionConfig,
         quotas: Quotas,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
         *,
         fairness: Fairness = "none",
         peers: Peers = ALONE,
@@ -304,9 +305,9 @@ async def _wait_in(queue: AdmissionQueue, ticket: Ticket) -> bool:
     if queue.enter_now(ticket):
         metrics.QUEUE_SECONDS.observe(0.0)
         return False
-    started = time.perf_counter()
+    started = perf_counter()
     try:
         await queue.enter(ticket)
     finally:
-        metrics.QUEUE_SECONDS.observe(time.perf_counter() - started)
+        metrics.QUEUE_SECONDS.observe(perf_counter() - started)
     return True

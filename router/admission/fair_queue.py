@@ -6,113 +6,26 @@ prompt and all places' largest answers. A tenant that comes back is lifted to th
 that it cannot save up. An answer's work is estimated when its request begins and corrected when it ends.
 """
 
-import asyncio
 import heapq
 import itertools
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
+from router.admission.lanes import Lane, Tenant, Ticket
 from router.config import Fairness
 from router.routing.latency import Clock
+from runtime.clock import monotonic
 
 TOKEN_WORK = 4.0  # of one generated token, in tokens of a prompt
 # Beyond this number idle tenants are forgotten, and new ones share one account if none is idle: anyone invents names.
 _MOST_TENANTS = 10_000
 _LOOKED_AT = 4  # how many are examined for each new tenant, which bounds the cost of one request
-_FIRST_ANSWER_TOKENS = 200.0  # of a tenant without measurements
 _LEARNT = 0.1  # the weight of a new measurement
 _PRIORITIES_PER_DOUBLING = 5  # of the weight
 _MINUTE, _SLICE = 60.0, 10.0  # what counts as recent, and the steps in which it passes
 # A tenant starves that has waited for so long, and got less than this part of an even share.
 _LONG_SECONDS, _LITTLE = 10.0, 0.5
 _OTHERS = "(others)"
-
-
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """A tenant's account in one queue. `counter` is its weighted work; `lane` is where it waits."""
-
-    name: str
-    lane: "_Lane"
-    counter: float = 0.0
-    running: int = 0
-    count: int = 0  # that wait
-    work: float = 0.0  # of those
-    entry: int = -1  # the number of its valid entry in the heap
-    answer_tokens: float = _FIRST_ANSWER_TOKENS
-    answers: int = 0  # that have ended
-    uncached_share: float = 1.0
-    drift: float = 0.0  # by how much the counter is above what was served and what runs
-    waiting: dict[int, "OrderedDict[int, Ticket]"] = field(default_factory=dict)  # by priority, in order of arrival
-    served: deque[list[float]] = field(default_factory=deque)  # work by slices of the last minute
-
-    @property
-    def first(self) -> "Ticket":
-        """Its next request: of its highest priority, the oldest."""
-        return next(iter(self.waiting[max(self.waiting)].values()))
-
-    @property
-    def last(self) -> "Ticket":
-        """Its request that it would be served last."""
-        return next(reversed(self.waiting[min(self.waiting)].values()))
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request in the queue. `work` is estimated until it ends."""
-
-    tenant: Tenant
-    priority: int
-    weight: float
-    work: float
-    prompt_tokens: int
-    generates: bool = True
-    prompt_work: float = 0.0  # the part of `work` that its prompt is
-    number: int = -1
-    since: float = 0.0
-    granted: "asyncio.Future[None] | None" = None
-
-
-class _Lane:
-    """Tenants that are served by their counters alone."""
-
-    __slots__ = ("active", "floor", "heap", "lengths", "longest", "work")
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, int, Tenant]] = []  # an entry is valid if its number is its tenant's
-        self.floor = 0.0  # the counter of the tenant that was served last
-        self.active = 0  # tenants that wait
-        self.work = 0.0  # of all that waits
-        self.lengths: dict[int, dict[Tenant, None]] = {}  # tenants by how many of their requests wait
-        self.longest = 0
-
-    @property
-    def least(self) -> Tenant | None:
-        """The tenant to be served next."""
-        heap = self.heap
-        while heap and heap[0][1] != heap[0][2].entry:
-            heapq.heappop(heap)
-        return heap[0][2] if heap else None
-
-    def resize(self, tenant: Tenant, change: int) -> None:
-        """Notes that one more or one less request of a tenant waits."""
-        old, new = tenant.count, tenant.count + change
-        if old:
-            del self.lengths[old][tenant]
-        if new:
-            self.lengths.setdefault(new, {})[tenant] = None
-        tenant.count = new
-        self.longest = max(self.longest, new)
-        while self.longest and not self.lengths.get(self.longest):
-            self.lengths.pop(self.longest, None)
-            self.longest -= 1
-
-    @property
-    def longest_tenant(self) -> Tenant:
-        """The tenant with the most waiting requests; the latest of several."""
-        return next(reversed(self.lengths[self.longest]))
 
 
 class FairQueue:
@@ -122,11 +35,11 @@ class FairQueue:
     highest first. `none`: all requests are one tenant's, by priority and then in order of arrival.
     """
 
-    def __init__(self, fairness: Fairness = "none", clock: Clock = time.monotonic) -> None:
+    def __init__(self, fairness: Fairness = "none", clock: Clock = monotonic) -> None:
         self.tells_tenants = fairness != "none"
         self._is_strict = fairness == "strict"
         self._clock = clock
-        self._lanes: dict[int, _Lane] = {0: _Lane()}  # by priority if strict
+        self._lanes: dict[int, Lane] = {0: Lane()}  # by priority if strict
         self._tenants: OrderedDict[tuple[int, str], Tenant] = OrderedDict()  # least recently seen first
         self._numbers = itertools.count()
         self.count = 0  # of waiting requests
@@ -361,12 +274,7 @@ class FairQueue:
         tenant.counter = max(tenant.counter, floor)
 
     def _enter(self, tenant: Tenant) -> None:
-        heap = tenant.lane.heap
-        if len(heap) > 2 * tenant.lane.active + 64:
-            heap[:] = [entry for entry in heap if entry[1] == entry[2].entry]
-            heapq.heapify(heap)
-        tenant.entry = next(self._numbers)
-        heapq.heappush(heap, (tenant.counter, tenant.entry, tenant))
+        tenant.lane.enter(tenant, next(self._numbers))
 
     def _tenant(self, name: str, priority: int) -> Tenant:
         lane = self._lane_of(priority)
@@ -387,7 +295,7 @@ class FairQueue:
                 del self._tenants[key]
         else:
             name = _OTHERS
-        at = self._lanes.setdefault(lane, _Lane())
+        at = self._lanes.setdefault(lane, Lane())
         tenant = self._tenants.get((lane, name))
         if tenant is None:
             tenant = self._tenants[lane, name] = Tenant(name, at, counter=at.floor)

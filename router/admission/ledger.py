@@ -4,13 +4,13 @@ A bucket's level and what it has lent never exceed its size together, so that al
 in any time W. What is lent and not given back within a second counts as used.
 """
 
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from baton.engine.v1 import peer_pb2
 from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
+from runtime.clock import monotonic
 
 THIS_ROUTER = ""  # as a borrower and as a home
 LOAN_SECONDS = 1.0  # then an unused loan expires at its borrower
@@ -31,7 +31,7 @@ _GRANTED = peer_pb2.QuotaLoan(granted=True)
 class TokenBucket:
     """A token bucket: fills by `rate` a second, up to `burst_seconds` of it. A rate of 0 is no limit."""
 
-    def __init__(self, rate: float, burst_seconds: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, rate: float, burst_seconds: float, clock: Clock = monotonic) -> None:
         self.rate = rate
         self._clock = clock
         self.size = max(1.0, rate * burst_seconds)
@@ -186,7 +186,7 @@ class Account:
 class Ledger:
     """The accounts of the tenants whose home is this router."""
 
-    def __init__(self, config: QuotasConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: QuotasConfig, clock: Clock = monotonic) -> None:
         self._config = config
         self._clock = clock
         self._accounts: OrderedDict[str, Account] = OrderedDict()  # least recently used first

@@ -6,7 +6,6 @@ fair_queue.py, so that a tenant's work at one router counts at all.
 """
 
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from router.admission.ledger import THIS_ROUTER
 from router.admission.peers import Peers
 from router.admission.queue import AdmissionQueue
 from router.routing.latency import Clock
+from runtime.clock import monotonic
 
 IDLE_SECONDS, BUSY_SECONDS, CONTENDED_SECONDS = 1.0, 0.2, 0.05  # between two asks
 _SETTLING_SECONDS = 1.5  # for which a new home lends no more than is told: routers tell what they hold
@@ -45,7 +45,7 @@ class _Holder:
 class PlaceLender:
     """The places of one model, at their home, and the tenants' counters. Never lends more than `limit` together."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._holders: dict[str, _Holder] = {}
         self._counters: OrderedDict[str, float] = OrderedDict()  # least recently served first
@@ -120,7 +120,7 @@ class PlaceLender:
 class SharedPlaces:
     """The places of one model as this router has borrowed them: Places of its queue."""
 
-    def __init__(self, peers: Peers, key: str, wake: Callable[[], None], clock: Clock = time.monotonic) -> None:
+    def __init__(self, peers: Peers, key: str, wake: Callable[[], None], clock: Clock = monotonic) -> None:
         self._peers = peers
         self._key = key
         self._wake = wake
@@ -129,7 +129,6 @@ class SharedPlaces:
         self._usable = 0
         self._answered_at = clock()
         self._ask_at = 0.0
-        self._is_contended = False
 
     def usable(self, limit: int) -> int:
         """Those that are lent; all without other routers."""
@@ -213,7 +212,7 @@ LendHere = Callable[[peer_pb2.PlacesAsk], peer_pb2.PlacesLoan]
 class PlaceLenders:
     """The places of the models whose home is this router."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._lenders: dict[str, PlaceLender] = {}
 

@@ -1,12 +1,12 @@
 """Predicts how long a request would take, from the recent speed and the load of the workers."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from discovery.record import WorkerRecord
 from router.routing.latency import Average, Clock, WorkerLatency
+from runtime.clock import monotonic
 
 
 class MeasuredWorker(Protocol):
@@ -71,7 +71,7 @@ class _Lengths:
 class LatencyPredictor:
     """Predicts from the measurements of the last seconds only. Without them requests are admitted, and measured."""
 
-    def __init__(self, fleet: Fleet, clock: Clock = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, clock: Clock = monotonic) -> None:
         self._fleet = fleet
         self._clock = clock
         self._lengths: dict[str, _Lengths] = {}  # by model

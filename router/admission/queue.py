@@ -1,14 +1,15 @@
 """The requests of one model that run or wait, in the order of fair_queue.py."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import BatonError, NoWorker, Overloaded
-from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.fair_queue import FairQueue
+from router.admission.lanes import Ticket
 from router.routing.latency import Average, Clock
 from router.telemetry import metrics
+from runtime.clock import monotonic
 
 _RETRY_SECONDS = 1.0  # without measurements
 _LONGEST_RETRY_SECONDS = 60.0
@@ -68,7 +69,7 @@ class AdmissionQueue:
         *,
         order: FairQueue | None = None,
         places: Places = _OWN_PLACES,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
         call_later: CallLater = _call_later,
     ) -> None:
         self._limit = limit

@@ -5,7 +5,6 @@ quota, for a while.
 """
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -20,6 +19,7 @@ from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
 from router.telemetry import metrics
 from router.telemetry.stats import RequestStats
+from runtime.clock import monotonic
 
 # Beyond this number tenants without running requests and debts are forgotten; see ledger.py.
 _MOST_TENANTS = 10_000
@@ -85,7 +85,7 @@ class _Tenant:
 class Quotas:
     """The quotas of all tenants, as this router uses them. `follow` must run if there are other routers."""
 
-    def __init__(self, config: QuotasConfig, clock: Clock = time.monotonic, peers: Peers = ALONE) -> None:
+    def __init__(self, config: QuotasConfig, clock: Clock = monotonic, peers: Peers = ALONE) -> None:
         self.ledger = Ledger(config, clock)
         self.is_unlimited = config.are_none  # for every tenant
         self._config = config

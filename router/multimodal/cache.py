@@ -1,7 +1,6 @@
 """A cache of embeddings, with one Encode call for all requests that want the same one at the same time."""
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ from router.telemetry import metrics
 from router.workers.aborts import abort
 from router.workers.handle import WorkerHandle
 from runtime.aio import forget_cancellation
+from runtime.clock import monotonic
 from runtime.lasting import lasting
 
 _SWEEP_SECONDS = 0.5
@@ -58,7 +58,7 @@ class _Entry:
     lease: EmbeddingLease | None
     is_cached: bool = False
     users: int = 0
-    used_at: float = field(default_factory=time.monotonic)
+    used_at: float = field(default_factory=monotonic)
 
     @property
     def num_bytes(self) -> int:
@@ -202,7 +202,7 @@ class EmbeddingCache:
     def unref(self, entry: _Entry) -> None:
         """Notes that a reference was closed."""
         entry.users -= 1
-        entry.used_at = time.monotonic()
+        entry.used_at = monotonic()
         self._free_if_unused(entry)
 
     async def relieve(self, worker: WorkerHandle) -> bool:
@@ -221,7 +221,7 @@ class EmbeddingCache:
             self.evict(key, entry, "lost")
             return None
         self._entries.move_to_end(key)
-        entry.used_at = time.monotonic()
+        entry.used_at = monotonic()
         return entry
 
     # One call for all requests that want the same embedding.
@@ -310,7 +310,7 @@ class EmbeddingCache:
             return "lost"
         if entry.encoded.worker.record.draining:
             return "draining"
-        is_idle = not entry.users and time.monotonic() - entry.used_at > self._config.leased_idle_seconds
+        is_idle = not entry.users and monotonic() - entry.used_at > self._config.leased_idle_seconds
         return "idle" if is_idle else ""
 
     def _leased(self) -> list[tuple[EmbeddingKey, _Entry]]:

@@ -1,6 +1,5 @@
 """Turns media into embeddings: from the cache, or by Encode calls to workers."""
 
-import secrets
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +16,7 @@ from router.workers.handle import WorkerHandle
 from router.workers.replies import check_embedding
 from router.workers.role_calls import Metadata, RoleCall, call_with_retries
 from rpc.violations import renamed
+from runtime.entropy import token_hex
 
 _WORKER_PATH = "media[0]"  # of the only item in a request to a worker
 
@@ -81,7 +81,7 @@ class _EncodeCall(RoleCall[Encoded]):
         return self._embedder.encoders.place(self._encoder, tried)
 
     def begin(self, worker: WorkerHandle) -> str:
-        self._inflight.set_worker(worker, f"{self._ctx.call_id}/{secrets.token_hex(4)}")
+        self._inflight.set_worker(worker, f"{self._ctx.call_id}/{token_hex(4)}")
         return self._inflight.call_id
 
     async def run(self, worker: WorkerHandle, seconds: float, metadata: Metadata) -> Encoded:

@@ -5,7 +5,6 @@ that the same error has there.
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton_http2.input_budget import InputBudget, InputHold, InputLimits, Pace
 from router.openai.errors import HttpRefusal
 from runtime.aio import timeout
+from runtime.entropy import token_hex
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -49,9 +49,7 @@ class HttpCall:
         self.status = StatusCode.OK
         self.response_status = 0  # 0 before the response has begun
         self.guided_field = ""  # where the body has a grammar, for errors that name it
-        self.request_id = (
-            next((value for key, value in self._metadata if key == "x-request-id"), "") or uuid.uuid4().hex
-        )
+        self.request_id = next((value for key, value in self._metadata if key == "x-request-id"), "") or token_hex(16)
 
     # As a gRPC context.
 

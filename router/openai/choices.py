@@ -1,7 +1,6 @@
 """Answers as OpenAI's choices: whole, or streamed as server-sent events."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -11,6 +10,7 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
 from router.openai.errors import describe
 from router.stream.collector import UnaryCollector
+from runtime.clock import wall_time
 
 Kind = Literal["chat", "text"]
 TokenText = Callable[[int], str]
@@ -248,7 +248,7 @@ def event(value: dict[str, Any], name: str = "") -> bytes:
 
 def now() -> int:
     """The time in whole seconds since 1970, as `created`."""
-    return int(time.time())
+    return int(wall_time())
 
 
 def _call(call: generate_pb2.ToolCall) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from router.admission.ledger import THIS_ROUTER
 from router.peers.link import PeerLink
 from router.routing.latency import Clock
 from router.telemetry import metrics
+from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ class RegisteredPeers:
     Routers without an address beyond their host share with those of the same host alone.
     """
 
-    def __init__(self, own: WorkerRecord, connect: Connect, clock: Clock = time.monotonic) -> None:
+    def __init__(self, own: WorkerRecord, connect: Connect, clock: Clock = monotonic) -> None:
         self.own = own
         self._connect = connect
         self._clock = clock

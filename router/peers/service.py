@@ -1,7 +1,6 @@
 """PeerService: what this router lends others as a home, and how it serves and registers that."""
 
 import asyncio
-import secrets
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +26,7 @@ from rpc.channels import dialer
 from rpc.health import Health
 from rpc.server import Service, serve
 from runtime.aio import TaskGroup, timeout
+from runtime.entropy import token_hex
 from runtime.lasting import lasting
 
 SERVICE_NAME = "baton.engine.v1.PeerService"
@@ -169,7 +169,7 @@ async def _registered(registry: Registry, record: WorkerRecord) -> None:
 
 def _record(config: RouterConfig) -> WorkerRecord:
     """This process's record; its id is its own, so that none takes a restarted router for the one before."""
-    name = f"{config.router_id[:100] or 'router'}-{secrets.token_hex(8)}"
+    name = f"{config.router_id[:100] or 'router'}-{token_hex(8)}"
     return WorkerRecord(
         worker_id=name,
         epoch=0,

@@ -3,12 +3,12 @@
 import asyncio
 import ipaddress
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.workers.handle import WorkerHandle
 from runtime.aio import timeout
+from runtime.clock import monotonic
 
 _LOOKUP_SECONDS = 1.0
 _FRESH_SECONDS = 5.0  # before a name is looked up again
@@ -42,7 +42,7 @@ class Endpoints:
         if _is_ip(host):
             return host
         known, until = self._known.get(host, ("", 0.0))
-        if time.monotonic() < until:
+        if monotonic() < until:
             return known
         try:
             async with timeout(_LOOKUP_SECONDS):
@@ -51,7 +51,7 @@ class Endpoints:
             # Also a name that is not found is not looked up for each request.
             found = []
         address = str(found[0][4][0]) if found else ""
-        self._known[host] = address, time.monotonic() + _FRESH_SECONDS
+        self._known[host] = address, monotonic() + _FRESH_SECONDS
         return address
 
 

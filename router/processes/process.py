@@ -4,7 +4,6 @@ import asyncio
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -19,6 +18,7 @@ from router.processes.link import LinkLost, ProcessLink
 from router.processes.messages import AnyMessage, Family
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout
+from runtime.clock import monotonic
 from runtime.metrics import REGISTRY
 from runtime.monitor import Report, status
 
@@ -80,7 +80,7 @@ class RouterProcess:
         """
         backoff, has_listened = Backoff(_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS), False
         while not stopping.is_set():
-            started, self._problem = time.monotonic(), ""
+            started, self._problem = monotonic(), ""
             code = await self._run(stopping)
             ended(self)
             has_listened = has_listened or self.listens.is_set()
@@ -89,7 +89,7 @@ class RouterProcess:
                 return
             if not has_listened:
                 raise ConfigError(self._problem) if self._problem else ProcessEnded(f"it ended with exit code {code}")
-            if time.monotonic() - started > _STEADY_SECONDS:
+            if monotonic() - started > _STEADY_SECONDS:
                 backoff.reset()
             wait = backoff.next_seconds()
             found = {"problem": self._problem} if self._problem else {"exit_code": code}
@@ -100,7 +100,7 @@ class RouterProcess:
 
     def report(self) -> dict[str, object]:
         """Its report at /health."""
-        is_fresh = self.listens.is_set() and time.monotonic() - self._reported_at < _FRESH_SECONDS
+        is_fresh = self.listens.is_set() and monotonic() - self._reported_at < _FRESH_SECONDS
         known = self._report if is_fresh else {"status": status(False)}
         pid = self._process.pid if self._process and self._process.returncode is None else None
         return {"process": self.name, "pid": pid, "restarts": self.restarts, **known}
@@ -172,7 +172,7 @@ class RouterProcess:
 
     async def _look(self) -> None:
         """Asks how it is, again and again; kills it if it has not answered for too long."""
-        answered = time.monotonic()
+        answered = monotonic()
         while True:
             await asyncio.sleep(_LOOK_SECONDS if self.listens.is_set() else _START_LOOK_SECONDS)
             try:
@@ -180,10 +180,10 @@ class RouterProcess:
             except LinkLost:
                 return
             except asyncio.TimeoutError:
-                log.error("process of the router hangs", process=self.name, seconds=time.monotonic() - answered)
+                log.error("process of the router hangs", process=self.name, seconds=monotonic() - answered)
                 self.signal(signal.SIGKILL)
                 return
-            self._report, self._reported_at = answer.report, time.monotonic()
+            self._report, self._reported_at = answer.report, monotonic()
             answered = self._reported_at
 
 

@@ -1,12 +1,12 @@
 """The handle of a kept answer: the id of its first decode, a secret, and a hint at its worker."""
 
-import os
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
 from baton.errors import InvalidRequest
+from runtime.entropy import token_bytes
 
 _VERSION = "b1."
 _ID_BYTES = _SECRET_BYTES = 16
@@ -25,7 +25,7 @@ class Handle:
     @classmethod
     def new(cls, call_id: str) -> "Handle":
         """A handle with a secret of its own."""
-        return cls(call_id, os.urandom(_SECRET_BYTES))
+        return cls(call_id, token_bytes(_SECRET_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> "Handle":

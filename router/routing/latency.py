@@ -1,12 +1,12 @@
 """The recent speed of a worker, measured by this router on its own requests."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.inference.v1 import timing_pb2
+from runtime.clock import monotonic
 
 # The time constant of the weights of older measurements, in seconds.
 _HORIZON_SECONDS = 10.0
@@ -35,7 +35,7 @@ class Throughput:
     have no sample of their own, and no time of theirs is charged to others.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self.waiting_tokens = 0
         self._clock = clock
         self._tokens = self._seconds = 0.0
@@ -82,7 +82,7 @@ class Throughput:
 class Average:
     """A moving average over about the last `of` measurements."""
 
-    def __init__(self, of: int = 8, clock: Clock = time.monotonic) -> None:
+    def __init__(self, of: int = 8, clock: Clock = monotonic) -> None:
         self._of = of
         self._clock = clock
         self._value = 0.0
@@ -111,7 +111,7 @@ class WorkerLatency:
     come.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self.clock = clock
         self.prompts = Throughput(clock)
         self.entry_seconds = Average(clock=clock)

@@ -2,13 +2,13 @@
 
 import asyncio
 import random
-import time
 
 from baton.errors import BatonError, Draining, Overloaded
 from discovery.backoff import Backoff
 from engine_protocol.roles import Role
 from router.config import RetryConfig
 from router.telemetry import metrics
+from runtime.clock import monotonic
 
 Stage = Role
 
@@ -29,7 +29,7 @@ class RetryBudget:
         self._floor = float(floor)
         self._most = 10.0 * floor
         self._left = float(floor)
-        self._refilled_at = time.monotonic()
+        self._refilled_at = monotonic()
 
     def earn(self) -> None:
         """Adds the share of one request."""
@@ -44,7 +44,7 @@ class RetryBudget:
         return True
 
     def _refill(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if self._left < self._floor:
             self._left = min(self._floor, self._left + now - self._refilled_at)
         self._refilled_at = now

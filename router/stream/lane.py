@@ -1,16 +1,17 @@
 """The lane of one answer: its tokens and other messages, to its client's wire."""
 
-import time
 from collections.abc import Callable
 
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply, Wire
 from router.stream.general import FillFinished, UnsentAnswer
-from router.stream.meter import TokenMeter
+from router.stream.meter import NoMeter, TokenMeter
 from router.text.completion import Completion, TokenDelta
 from router.text.token_messages import FIRST, LAST, message_start, varint
+from runtime.clock import perf_counter_ns
 
 _NO_FIELDS: dict[int, bytes] = {}
+_NO_METER = NoMeter()
 
 
 class ClientLane:
@@ -34,14 +35,13 @@ class ClientLane:
         "_is_lost",
         "_max_waiting_tokens",
         "_message",
-        "_meter",
-        "_plain_left",
+        "_plain_until",
         "_reply",
         "_sequence",
         "_start",
         "_unsent",
         "is_behind",
-        "settle",
+        "meter",
         "wire",
     )
 
@@ -63,11 +63,10 @@ class ClientLane:
         self.wire: Wire | None = None  # also None where the server cannot write without waiting
         self.is_behind = False
         self._is_lost = False
-        self._plain_left = 0  # how many tokens may be plain from here on; 0 if the next one is general
+        self._plain_until = 0  # the first sequence whose token may not be plain
         self._completion: Completion | None = None
-        self._meter: TokenMeter | None = None
         self._ended: Callable[[], None] | None = None
-        self.settle: Callable[[float], None] = _no_meter  # times and counts a token that was pushed
+        self.meter: TokenMeter | NoMeter = _NO_METER
         self._ids: list[int] = []
         self._fields = _NO_FIELDS
         self._ending_ids: frozenset[int] = frozenset()
@@ -84,31 +83,25 @@ class ClientLane:
 
         `ended` is called at the one that finishes it. The owner detaches it, also after a failure.
         """
-        self._completion, self._meter, self._ended = completion, meter, ended
-        self.settle = meter.push
+        self._completion, self.meter, self._ended = completion, meter, ended
         self._ids, self._ending_ids = completion.token_ids, completion.ending_ids
         self._fields = completion.serialized
 
     def detach(self) -> None:
         """Takes no more tokens of the call. What was attached refers to this."""
-        self._completion = self._meter = self._ended = None
-        self.settle = _no_meter
-        self._plain_left = 0
+        self._completion = self._ended = None
+        self.meter = _NO_METER
+        self._plain_until = 0
 
     def push(self, token_id: int) -> bool:
         """Sends one token. False if too much waits: its reader is to wait, too."""
-        if self._plain_left > 0:
-            field = self._fields.get(token_id)
-            if field is not None and token_id not in self._ending_ids:
-                self._push_plain(token_id, field)
-                return True
-        return self._push_general(token_id)
-
-    def _push_plain(self, token_id: int, field: bytes) -> None:
-        """Sends a plain token as `_push_general` does: the same bytes, without an object of protobuf's."""
-        wire, sequence = self.wire, self._sequence
+        sequence = self._sequence
+        field = self._fields.get(token_id) if sequence < self._plain_until else None
+        if field is None or token_id in self._ending_ids:
+            return self._push_general(token_id)
+        # As `_push_general` does: the same bytes, without an object of protobuf's, and without a call but the wire's.
+        wire = self.wire
         assert wire is not None
-        self._plain_left -= 1
         self._sequence = sequence + 1
         self._ids.append(token_id)
         if sequence < 128:
@@ -118,15 +111,16 @@ class ClientLane:
         else:
             number = varint(sequence)
         if not wire.write(self._start + number + field):
-            self.is_behind, self._plain_left = True, 0
+            self.is_behind, self._plain_until = True, 0
+        return True
 
     def _push_general(self, token_id: int) -> bool:
-        completion, meter, ended = self._completion, self._meter, self._ended
-        if completion is None or meter is None or ended is None or not self.is_writable:
+        completion, ended = self._completion, self._ended
+        if completion is None or ended is None or not self.is_writable:
             return False
-        started = time.perf_counter_ns()
+        started = perf_counter_ns()
         text = completion.push_token(token_id)
-        meter.detokenizing += time.perf_counter_ns() - started
+        self.meter.detokenized_for(perf_counter_ns() - started)
         self.put(TokenDelta(text, (token_id,)))
         if completion.finished is not None:
             ended()
@@ -168,11 +162,11 @@ class ClientLane:
 
     def fall_behind(self) -> None:
         """Writes nothing here until it has `caught_up`: all messages are those of `next_message`."""
-        self.is_behind, self._plain_left = True, 0
+        self.is_behind, self._plain_until = True, 0
 
     def lose(self) -> None:
         """Takes no more tokens: nothing that waits will be sent any more."""
-        self._is_lost, self._plain_left = True, 0
+        self._is_lost, self._plain_until = True, 0
 
     def caught_up(self) -> None:
         """Writes here again: the client has read what waited."""
@@ -188,7 +182,7 @@ class ClientLane:
             self.is_behind = not wire.write(self._message.SerializeToString())
         if self.is_behind and not self._unsent.is_empty:
             self._fell_behind()
-        self._plain_left = 0 if self._completion is None else self._count_plain(self._completion)
+        self._plain_until = 0 if self._completion is None else self._sequence + self._count_plain(self._completion)
 
     def _open(self, reply: Reply) -> None:
         self._reply = None
@@ -200,10 +194,6 @@ class ClientLane:
         if self.is_behind or not completion.is_plain or not self._unsent.sends_at_once:
             return 0
         return completion.max_tokens - 1 - len(self._ids)
-
-
-def _no_meter(_now: float) -> None:
-    """Counts nothing: no call is attached."""
 
 
 def _nothing() -> None:

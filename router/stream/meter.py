@@ -1,12 +1,12 @@
 """The counters and timers of a request's tokens, as they come."""
 
-import time
 from collections.abc import Sequence
 
 from router.routing.latency import Average, DecodeTimer
 from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
+from runtime.clock import monotonic
 
 
 class TokenMeter:
@@ -17,7 +17,6 @@ class TokenMeter:
     """
 
     __slots__ = (
-        "_is_unsettled",
         "_latencies",
         "_pushed_at",
         "_recent",
@@ -40,7 +39,6 @@ class TokenMeter:
         self._timer: DecodeTimer | None = None  # of the running decode call
         self._recent: Average | None = None  # of the worker of that call
         self._pushed_at: float | None = None  # of the last token that was pushed, in seconds of time.monotonic
-        self._is_unsettled = False
         self.detokenizing = 0  # nanoseconds, of the token that is being pushed; plain ones take none
 
     def begin_call(self, timer: DecodeTimer) -> None:
@@ -59,22 +57,26 @@ class TokenMeter:
 
     # Tokens that are pushed, one by one.
 
-    def push(self, now: float) -> None:
-        """Times a token that was sent; `now` is in seconds of time.monotonic."""
+    def detokenized_for(self, nanoseconds: int) -> None:
+        """Notes what finding the text of the token that is being pushed took; plain ones have theirs."""
+        if self._pushed_at is not None:
+            self.settle()
+        self.detokenizing += nanoseconds
+
+    def count(self, now: float) -> None:
+        """Counts and times a token that was sent. See SinkMeter."""
         before = self._pushed_at
-        if before is None or self.detokenizing:
-            self._push_detokenized(now)
+        if before is None:
+            self._count_detokenized(now)
             return
         assert self._recent is not None
         assert self._single is not None
         self._pushed_at = now
-        self._is_unsettled = True
         seconds = now - before
         self._recent.add(seconds, now)
         self._single.observe(seconds)
 
-    def _push_detokenized(self, now: float) -> None:
-        self.settle()
+    def _count_detokenized(self, now: float) -> None:
         took, self.detokenizing = self.detokenizing, 0
         assert self._timer is not None
         self._timer.took_token()
@@ -87,9 +89,8 @@ class TokenMeter:
     def settle(self) -> None:
         """Counts all tokens that were pushed; the next one is timed by itself."""
         pushed_at, self._pushed_at = self._pushed_at, None
-        if self._is_unsettled and pushed_at is not None and self._timer is not None:
-            self._is_unsettled = False
-            ago = time.monotonic() - pushed_at
+        if pushed_at is not None and self._timer is not None:
+            ago = monotonic() - pushed_at
             self._stats.completion_tokens = len(self._token_ids)
             self._timer.has_waited(ago)
             self._timings.token_came(ago)
@@ -114,3 +115,13 @@ class TokenMeter:
         """Notes that the client has been sent them: its time to read them is not the worker's."""
         if self._timer is not None:
             self._timer.waits_for_more()
+
+
+class NoMeter:
+    """Counts nothing: no call is attached."""
+
+    def detokenized_for(self, nanoseconds: int) -> None:
+        """No-op."""
+
+    def count(self, now: float) -> None:
+        """No-op."""

@@ -1,7 +1,6 @@
 """Streams the messages of one request to its client, at the client's pace."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -17,6 +16,7 @@ from router.stream.lane import ClientLane
 from router.stream.reply import AT_ONCE, Pace
 from router.text.completion import TokenDelta
 from runtime.aio import ended_with, forget_cancellation
+from runtime.clock import monotonic
 
 _FLUSH_SECONDS = 1.0
 
@@ -38,7 +38,7 @@ class StreamWriter:
         max_waiting_tokens: int,
         patience_seconds: float = 60.0,
         first_token_sent: Callable[[], None] = lambda: None,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
         pace: Pace = AT_ONCE,
     ) -> None:
         self._request_id = request_id

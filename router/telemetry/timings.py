@@ -1,6 +1,5 @@
 """Where a request's time went: the router's stages, the stages that workers report, and the unattributed rest."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -8,6 +7,7 @@ from types import TracebackType
 from baton.inference.v1 import timing_pb2
 from router.telemetry.stages import CallTiming, StageTiming, name_of, timings_message
 from rpc.tracing.span import NO_SPAN, Span, stage_span
+from runtime.clock import perf_counter, perf_counter_ns
 
 
 class Timings:
@@ -19,7 +19,7 @@ class Timings:
     """
 
     def __init__(self, started: float | None = None) -> None:
-        self._started = _ns(time.perf_counter() if started is None else started)
+        self._started = _ns(perf_counter() if started is None else started)
         self._stages: list[StageTiming] = []
         self._call: CallTiming | None = None
         self._text = _Text()
@@ -56,7 +56,7 @@ class Timings:
         The first stage begins with the call's arrival.
         """
         self.stage = stage
-        return _MeasuredStage(self, stage, time.perf_counter_ns() if self._stages else self._started)
+        return _MeasuredStage(self, stage, perf_counter_ns() if self._stages else self._started)
 
     @contextmanager
     def measure_call(self, stage: timing_pb2.Stage.ValueType) -> Iterator[CallTiming]:
@@ -70,7 +70,7 @@ class Timings:
     def begin_call(self, stage: timing_pb2.Stage.ValueType, worker_id: str) -> CallTiming:
         """Begins the measurement of a call, as `measure_call` does."""
         self.stage = stage
-        call = self._call = CallTiming(stage, worker_id, time.perf_counter_ns())
+        call = self._call = CallTiming(stage, worker_id, perf_counter_ns())
         if self._text.first_at is not None:
             call.first_token_came(self._text.first_at)
         return call
@@ -78,7 +78,7 @@ class Timings:
     def end_call(self, call: CallTiming) -> None:
         """Ends the measurement of a call, as `measure_call` does."""
         self._call = None
-        self._stages += call.end(time.perf_counter_ns())
+        self._stages += call.end(perf_counter_ns())
 
     def detokenized(self, started: float) -> float:
         """Notes that tokens were turned into text between `started`, of time.perf_counter, and now.
@@ -87,7 +87,7 @@ class Timings:
         """
         text = self._text
         if text.first_at is not None:
-            return text.add(time.perf_counter_ns() - _ns(started))
+            return text.add(perf_counter_ns() - _ns(started))
         text.add_first(_ns(started))
         if self._call is not None:
             self._call.first_token_came(_ns(started))
@@ -99,7 +99,7 @@ class Timings:
 
     def token_came(self, ago: float) -> None:
         """Notes that the last token came so many seconds ago. Finding its text took no time that would count."""
-        self._text.ended = max(self._text.ended, time.perf_counter_ns() - _ns(ago))
+        self._text.ended = max(self._text.ended, perf_counter_ns() - _ns(ago))
 
     def first_token_sent(self) -> None:
         """Notes that the first token is written now. The time that it waited counts as detokenizing."""
@@ -129,14 +129,14 @@ class Timings:
 
     @property
     def _elapsed(self) -> int:
-        return time.perf_counter_ns() - self._started if self._total is None else self._total
+        return perf_counter_ns() - self._started if self._total is None else self._total
 
     def record(self, stage: timing_pb2.Stage.ValueType, started: int) -> int:
         """Adds the time since `started`, in nanoseconds, to a stage of the router, which may have run before.
 
         Returns the time now.
         """
-        ended = time.perf_counter_ns()
+        ended = perf_counter_ns()
         took = ended - started
         before = took if self._text.first_at is None else 0
         for index, known in enumerate(self._stages):
@@ -199,13 +199,13 @@ class _Text:
 
     def add_first(self, started: int) -> None:
         """Adds the time since `started`, of the first tokens."""
-        self.ended = time.perf_counter_ns()
+        self.ended = perf_counter_ns()
         self.nanoseconds += self.ended - started
         self.began, self.first_at, self.first_nanoseconds = started, self.ended, self.nanoseconds
 
     def add(self, nanoseconds: int) -> float:
         """Adds the time that later tokens took until now. Returns the seconds since those before them."""
-        before, now = self.ended, time.perf_counter_ns()
+        before, now = self.ended, perf_counter_ns()
         self.ended = now
         self.nanoseconds += nanoseconds
         return (now - before) / 1e9
@@ -213,7 +213,7 @@ class _Text:
     def sent(self) -> None:
         """Notes that the first tokens are sent."""
         if self.first_at is not None:
-            now = time.perf_counter_ns()
+            now = perf_counter_ns()
             waited, self.first_at = now - self.first_at, now
             self.is_sent = True
             self.nanoseconds += waited

@@ -1,7 +1,6 @@
 """Renders a model's chat template as Hugging Face transformers does, in a sandbox."""
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +16,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import InvalidRequest
+from runtime.clock import thread_time, wall_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _tojson(
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.fromtimestamp(wall_time()).strftime(format)
 
 
 class SlowTemplate(Exception):
@@ -92,11 +92,11 @@ class _Budget:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._ends_at = time.thread_time() + seconds
+        self._ends_at = thread_time() + seconds
 
     def check(self) -> None:
         """Raises SlowTemplate if it is used up."""
-        if time.thread_time() > self._ends_at:
+        if thread_time() > self._ends_at:
             raise SlowTemplate(f"it takes longer than {self._seconds:g} s")
 
 

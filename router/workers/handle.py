@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
@@ -39,6 +38,7 @@ from router.workers.loras import watch_loras
 from router.workers.report_stream import ReportStream
 from rpc.channels import Dial
 from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
+from runtime.clock import monotonic
 from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
@@ -118,8 +118,8 @@ class WorkerHandle:
         self._fault_problem = ""
         self._suspensions = Backoff(_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS)
         self._suspended_until = -math.inf
-        self._load_at = self._heard_at = time.monotonic()
-        self._calls: set[_Interruptible] = set()
+        self._load_at = self._heard_at = monotonic()
+        self._calls: dict[_Interruptible, None] = {}
         self._requests, self._waiting_tokens = CorrectedLoad(), CorrectedLoad()
         # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
         self.others_tokens = self._others_tokens_at_load = 0
@@ -176,7 +176,7 @@ class WorkerHandle:
     @property
     def load_age_seconds(self) -> float:
         """The age of the reported load."""
-        return time.monotonic() - self._load_at
+        return monotonic() - self._load_at
 
     @contextmanager
     def track_load(self, prompt_tokens: int) -> Iterator[None]:
@@ -229,16 +229,16 @@ class WorkerHandle:
 
     def begin_waiting(self, call: "_Interruptible") -> None:
         """Adds a call that is interrupted if the worker is found to hang."""
-        self._calls.add(call)
+        self._calls[call] = None
 
     def end_waiting(self, call: "_Interruptible") -> None:
         """Undoes `begin_waiting`."""
-        self._calls.discard(call)
+        self._calls.pop(call, None)
 
     @property
     def silent_seconds(self) -> float:
         """The seconds since it was last heard of."""
-        return time.monotonic() - self._heard_at
+        return monotonic() - self._heard_at
 
     def mark_unhealthy(self, problem: str) -> None:
         """Marks it unhealthy until its next health check succeeds."""
@@ -247,7 +247,7 @@ class WorkerHandle:
 
     def suspend(self, problem: str) -> None:
         """Lets it get no requests for a while, which is longer each time that it comes soon after the last one."""
-        now = time.monotonic()
+        now = monotonic()
         if now < self._suspended_until:
             return
         if now > self._suspended_until + _FORGIVEN_SECONDS:
@@ -297,9 +297,9 @@ class WorkerHandle:
                 failures = 0
                 await sleep_together(unasked_seconds, probe.interval_seconds / _TIMES_AN_INTERVAL)
                 continue
-            started = time.monotonic()
+            started = monotonic()
             problem = await self._check(probe.timeout_seconds)
-            if problem and time.monotonic() - started > 2 * probe.timeout_seconds:
+            if problem and monotonic() - started > 2 * probe.timeout_seconds:
                 # This process stood still, not the worker.
                 continue
             failures = failures + 1 if problem else 0
@@ -307,7 +307,7 @@ class WorkerHandle:
             # After a pause of this process every call has timed out: one failure proves nothing.
             if failures > 1 and self.silent_seconds >= probe.hung_seconds:
                 self._interrupt()
-            await asyncio.sleep(max(0.0, started + probe.interval_seconds - time.monotonic()))
+            await asyncio.sleep(max(0.0, started + probe.interval_seconds - monotonic()))
 
     async def watch_load(self, probe: ProbeConfig) -> None:
         """Follows the load that the worker reports, until cancelled. It also reports that nothing has changed."""
@@ -321,7 +321,7 @@ class WorkerHandle:
                     async with aclosing(stream(self.shared_control.WatchLoad(request))) as responses:
                         async for response in responses:
                             backoff.reset()
-                            self._heard_at = time.monotonic()
+                            self._heard_at = monotonic()
                             self._set_load(response.load)
                             reports.arrived()
                     reports.lost("the worker ended it")
@@ -358,7 +358,7 @@ class WorkerHandle:
 
     def _interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""
-        now, left = time.monotonic(), _ASKED_AT_ONCE
+        now, left = monotonic(), _ASKED_AT_ONCE
         for call in tuple(self._calls):
             waiting = call.waiting
             if waiting is None or not waiting.awaits_answer:
@@ -368,7 +368,7 @@ class WorkerHandle:
             elif now > self._due(waiting, waiting.asked_at) and left:
                 left -= 1
                 if waiting.another_can(self):
-                    self._calls.discard(call)
+                    self._calls.pop(call, None)
                     call.interrupt(f"no answer for {now - waiting.asked_at:.1f} s")
                 else:
                     waiting.asked_at = now  # looked at again after as long
@@ -385,7 +385,7 @@ class WorkerHandle:
             response = await unary(self._health.Check(request, timeout=timeout_seconds, wait_for_ready=False))
         except BatonError as error:
             return f"its health check failed: {error.message}"
-        self._heard_at = time.monotonic()
+        self._heard_at = monotonic()
         return "" if response.status == _SERVING else "it reports that it is not serving"
 
     def _set_watch_problem(self, problem: str) -> None:
@@ -405,7 +405,7 @@ class WorkerHandle:
 
     def _set_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
         self.load = load
-        self._load_at = time.monotonic()
+        self._load_at = monotonic()
         self._requests.reported(load.running + load.waiting)
         self._waiting_tokens.reported(load.waiting_prefill_tokens)
         before, self._others_tokens_at_load = self._others_tokens_at_load, max(0, self._waiting_tokens.elsewhere)

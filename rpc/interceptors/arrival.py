@@ -1,9 +1,9 @@
 """When the call that a task serves arrived in this process, and the size of its message."""
 
-import time
 from contextvars import ContextVar
 
 from baton_http2.server.arrival import read_at
+from runtime.clock import perf_counter
 
 _ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 _SIZE: ContextVar[int] = ContextVar("message_bytes", default=0)
@@ -16,13 +16,13 @@ def record_call() -> None:
 
 def record_arrival() -> None:
     """Records now as the arrival of the call that this task serves."""
-    _ARRIVED.set(time.perf_counter())
+    _ARRIVED.set(perf_counter())
 
 
 def arrived_at() -> float:
     """When the call arrived, in seconds of time.perf_counter; now, outside of a call."""
     arrived = _ARRIVED.get()
-    return time.perf_counter() if arrived is None else arrived
+    return perf_counter() if arrived is None else arrived
 
 
 def record_size(message_bytes: int) -> None:

@@ -1,6 +1,5 @@
 """Adds the request id to every log line of a call, and logs one line at the end of the call."""
 
-import time
 from functools import cache
 from typing import Any
 
@@ -10,6 +9,7 @@ from grpc import aio
 from baton_http2.wire.metadata import STATUS_CODES
 from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.metadata import client_request_id, remaining_seconds, was_left_at_its_deadline
+from runtime.clock import monotonic
 from runtime.logs import FrequentLogger, add_log_fields, log_fields, set_log_fields
 
 _log = FrequentLogger(__name__)
@@ -24,7 +24,7 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
     """
 
     async def logged(request: Any, context: Context) -> Any:
-        started = time.monotonic()
+        started = monotonic()
         before = log_fields()
         add_log_fields(method=method, **identity(request, context))
         ended = False
@@ -36,7 +36,7 @@ def log_call(method: str, behaviour: Behaviour) -> Behaviour:
             ended = True
             raise
         finally:
-            seconds = time.monotonic() - started
+            seconds = monotonic() - started
             _log_end(_code_name(context) if ended else _abandoned_code_name(context, seconds), seconds)
             set_log_fields(before)
 

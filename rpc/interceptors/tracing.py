@@ -1,6 +1,5 @@
 """A span for each call of a request, as a child of its caller's."""
 
-import time
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +16,7 @@ from rpc.tracing.propagation import is_undecided, read_context
 from rpc.tracing.span import Span, entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import leaf_errors
+from runtime.clock import monotonic
 from runtime.logs import add_log_fields
 
 
@@ -55,7 +55,7 @@ class _Served:
     def __init__(self, span: Span, context: Context) -> None:
         self._span = span
         self._context = context
-        self._began = time.monotonic()
+        self._began = monotonic()
         self._entered = entered(span)
 
     def __enter__(self) -> None:
@@ -73,7 +73,7 @@ class _Served:
         self._span.end()
 
     def _was_left_at_its_deadline(self) -> bool:
-        return was_left_at_its_deadline(remaining_seconds(self._context), time.monotonic() - self._began)
+        return was_left_at_its_deadline(remaining_seconds(self._context), monotonic() - self._began)
 
     def _code(self, error: BaseException | None) -> str:
         if error is None:

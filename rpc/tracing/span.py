@@ -1,6 +1,5 @@
 """`Span`, recorded or not, and the current span of a task."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from baton.connection.metadata import Metadata
 from baton.connection.tracing import TRACEPARENT
 from rpc.tracing.propagation import format_traceparent, metadata_of, parse_traceparent
 from rpc.tracing.recording import Attributes, AttributeValue, Recording, random_id
+from runtime.clock import perf_counter
 
 
 class Span:
@@ -213,4 +213,4 @@ def optional_attempt() -> Iterator[None]:
 
 
 def _or_now(seconds: float | None) -> float:
-    return time.perf_counter() if seconds is None else seconds
+    return perf_counter() if seconds is None else seconds

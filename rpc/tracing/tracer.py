@@ -1,8 +1,6 @@
 """The tracer of a process: begins the spans of calls, and flushes them when the process ends."""
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -20,6 +18,8 @@ from rpc.tracing.exporter import open_exporter
 from rpc.tracing.propagation import is_undecided
 from rpc.tracing.recording import Recorder, Sink, random_id
 from rpc.tracing.span import NO_SPAN, Span, UnrecordedTrace
+from runtime.clock import perf_counter, wall_time_ns
+from runtime.threads import start_thread
 
 _SCOPE = "baton"
 
@@ -46,8 +46,8 @@ class Tracer:
         is_ours = parent is None or (is_undecided(parent) and len(parent.trace_state) == 1)
         if is_ours and not self._sink.samples(trace_id):
             return UnrecordedTrace(trace_id)
-        now = time.perf_counter()
-        recorder = Recorder(self._sink, time.time_ns() - int(now * 1e9))
+        now = perf_counter()
+        recorder = Recorder(self._sink, wall_time_ns() - int(now * 1e9))
         if parent is not None:
             return Span(*recorder.begin(name, parent, now, kind))
         recording = recorder.first(name, trace_id, now, kind)
@@ -94,8 +94,7 @@ async def recording(config: TracingConfig, exporter: SpanExporter, resource: Res
 
 def _close(processor: SpanProcessor, exporter: SpanExporter, flush_seconds: float) -> None:
     # The processor itself would wait for up to 30 s; its shutdown takes no timeout.
-    flushing = threading.Thread(target=processor.shutdown, name="trace-flush", daemon=True)
-    flushing.start()
+    flushing = start_thread(processor.shutdown, name="trace-flush")
     flushing.join(flush_seconds)
     if flushing.is_alive():
         exporter.shutdown()

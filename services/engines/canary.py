@@ -1,7 +1,6 @@
 """Test requests to an idle engine, since an engine may report that it is healthy and still hang."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
@@ -9,6 +8,7 @@ import structlog
 from typing_extensions import Self
 
 from baton.errors import BatonError
+from runtime.clock import monotonic
 from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class Canary:
         return self._has_waited(min(usual, self._patience))
 
     def _has_waited(self, seconds: float) -> bool:
-        if self._asked_at is None or time.monotonic() - self._asked_at <= seconds:
+        if self._asked_at is None or monotonic() - self._asked_at <= seconds:
             return False
         return self._quiet_seconds() > seconds
 
@@ -84,11 +84,11 @@ class Canary:
                 await self._ask_once()
 
     async def _ask_once(self) -> None:
-        self._asked_at = began = time.monotonic()
+        self._asked_at = began = monotonic()
         try:
             await self._ask()
             slowest = (self._slowest_seconds or 0.0) * _FORGETTING
-            self._slowest_seconds = max(slowest, time.monotonic() - began)
+            self._slowest_seconds = max(slowest, monotonic() - began)
         except BatonError as error:
             # After a fatal error the engine is unhealthy by its own account.
             log.warning("canary failed", error=error.message)

@@ -136,7 +136,7 @@ class KvPublisher:
 
     def __init__(self, ranks: int = 1, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self._held: list[dict[bytes, KvTier]] = [{} for _ in range(ranks)]
-        self._readers: set[_Reader] = set()
+        self._readers: dict[_Reader, None] = {}
         self._heartbeat_seconds = heartbeat_seconds
 
     def stored(self, block_hash: bytes, rank: int = 0, tier: KvTier = KvTier.DEVICE) -> None:
@@ -154,14 +154,14 @@ class KvPublisher:
     async def changes(self) -> AsyncGenerator[KvChange, None]:
         """Yields snapshots, one for each rank, and then changes, without end."""
         reader = _Reader(len(self._held))
-        self._readers.add(reader)
+        self._readers[reader] = None
         try:
             while True:
                 await self._await(reader)
                 for change in self._pull(reader):
                     yield change
         finally:
-            self._readers.discard(reader)
+            self._readers.pop(reader, None)
 
     async def _await(self, reader: _Reader) -> None:
         try:

@@ -1,6 +1,5 @@
 """The reader's side of a handoff whose KV the engines transfer themselves: check the lease, fetch, confirm."""
 
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from baton.errors import Overloaded
 from baton.inference.v1 import timing_pb2
 from rpc.tracing.span import stage_span
 from runtime.aio import run_to_completion, run_with_background
+from runtime.clock import monotonic
 from services.engines.generation import Generation
 from services.engines.kv import KvLayout
 from services.engines.kv_transfer import EngineDestination, RemoteKv, TransfersKv
@@ -78,16 +78,16 @@ class Fetcher:
             yield fetched
 
     async def _fetch(self, source: RemoteKv, lease: ReaderLease, call: RunningCall, begin: Begin) -> Fetched:
-        started = time.monotonic()
+        started = monotonic()
         call.stage = timing_pb2.STAGE_HANDOFF_WAIT
         await call.faults.inject("reserve")
         await lease.claim(source.state)
-        asked = time.monotonic()
+        asked = monotonic()
         call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
         await call.faults.inject("pull")
         generation = await run_with_background(lease.keep(), begin())
         waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, asked - started)
-        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, time.monotonic() - asked, 0, _TRANSPORT)
+        moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, monotonic() - asked, 0, _TRANSPORT)
         return Fetched(source, (waiting, moving), generation)
 
     async def _begin(

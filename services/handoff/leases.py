@@ -2,8 +2,6 @@
 
 import asyncio
 import hashlib
-import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -16,6 +14,8 @@ from typing_extensions import Self
 
 from baton.errors import HandoffLost, PermissionDenied
 from runtime.aio import TaskGroup, wait_until_done
+from runtime.clock import monotonic
+from runtime.entropy import token_urlsafe
 from runtime.lasting import lasting
 from services.engines.kv import HeldBlocks
 from services.engines.kv_transfer import ConfirmsKv, EngineHeldKv
@@ -40,7 +40,7 @@ class MonotonicClock:
     """The monotonic clock of this host."""
 
     def now(self) -> float:
-        return time.monotonic()
+        return monotonic()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -60,7 +60,7 @@ class Lease:
     layout_digest: str  # of the pool that the blocks are in
     holders: frozenset[str] = frozenset()  # certificates that may read, renew and release it; empty allows all
     clock: LeaseClock = field(default=MONOTONIC, repr=False)
-    handoff_id: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    handoff_id: str = field(default_factory=lambda: token_urlsafe(24), repr=False)
     reader: str = ""  # the only one that may read it, once one has claimed it
 
     @property

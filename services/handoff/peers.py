@@ -1,7 +1,6 @@
 """The workers that this one reads from: a channel to each, and its pools, opened once an epoch."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from baton.errors import BatonError, HandoffLost, LayoutMismatch, StaleEpoch
 from rpc.channels import Dial
 from rpc.timeouts import GET_POOL_SECONDS
 from runtime.aio import TaskGroup
+from runtime.clock import monotonic
 from runtime.lasting import lasting
 from services.engines.kv import KvLayout
 from services.handoff.remote_handoff import LeasedBlocks
@@ -42,7 +42,7 @@ class OwnerConnection:
 
     def __init__(self, address: str, dial: Dial) -> None:
         self.users = 0
-        self.used_at = time.monotonic()
+        self.used_at = monotonic()
         self.forgotten = asyncio.Event()
         self._channel = dial(address)
         self.stub = handoff_pb2_grpc.HandoffServiceStub(self._channel)
@@ -119,7 +119,7 @@ class Peers:
             yield peer
         finally:
             peer.users -= 1
-            peer.used_at = time.monotonic()
+            peer.used_at = monotonic()
 
     def forget(self, leased: LeasedBlocks) -> None:
         """Forgets a peer, so that the next use opens it again: its process may have ended."""
@@ -131,7 +131,7 @@ class Peers:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            before = time.monotonic() - _IDLE_SECONDS
+            before = monotonic() - _IDLE_SECONDS
             idle = [key for key, peer in self._peers.items() if not peer.users and peer.used_at < before]
             self._forgotten += [self._peers.pop(key) for key in idle]
             closing = [peer for peer in self._forgotten if not peer.users]

@@ -1,7 +1,6 @@
 """The reader's side of early handoffs: pulls a prompt's first blocks while its other ones are computed elsewhere."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from baton.errors import FieldViolation, InvalidRequest, LayoutMismatch, Unavail
 from baton.inference.v1 import timing_pb2
 from rpc.timeouts import KV_TRANSFER_SECONDS
 from runtime.aio import run_to_completion, run_with_background, timeout
+from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import Reservation, packed_ids
 from services.engines.prompt import MediaSpan, Prompt
@@ -183,7 +183,7 @@ class _Prefetch:
                 source[start:],
                 self._engine.memory,
                 self._reservation.block_ids[start : len(source)],
-                time.monotonic() + KV_TRANSFER_SECONDS,
+                monotonic() + KV_TRANSFER_SECONDS,
                 self.leased.handoff_id,
             )
             try:

@@ -1,6 +1,5 @@
 """The reader's side of a handoff: reserve, pull, confirm. Unconfirmed KV is never used."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from baton.inference.v1 import timing_pb2
 from rpc.timeouts import KV_TRANSFER_SECONDS
 from rpc.tracing.span import stage_span
 from runtime.aio import TaskGroup, run_to_completion, run_with_background
+from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import NoFreeBlocks, PulledKv, Reservation
 from services.engines.prompt import Prompt
@@ -123,7 +123,7 @@ class _Attempt:
         self._call = call
         self._reservation: Reservation | None = None
         self._prefetched: Prefetched | None = None
-        self._started = time.monotonic()
+        self._started = monotonic()
         self._reserved_at = self._started
         self._num_bytes = 0
         self._transport = ""
@@ -137,7 +137,7 @@ class _Attempt:
             self._reservation = self._prefetched.reservation
         else:
             self._reservation = await self._engine.reserve(self._prompt, self.handoff.num_tokens)
-        self._reserved_at = time.monotonic()
+        self._reserved_at = monotonic()
         self._call.stage = timing_pb2.STAGE_HANDOFF_TRANSFER
         await self._call.faults.inject("pull")
         early = self._prefetched
@@ -153,7 +153,7 @@ class _Attempt:
         await self._call.faults.inject("confirm")
         self._call.stage = timing_pb2.STAGE_DECODE
         waiting = Timing(timing_pb2.STAGE_HANDOFF_WAIT, self._reserved_at - self._started)
-        seconds = time.monotonic() - self._reserved_at
+        seconds = monotonic() - self._reserved_at
         cached = self._reservation.cached_blocks * self._engine.facts.layout.block_bytes
         early = self._prefetched.early_bytes if self._prefetched else 0
         moving = Timing(timing_pb2.STAGE_HANDOFF_TRANSFER, seconds, self._num_bytes, self._transport, cached, early)
@@ -172,7 +172,7 @@ class _Attempt:
             return 0
         memory = self._engine.memory
         assert memory is not None  # without a pool the engine grants no reservation
-        deadline = time.monotonic() + KV_TRANSFER_SECONDS
+        deadline = monotonic() + KV_TRANSFER_SECONDS
         transfer = Transfer(missing, memory, reservation.block_ids[here:], deadline, self.handoff.handoff_id)
         try:
             await pool.reader.pull(transfer)

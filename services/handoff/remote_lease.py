@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import secrets
 
 import structlog
 
@@ -12,6 +11,7 @@ from baton.errors import BatonError, HandoffLost, StaleEpoch, Unavailable
 from engine_protocol.leases import RemoteLease, renew
 from rpc.best_effort import best_effort
 from rpc.timeouts import LEASE_ANSWER_SECONDS
+from runtime.entropy import token_urlsafe
 from services.handoff.remote_handoff import LeasedBlocks
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,7 @@ class ReaderLease:
         self._owner = owner
         self._worker_id = leased.worker_id
         # The owner repeats the answer of a release to the same reader only.
-        self._reader = secrets.token_urlsafe(12)
+        self._reader = token_urlsafe(12)
 
     @property
     def is_over(self) -> bool:

@@ -1,10 +1,10 @@
 """The spans and attributes of a worker's stages, from the engine's own times."""
 
-import time
 from collections.abc import Sequence
 
 from baton.inference.v1 import timing_pb2
 from rpc.tracing.span import Attributes, AttributeValue, Span, current_span
+from runtime.clock import perf_counter
 from services.engines.answer import Finished
 from services.engines.kv import HeldKv
 from services.handoff.remote_handoff import Handoff
@@ -17,7 +17,7 @@ def prefilled(timings: Sequence[Timing], kv: HeldKv, prompt_tokens: int) -> None
     if not span.is_recording:
         return
     seconds = {timing.stage: timing.seconds for timing in timings}
-    ended = time.perf_counter()
+    ended = perf_counter()
     computing = ended - seconds[timing_pb2.STAGE_PREFILL_COMPUTE]
     span.stage("queue", computing - seconds[timing_pb2.STAGE_PREFILL_QUEUE], computing, {})
     tokens = {"baton.prompt_tokens": prompt_tokens, "baton.cached_tokens": kv.cached_tokens}

@@ -1,6 +1,5 @@
 """The reader's side of a leased embedding: pull, then confirm that the lease still holds."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ from baton.inference.v1 import timing_pb2
 from rpc.timeouts import EMBEDDING_TRANSFER_SECONDS
 from rpc.tracing.span import stage_span
 from runtime.aio import run_with_background
+from runtime.clock import monotonic, perf_counter
 from services.engines.base import ModelFacts
 from services.engines.memory.scratch import Scratch
 from services.handoff import spans as traces
@@ -60,12 +60,12 @@ class EmbeddingPuller:
     async def _pull(
         self, owner: OwnerConnection, given: GivenEmbedding, leased: LeasedBlocks, path: str
     ) -> PulledEmbedding:
-        started = time.perf_counter()
+        started = perf_counter()
         lease = ReaderLease(leased, owner.stub)
         pool, scratch = await run_with_background(lease.keep(), self._copy(owner, given, leased, path))
         # After the other renewals have stopped: this renewal is the confirmation.
         await lease.check()
-        seconds = time.perf_counter() - started
+        seconds = perf_counter() - started
         timing = Timing(timing_pb2.STAGE_EMBEDDING_TRANSFER, seconds, leased.num_bytes, pool.transport)
         return PulledEmbedding(scratch.take(leased.num_bytes), timing)
 
@@ -75,7 +75,7 @@ class EmbeddingPuller:
         pool = await self._open(owner, given, leased)
         check_blocks(leased, pool.shape.num_blocks, path)
         scratch = Scratch(len(leased.block_ids), pool.shape.block_bytes)
-        deadline = time.monotonic() + EMBEDDING_TRANSFER_SECONDS
+        deadline = monotonic() + EMBEDDING_TRANSFER_SECONDS
         try:
             await pool.reader.pull(
                 Transfer(leased.block_ids, scratch, range(scratch.num_blocks), deadline, leased.handoff_id)

@@ -1,11 +1,11 @@
 """Puts the embeddings of media into prompts: those in the request, and those that encode workers hold."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 from baton.errors import FieldViolation, InvalidRequest
 from runtime.aio import gather_or_cancel
+from runtime.clock import perf_counter
 from services.engines.base import ModelFacts
 from services.engines.prompt import Embedding, MediaSpan, Prompt
 from services.handoff.remote_handoff import LeasedBlocks
@@ -43,12 +43,12 @@ class MediaResolver:
         return dataclasses.replace(prompt, media=tuple(_span(span, _inline(span.embedding)) for span in spans))
 
     async def _pull(self, spans: Sequence[GivenSpan], clock: CallClock) -> list[MediaSpan]:
-        started = time.perf_counter()
+        started = perf_counter()
         pulled = await gather_or_cancel(self._with_embedding(index, span) for index, span in enumerate(spans))
         timings = [timing for _, timing in pulled if timing is not None]
         if timings:
             # One stage, however many pulls ran at the same time: the stages of a call do not overlap.
-            clock.add([concurrent(timings, time.perf_counter() - started)])
+            clock.add([concurrent(timings, perf_counter() - started)])
         return [span for span, _ in pulled]
 
     async def _with_embedding(self, index: int, span: GivenSpan) -> tuple[MediaSpan, Timing | None]:

@@ -3,7 +3,6 @@
 Time since a call's arrival that belongs to no other stage counts as queueing before the first engine step.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from baton.inference.v1 import timing_pb2
 from rpc.interceptors.arrival import arrived_at
+from runtime.clock import perf_counter
 from services.engines.answer import Finished, Tokens
 
 
@@ -86,7 +86,7 @@ class CallClock:
 
         The engine was called at `asked`, and the prompt waited `queue_seconds` inside it.
         """
-        ended = time.perf_counter()
+        ended = perf_counter()
         waiting = Timing(timing_pb2.STAGE_PREFILL_QUEUE, self.waited_until(asked) + queue_seconds)
         computing = Timing(timing_pb2.STAGE_PREFILL_COMPUTE, max(0.0, ended - asked - queue_seconds))
         self.add([waiting, computing])
@@ -101,7 +101,7 @@ class DecodeClock:
     """
 
     def __init__(self, call: CallClock, *, is_pulled: bool) -> None:
-        self.asked = time.perf_counter()
+        self.asked = perf_counter()
         self.first_at: float | None = None
         self.is_pulled = is_pulled
         self._waited = call.waited_until(self.asked)
@@ -117,7 +117,7 @@ class DecodeClock:
 
     def note_tokens(self) -> None:
         """Notes that tokens have come."""
-        self.first_at = self.first_at or time.perf_counter()
+        self.first_at = self.first_at or perf_counter()
 
     def add_fault(self, seconds: float) -> None:
         """Adds the delay of an injected fault to the decode steps."""

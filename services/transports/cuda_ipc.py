@@ -4,7 +4,6 @@ The owner takes no part. Mapped memory stays while a reader has it open, even af
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -13,6 +12,7 @@ import structlog
 
 from baton.engine.v1 import handoff_pb2
 from runtime.aio import wait_until_done
+from runtime.clock import monotonic, perf_counter
 from services.engines.kv import BlockMemory
 from services.engines.memory.device_memory import (
     DeviceBlockMemory,
@@ -121,7 +121,7 @@ class CudaIpcPool:
         """Copies with kernels. What was launched is waited for, even if the pull is cancelled. See PoolReader."""
         if transfer.memory is not self._memory:
             raise TransferFailed("the destination is not the pool that this one was opened for")
-        if time.monotonic() > transfer.deadline:
+        if monotonic() > transfer.deadline:
             raise TransferFailed("deadline exceeded")
         try:
             await self._copy(transfer)
@@ -152,9 +152,9 @@ class CudaIpcPool:
 
 async def _done_soon(copy: DeviceCopy) -> bool:
     """Asks between the event loop's other tasks, for a short time."""
-    give_up = time.perf_counter() + _ASKING_SECONDS
+    give_up = perf_counter() + _ASKING_SECONDS
     while not copy.is_done():
-        if time.perf_counter() > give_up:
+        if perf_counter() > give_up:
             return False
         await asyncio.sleep(0)
     return True

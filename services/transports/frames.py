@@ -12,8 +12,9 @@ import select
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Iterable, Iterator, Sequence
+
+from runtime.clock import monotonic
 
 MAGIC = b"BATONKV2"
 TOKEN_BYTES = 32
@@ -73,7 +74,7 @@ def receive_before(connection: socket.socket, size: int, deadline: float) -> byt
     received = bytearray(size)
     left = [memoryview(received)]
     while left:
-        remaining = deadline - time.monotonic()
+        remaining = deadline - monotonic()
         if remaining <= 0:
             raise TimeoutError("deadline exceeded")
         limit_waits(connection, remaining)

@@ -4,7 +4,6 @@ An owner's pool is registered once, and then read without the owner.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
@@ -20,6 +19,7 @@ from typing_extensions import Self
 
 from baton.engine.v1 import handoff_pb2
 from runtime.aio import timeout, wait_until_done
+from runtime.clock import monotonic
 from services.engines.kv import BlockMemory
 from services.engines.memory.device_memory import StagingDeviceMemory
 from services.transports.base import (
@@ -166,7 +166,7 @@ class NixlPool:
     async def pull(self, transfer: Transfer) -> None:
         """Reads and copies in a thread. See PoolReader."""
         try:
-            async with timeout(transfer.deadline - time.monotonic()):
+            async with timeout(transfer.deadline - monotonic()):
                 await self._in_thread(partial(_copy, transfer))
         except asyncio.TimeoutError as error:
             raise TransferFailed("deadline exceeded") from error

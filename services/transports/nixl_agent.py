@@ -1,7 +1,6 @@
 """One NIXL agent with its UCX backend: the part of NIXL that moves blocks."""
 
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
+from runtime.entropy import token_hex
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -78,7 +78,7 @@ class Agent:
 
     def __init__(self, devices: Sequence[str], serves: bool) -> None:
         # Unguessable, and different from that of any earlier process.
-        self.name = secrets.token_hex(16)
+        self.name = token_hex(16)
         self._bindings = bindings = load_bindings()
         config = bindings.nixlAgentConfig()
         config.useProgThread = serves

@@ -5,7 +5,6 @@ import mmap
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from baton.engine.v1 import handoff_pb2
 from runtime.aio import wait_until_done
+from runtime.clock import monotonic
 from services.engines.kv import BlockMemory
 from services.transports.base import (
     Endpoint,
@@ -124,7 +124,7 @@ class ShmPool:
         for into, ids in _pieces(writer.views, transfer.source, self._blocks.shape[1]):
             if unwanted.is_set():
                 return
-            if time.monotonic() > transfer.deadline:
+            if monotonic() > transfer.deadline:
                 raise TransferFailed("deadline exceeded")
             self._gather(ids, into)
         writer.commit()

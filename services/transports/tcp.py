@@ -6,13 +6,13 @@ import contextlib
 import socket
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 from baton.engine.v1 import handoff_pb2
 from runtime.aio import timeout, wait_until_done
+from runtime.clock import monotonic
 from services.engines.kv import BlockMemory
 from services.transports.base import (
     Endpoint,
@@ -214,7 +214,7 @@ class _Request:
         self.complete = True
 
     def _limit_wait(self) -> None:
-        remaining = self._transfer.deadline - time.monotonic()
+        remaining = self._transfer.deadline - monotonic()
         if remaining <= 0:
             raise TimeoutError("deadline exceeded")
         limit_waits(self._connection, min(_SILENCE_SECONDS, remaining))

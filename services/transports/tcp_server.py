@@ -3,18 +3,19 @@
 import array
 import asyncio
 import hmac
-import secrets
 import socket
 import ssl
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
 
 from baton.engine.v1 import handoff_pb2
+from runtime.clock import monotonic
+from runtime.entropy import token_bytes
+from runtime.threads import start_thread
 from services.engines.kv import BlockMemory
 from services.transports.base import Endpoint, ReadGuard
 from services.transports.frames import (
@@ -53,7 +54,7 @@ class _Connection:
 
     def __init__(self, accepted: socket.socket, serve: "Callable[[_Connection], None]") -> None:
         self.socket = accepted
-        self.greet_until = time.monotonic() + HELLO_SECONDS
+        self.greet_until = monotonic() + HELLO_SECONDS
         self.thread = threading.Thread(target=serve, args=(self,), name="kv-send", daemon=True)
 
 
@@ -64,7 +65,7 @@ class PoolServer:
         self._guard = guard
         self._tls = tls
         self._memory = memory
-        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._token = token_bytes(TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=64)
         self.port = int(self._listener.getsockname()[1])
         self.accept_failures = 0
@@ -72,8 +73,7 @@ class PoolServer:
         self._readers: dict[_Connection, None] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._accepting.start()
+        self._accepting = start_thread(self._accept, name="kv-accept")
 
     @property
     def num_readers(self) -> int:
@@ -168,14 +168,14 @@ class PoolServer:
         with self._lock:
             secure = tls.wrap(connection.socket)
             connection.socket = secure
-        secure.settimeout(max(0.001, connection.greet_until - time.monotonic()))
+        secure.settimeout(max(0.001, connection.greet_until - monotonic()))
         return secure
 
     def _answer_all(self, connection: socket.socket, certificate: str) -> None:
         while True:
             limit_waits(connection, _IDLE_SECONDS)
             (length,) = ID_LENGTH.unpack(receive_exactly(connection, ID_LENGTH.size))
-            deadline = time.monotonic() + _STUCK_SECONDS
+            deadline = monotonic() + _STUCK_SECONDS
             handoff_id = receive_before(connection, length, deadline).decode("ascii", "replace")
             (count,) = COUNT.unpack(receive_before(connection, COUNT.size, deadline))
             block_ids = self._checked(_receive_ids(connection, self._limited(count), deadline))

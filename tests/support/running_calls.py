@@ -41,7 +41,11 @@ class Sink:
         self.happened.append((self.call, token_id))
         return True
 
-    def settle(self, now: float) -> None:
+    @property
+    def meter(self) -> "Sink":
+        return self
+
+    def count(self, now: float) -> None:
         self.noted += 1
         self.happened.append("noted")
 

@@ -1,6 +1,5 @@
 """The cost of work on each worker, in seconds, learnt from the work that this router has sent there."""
 
-import time
 from dataclasses import dataclass, field
 
 from discovery.location import Domain, steps_apart
@@ -9,6 +8,7 @@ from discovery.record import WorkerRecord
 from router.routing.latency import Clock
 from router.routing.prefix.prefix_caches import Cache
 from router.routing.prefix.work import RankWork, WorkShares
+from runtime.clock import monotonic
 from runtime.timing_profile import TimingProfile
 
 # How much of a measurement's weight is left when the next one comes.
@@ -263,7 +263,7 @@ class Costs:
     """
 
     def __init__(
-        self, priors: Priors | None = None, clock: Clock = time.monotonic, nearness: Nearness | None = None
+        self, priors: Priors | None = None, clock: Clock = monotonic, nearness: Nearness | None = None
     ) -> None:
         self.priors = priors or Priors()
         self._nearness = nearness or Nearness()

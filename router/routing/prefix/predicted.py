@@ -8,7 +8,6 @@ check. The costs are learnt from the requests that this router has sent.
 import hashlib
 import math
 import random
-import time
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
@@ -22,6 +21,7 @@ from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.routing.prefix.rank_costs import DecodeFields, Matched, PrefillFields, RankCosts
 from router.routing.prefix.work import ArrivalRate
+from runtime.clock import monotonic
 
 # How many workers of each role are combined into pairs: the best ones by their own terms.
 _PAIRED = 3
@@ -48,7 +48,7 @@ class PredictedSeconds:
         *,
         caches: PrefixCaches | None = None,
         priors: Priors | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
         seed: int | None = None,
         nearness: Nearness | None = None,
     ) -> None:

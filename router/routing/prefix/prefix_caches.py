@@ -1,6 +1,5 @@
 """A router's view of its workers' prefix caches: reported by them, or estimated from what it has sent there."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 from router.routing.latency import Clock
 from router.routing.prefix.expected_blocks import ExpectedBlocks
 from router.routing.prefix.kv_index import KvIndex
+from runtime.clock import monotonic
 
 # How long after its answer a prompt counts as cached although the worker has not reported it.
 _CONFIRM_SECONDS = 5.0
@@ -43,7 +43,7 @@ class PrefixCaches:
     and at most as many as it has room for.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._index: KvIndex[Cache] = KvIndex()
         self._below: KvIndex[Cache] = KvIndex()  # on host memory or disk
         self._on_disk: KvIndex[Cache] = KvIndex()

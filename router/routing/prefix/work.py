@@ -1,12 +1,12 @@
 """The prompts that this router has sent to each rank of a worker: the queue now, and the share of the work so far."""
 
 import math
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from router.routing.latency import Clock
 from router.routing.prefix.prefix_caches import Cache
+from runtime.clock import monotonic
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,7 @@ class WorkTicket:
 class PromptQueue:
     """The prompts that this router has sent to a rank and that are not computed yet, first come, first served."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._tickets: OrderedDict[int, WorkTicket] = OrderedDict()
         # What `wait_at` reads, kept as prompts come and go, since each request asks all queues.
@@ -83,7 +83,7 @@ class ArrivalRate:
 
     _HORIZON_SECONDS = 30.0
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._count = 0.0
         self._at = clock()
@@ -128,10 +128,10 @@ class WorkShares:
     # From this weight on, all work is scaled down: far below the largest float.
     _MOST_WEIGHT = 1e100
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._weight = 1.0  # of the next prompt
-        self._ranks: set[RankWork] = set()
+        self._ranks: dict[RankWork, None] = {}
 
     def rank(self, cache: Cache) -> RankWork:
         """The work of a new rank. It begins with the mean, so that it does not have to catch up."""
@@ -141,12 +141,12 @@ class WorkShares:
             sum(each.given_streams for each in self._ranks),
         )
         found = RankWork(cache, tokens / count, streams / count, self._clock)
-        self._ranks.add(found)
+        self._ranks[found] = None
         return found
 
     def forget(self, rank: RankWork) -> None:
         """Forgets a rank whose worker has left."""
-        self._ranks.discard(rank)
+        self._ranks.pop(rank, None)
 
     def give(self, rank: RankWork, decoding: RankWork, tokens: int, seconds: float) -> WorkTicket:
         """Adds a prompt of so many tokens to compute, predicted to take so long, and the rank that decodes after it."""

@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-import time
 from dataclasses import dataclass
 
+from runtime.clock import monotonic
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
 
 _LOOK_SECONDS = 0.05
@@ -42,17 +42,17 @@ class HeldHandoffs:
     @property
     def oldest_seconds(self) -> float:
         """The age of the oldest handoff; 0 if none is held."""
-        return max((time.monotonic() - each.since for each in self._held.values()), default=0.0)
+        return max((monotonic() - each.since for each in self._held.values()), default=0.0)
 
     @property
     def youngest_seconds(self) -> float:
         """The age of the newest handoff; infinite if none is held."""
-        return min((time.monotonic() - each.since for each in self._held.values()), default=math.inf)
+        return min((monotonic() - each.since for each in self._held.values()), default=math.inf)
 
     def hold(self, key: object, tokens: int) -> None:
         """Counts KV until `free`, or until the engine's own timeout frees it."""
         timer = asyncio.get_running_loop().call_later(self._timeout_seconds, self.free, key)
-        self._held[key] = _Held(tokens, time.monotonic(), timer)
+        self._held[key] = _Held(tokens, monotonic(), timer)
 
     def free(self, key: object) -> int:
         """Stops counting KV, since it is free. Returns its number of blocks, 0 if it was freed already."""

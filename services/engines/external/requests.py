@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -10,6 +9,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from baton.errors import BatonError, EngineFailed, Overloaded
+from runtime.clock import monotonic
 from services.engines.answer import Tokens
 
 
@@ -81,7 +81,7 @@ class ExternalGeneration:
         """Ends it, with an error or without."""
         if self.has_ended:
             return
-        self.ended_at = time.monotonic()
+        self.ended_at = monotonic()
         self._reader.has_read()
         self.error = error
         if error is None and self.finish_reason is None:
@@ -113,7 +113,7 @@ class ExternalRequests(Generic[Generation]):
         self._most = most
         self._block_tokens = block_tokens
         self._tasks: dict[Generation, asyncio.Task[None]] = {}
-        self._progressed_at = time.monotonic()
+        self._progressed_at = monotonic()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -131,11 +131,11 @@ class ExternalRequests(Generic[Generation]):
     @property
     def quiet_seconds(self) -> float:
         """The seconds without progress, with work or without."""
-        return time.monotonic() - self._progressed_at
+        return monotonic() - self._progressed_at
 
     def progressed(self) -> None:
         """Notes that the engine made progress of any kind."""
-        self._progressed_at = time.monotonic()
+        self._progressed_at = monotonic()
 
     def require_capacity(self) -> None:
         """Raises Overloaded if too many are here, and EngineFailed after a fatal error."""

@@ -4,7 +4,6 @@ cost.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -13,6 +12,7 @@ import numpy
 from typing_extensions import Self
 
 from baton.errors import ConfigError, EngineFailed, Overloaded
+from runtime.clock import monotonic
 from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts
 from services.engines.embedding import Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
@@ -34,10 +34,10 @@ class _SimulatedPart(EnginePart):
         return model_facts(self._config, vocabulary, layout, load_seconds)
 
     async def __aenter__(self) -> Self:
-        started = time.monotonic()
+        started = monotonic()
         vocabulary = vocabulary_of(self._config)
         await asyncio.sleep(self._config.load_seconds)
-        self._facts = self._new_facts(vocabulary, time.monotonic() - started)
+        self._facts = self._new_facts(vocabulary, monotonic() - started)
         return self
 
     async def __aexit__(

@@ -5,7 +5,6 @@ detected.
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, ExitStack
@@ -16,6 +15,7 @@ from typing_extensions import Self
 
 from baton.errors import EngineFailed, InvalidRequest, Unsupported
 from runtime.aio import TaskGroup
+from runtime.clock import monotonic
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.generation import ClosingStream
@@ -47,13 +47,13 @@ class SimulatedEngine(Engine):
         self._tasks = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        started = time.monotonic()
+        started = monotonic()
         num_blocks = self._config.data_parallel_ranks * self._config.num_blocks
         self._memory = self._resources.enter_context(SharedPool(num_blocks, self._config.block_bytes))
         self._ranks = SimulatedRanks(self._config, self._vocabulary, self._memory, self._parts)
         await asyncio.sleep(self._config.load_seconds)
         layout = kv_layout(self._config, self._vocabulary)
-        self._facts = model_facts(self._config, self._vocabulary, layout, time.monotonic() - started)
+        self._facts = model_facts(self._config, self._vocabulary, layout, monotonic() - started)
         self._group = await self._tasks.enter_async_context(TaskGroup())
         self._loops = [self._group.create_task(self._ranks.run(rank)) for rank in self._ranks.all]
         return self

@@ -4,12 +4,12 @@ Everything runs on the event loop, so no state changes between two awaits.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Sequence as Items
 
 from baton.errors import EngineFailed, HandoffLost, Overloaded
 from runtime.aio import timeout
+from runtime.clock import monotonic
 from services.engines import metrics
 from services.engines.memory.allocation import (
     UNSHARED,
@@ -274,7 +274,7 @@ class SimulatedScheduler:
         idle.
         """
         seconds = self._timing.seconds(batch)
-        now = time.monotonic()
+        now = monotonic()
         self._ready_at = (self._ready_at if now - self._ready_at < seconds else now) + seconds
         await asyncio.sleep(max(0.0, self._ready_at - now))
 

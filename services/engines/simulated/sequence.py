@@ -1,11 +1,11 @@
 """One request inside the simulated engine: its ids, its blocks, its times, and the output not read yet."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from baton.errors import BatonError
+from runtime.clock import monotonic
 from runtime.prefix_hash import block_hash, block_hashes, media_key, root_hash
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.base import PromptProgress
@@ -147,21 +147,21 @@ class SimulatedClock:
     """The moments when a sequence was accepted, began to compute, and had its prompt computed."""
 
     def __init__(self) -> None:
-        self._accepted = time.monotonic()
+        self._accepted = monotonic()
         self._started: float | None = None
         self._decoding: float | None = None
 
     def start(self) -> None:
         """Notes the first step. Counts once, also if the sequence is preempted and runs again."""
-        self._started = self._started or time.monotonic()
+        self._started = self._started or monotonic()
 
     def decode(self) -> None:
         """Notes that the prompt is computed."""
-        self._decoding = self._decoding or time.monotonic()
+        self._decoding = self._decoding or monotonic()
 
     @property
     def queue_seconds(self) -> float:
-        return (self._started or time.monotonic()) - self._accepted
+        return (self._started or monotonic()) - self._accepted
 
     @property
     def prefill_seconds(self) -> float:
@@ -169,7 +169,7 @@ class SimulatedClock:
 
     @property
     def decode_seconds(self) -> float:
-        return time.monotonic() - self._decoding if self._decoding else 0.0
+        return monotonic() - self._decoding if self._decoding else 0.0
 
 
 def chain(prompt: Prompt, ids: Items[int], block_tokens: int) -> list[bytes]:

@@ -14,7 +14,8 @@ import pytest
 from support.clock import ManualClock
 
 from router.admission import fair_queue
-from router.admission.fair_queue import TOKEN_WORK, FairQueue, Ticket
+from router.admission.fair_queue import TOKEN_WORK, FairQueue
+from router.admission.lanes import Ticket
 from router.config import Fairness
 
 PLACES = 64

@@ -7,7 +7,7 @@ import pytest
 from support.clock import ManualClock
 
 from baton.errors import NoWorker, Overloaded
-from router.admission.fair_queue import Ticket
+from router.admission.lanes import Ticket
 from router.admission.queue import AdmissionQueue
 
 OUTAGE = 10.0
