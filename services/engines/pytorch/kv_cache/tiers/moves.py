@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -159,7 +160,8 @@ class Movers:
     def cancel(self, load: Load) -> None:
         """Ends a load. When this returns, nothing writes into its blocks any more; it takes two batches at most."""
         load.is_cancelled = True
-        with load.lock:
+        # A device that has failed raises RuntimeError, and writes nothing.
+        with load.lock, suppress(RuntimeError):
             (self._up if load.tier is KvTier.HOST else self._up_from_disk).wait()
 
     def close(self) -> None:
