@@ -14,7 +14,11 @@ from devtools.bench.traces import TracedRequest, read_trace
 
 _AGENT_SECONDS, _AGENT_WARM_SECONDS, _TRACE_WARM_SECONDS = 1200.0, 240.0, 120.0
 _INFINITE_BLOCKS = 10**6
-_HEAD = "| policy | follow-ups | hit | device/host/disk | p50 | p90 | p99 s | unread | prefill % |\n" + "|---" * 9 + "|"
+_HEAD = (
+    "| policy | follow-ups | hit | device/host/disk | p50 | p90 | p99 s | unread | prefill % | refused |\n"
+    + "|---" * 10
+    + "|"
+)
 
 
 def agents(policy: Policy, pool_blocks: int, hardware: Hardware, seed: int) -> Cluster:
@@ -46,7 +50,7 @@ def row(cluster: Cluster) -> str:
     times = " | ".join(f"{measured.quantile(share):.2f}" for share in (0.5, 0.9, 0.99))
     return (
         f"| {cluster.policy.name} | {len(measured.first_tokens)} | {measured.hit:.3f} | {shares} | {times} "
-        f"| {cluster.unread:.2f} | {100 * cluster.busy:.0f} |"
+        f"| {cluster.unread:.2f} | {100 * cluster.busy:.0f} | {cluster.refused} |"
     )
 
 

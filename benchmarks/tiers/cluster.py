@@ -92,10 +92,15 @@ class Cluster:
         )
         self.measured = Measured()
         self.live_blocks: list[int] = []  # samples of all sessions' blocks, once it has run
+        self.refused = 0
         self._last_sent = 0.0
 
     def submit(self, blocks: Sequence[int], answered: Callable[[], None], *, follows: bool, output: float) -> None:
-        """Sends a prompt. `answered` is called after so many seconds of decoding."""
+        """Sends a prompt, unless no pool can hold it. `answered` is called after so many seconds of decoding."""
+        if len(blocks) > self.workers[0].pool.total:
+            self.refused += 1
+            self.time.later(output, answered)
+            return
         tokens = len(blocks) * BLOCK_TOKENS
         request = RoutingRequest(
             _MODEL,

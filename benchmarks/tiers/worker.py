@@ -95,7 +95,6 @@ class Worker:
 
     def run(self, job: Job) -> None:
         """Loads and computes a prompt, once there is memory for it."""
-        assert len(job.hashes) <= self.pool.total
         cached = self.pool.match(job.hashes[:-1])
         rest = job.hashes[len(cached) : -1]
         if self.pool.available_beside(cached) < len(job.hashes) - len(cached):

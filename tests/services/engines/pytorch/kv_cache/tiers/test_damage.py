@@ -277,3 +277,25 @@ async def test_a_load_that_is_late_is_computed(
 
         assert await engine._loop.call(tier_is_open)
     assert late.grown > 0
+
+
+@pytest.mark.parametrize("copy", ["copy_out", "copy_in"])
+async def test_copies_that_fail_cost_no_token_and_three_take_the_tier_out(
+    llama: Checkpoint, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    chance, plain = random.Random(5), getattr(Copier, copy)
+
+    def failing(self: Copier, *arguments: object) -> None:
+        plain(self, *arguments)
+        if chance.random() < 0.1:
+            raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(Copier, copy, failing)
+    failed = since("baton_kv_tier_failures_total", tier="host")
+    async with llama.engine(kv_cache_bytes=POOL, tiers={"host_bytes": 200 * BLOCK_BYTES}) as engine:
+        right = [await ids_of(engine, prompt) for prompt in prompts]
+        for _ in range(4):
+            assert [await ids_of(engine, prompt) for prompt in prompts] == right
+        assert sample("baton_kv_tier_capacity_blocks", tier="host") == 0
+    assert failed.grown >= 3
+    assert right == [llama.generate(prompt, TOKENS) for prompt in prompts]
