@@ -34,6 +34,7 @@ class WriteRule:
 
     def wrote(self) -> None:
         """Counts a block that was written."""
+        self._decay()
         self._writes += 1
 
     def read(self, blocks: int) -> None:
