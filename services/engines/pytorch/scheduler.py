@@ -15,8 +15,9 @@ from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.kv_cache.tiers.seal import Contents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
-from services.engines.pytorch.sequence import LoadingBlocks, State, TokenSequence
+from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
+from services.engines.pytorch.tier_loads import TierLoads
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +100,6 @@ class Scheduler:
         drafter: Drafter | None = None,
         tiers: KvTiers | None = None,
     ) -> None:
-        self.loading: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self.waiting: deque[TokenSequence | BlockReservation] = deque()
         self.reserved = 0
@@ -107,8 +107,13 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._drafter = drafter
-        self._tiers = tiers
+        self._loads = TierLoads(tiers if limits.prefix_cache else None, pool, limits.block_tokens)
         self._last_wait_seconds = 0.0
+
+    @property
+    def loading(self) -> Sequence[TokenSequence]:
+        """The sequences that have their blocks, and wait for content of tiers below the pool."""
+        return self._loads.sequences
 
     def enqueue(self, item: TokenSequence | BlockReservation) -> None:
         """Appends a request to the queue. Raises Overloaded if the queue is full."""
@@ -132,9 +137,9 @@ class Scheduler:
         elif item.state is State.RESERVED:
             self.reserved -= 1
         elif item.state is State.LOADING and isinstance(item, TokenSequence):
-            self._give_up_load(item)
+            self._loads.give_up(item)
         if isinstance(item, TokenSequence):
-            self._unpark(item)
+            self._loads.unpark(item)
         item.state = State.DONE
         return self._free(item)
 
@@ -226,7 +231,7 @@ class Scheduler:
         metrics.PREEMPTIONS.inc()
         self.running.remove(sequence)
         sequence.report_lost()
-        self._park(sequence)
+        self._loads.park(sequence)
         self._free(sequence)
         sequence.computed = sequence.stored_blocks = 0
         sequence.state = State.WAITING
@@ -260,10 +265,7 @@ class Scheduler:
         reservation.granted_ids = packed_ids(reservation.blocks)
         reservation.state = State.RESERVED
         self.reserved += 1
-        if self._tiers is None:
-            reservation.settled(None)
-        else:
-            self._tiers.when_settled(reservation.blocks, partial(reservation.settled, None))
+        self._loads.when_settled(reservation.blocks, partial(reservation.settled, None))
         return Grant.GRANTED
 
     def _start(self, sequence: TokenSequence) -> Grant:
@@ -272,7 +274,7 @@ class Scheduler:
         cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
         hashes = sequence.chain.upto(sequence.tokens, cacheable)
         need = self._find(len(sequence.tokens), hashes)
-        contents = self._loadable(sequence, hashes, len(need.cached))
+        contents = self._loads.contents_for(sequence, hashes[len(need.cached) :])
         if contents is None:
             return Grant.LATER
         if sequence.hold and not self.kept.may_add(need.cached, need.missing):
@@ -288,16 +290,12 @@ class Scheduler:
         """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""
         sequence.computed = cached * self._limits.block_tokens
         sequence.stored_blocks = cached
-        if contents and self._tiers is not None:
-            blocks = sequence.blocks[cached : cached + len(contents)]
-            sequence.loading = LoadingBlocks(self._tiers.load(contents, blocks), cached)
-            sequence.state = State.LOADING
-            self.loading.append(sequence)
-            self._note_start(sequence)
-            return
-        # After a preemption keep the count of the first time: that is what the cache saved the request.
-        sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
-        self.join(sequence)
+        if contents:
+            self._loads.begin(sequence, contents, cached)
+        else:
+            # After a preemption keep the count of the first time: that is what the cache saved the request.
+            sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
+            self.join(sequence)
         self._note_start(sequence)
 
     def _note_start(self, sequence: TokenSequence) -> None:
@@ -305,67 +303,10 @@ class Scheduler:
             sequence.started = time.monotonic()
             self._last_wait_seconds = sequence.queue_seconds
 
-    def _loadable(self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int) -> list[Contents] | None:
-        """Returns the blocks after the cached ones to load; None if another sequence is loading them: wait for it."""
-        tiers, rest = self._tiers, hashes[cached:]
-        if tiers is None or not self._limits.prefix_cache:
-            return []
-        if rest and tiers.is_loading(rest[0]):
-            return None
-        count = tiers.worth_loading(rest) if rest else 0
-        contents = [Contents(block_hash, self._limits.block_tokens) for block_hash in rest[:count]]
-        parked = sequence.parked
-        if parked is not None and count == len(rest) and parked.block_hash in tiers.directory:
-            contents.append(parked)
-        return contents
-
     def _finish_loads(self) -> None:
         """Lets the sequences run whose loads have ended: with all that they waited for, or with less."""
-        if self._tiers is None:
-            return
-        self._tiers.poll()
-        for sequence in [each for each in self.loading if each.loading and self._tiers.has_ended(each.loading.load)]:
-            self._finish_load(sequence, self._tiers)
-
-    def _finish_load(self, sequence: TokenSequence, tiers: KvTiers) -> None:
-        loading, sequence.loading = sequence.loading, None
-        assert loading is not None
-        items, sequence.parked = tiers.finish(loading.load), None
-        for item in items:
-            sequence.computed += item.contents.tokens
-            if item.contents.tokens == self._limits.block_tokens:
-                self._pool.store(item.block, item.contents.block_hash)
-        if not sequence.first_token_at:
-            sequence.cached_tokens = sequence.computed
-            sequence.loaded_tokens = {}
-            for item in items:
-                tier = item.place.tier
-                sequence.loaded_tokens[tier] = sequence.loaded_tokens.get(tier, 0) + item.contents.tokens
-        sequence.stored_blocks = sequence.computed // self._limits.block_tokens
-        self.loading.remove(sequence)
-        self.join(sequence)
-
-    def _give_up_load(self, sequence: TokenSequence) -> None:
-        assert self._tiers is not None
-        assert sequence.loading is not None
-        self.loading.remove(sequence)
-        self._tiers.give_back(sequence.loading.load)
-        sequence.loading = None
-
-    def _park(self, sequence: TokenSequence) -> None:
-        """Keeps the unfinished block of a sequence that is preempted; the others are in the prefix cache."""
-        filled, tokens = divmod(sequence.computed, self._limits.block_tokens)
-        name = sequence.chain.unfinished(sequence.tokens, sequence.computed)
-        if self._tiers is None or not self._limits.prefix_cache or not tokens or name is None:
-            return
-        contents = Contents(name, tokens)
-        if self._tiers.park(sequence.blocks[filled], contents):
-            sequence.parked = contents
-
-    def _unpark(self, sequence: TokenSequence) -> None:
-        if sequence.parked is not None and self._tiers is not None:
-            self._tiers.directory.lose(sequence.parked.block_hash)
-            sequence.parked = None
+        for sequence in self._loads.finished():
+            self.join(sequence)
 
     def _find(self, num_tokens: int, hashes: list[bytes]) -> _Need:
         cached = self._pool.match(hashes) if self._limits.prefix_cache else []

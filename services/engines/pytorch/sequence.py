@@ -84,14 +84,6 @@ class InFlight:
     is_void: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LoadingBlocks:
-    """The blocks that a sequence waits for, which begin at `first` of its own."""
-
-    load: Load
-    first: int
-
-
 @dataclass(eq=False, slots=True)
 class TokenSequence:
     """A request's tokens and KV. Belongs to the engine's thread once it is submitted.
@@ -115,7 +107,7 @@ class TokenSequence:
     stored_blocks: int = 0
     cached_tokens: int = 0
     loaded_tokens: dict[KvTier, int] = field(default_factory=dict)  # of cached_tokens, those that were below the pool
-    loading: LoadingBlocks | None = None
+    load: Load | None = None  # of blocks from a tier below the pool
     parked: Contents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False
     passed: int = 0
