@@ -89,11 +89,12 @@ class LinearCost:
         n, x, xx = n + 2 * weight, x + weight * typical, xx + weight * typical * typical
         last = base + rate * typical
         y, xy, yy = y + weight * (base + last), xy + weight * typical * last, yy + weight * (base * base + last * last)
-        # Without contexts far beyond the typical amount this keeps the bend at 0.
-        bent = [[n, x, z], [x, xx, xz], [z, xz, zz + typical * typical]]
-        if z and (found := _significant(bent, [y, xy, zy], yy)):
-            self.base, self.rate, self.bend = found[0], found[1], found[2] / typical
-            return
+        # Contexts that are not far beyond the typical amount say nothing of what longer ones would add.
+        if zz > typical * typical:
+            bent = [[n, x, z], [x, xx, xz], [z, xz, zz + typical * typical]]
+            if found := _significant(bent, [y, xy, zy], yy):
+                self.base, self.rate, self.bend = found[0], found[1], found[2] / typical
+                return
         spread = n * xx - x * x
         slope = max(0.0, (n * xy - x * y) / spread) if spread > 0 else 0.0
         intercept = (y - slope * x) / n

@@ -100,16 +100,17 @@ class RankCosts:
         size, tokens = request.blocks.block_tokens, request.prompt_tokens
         # The last token is always computed.
         most_blocks = (tokens - 1) // size
+        have, below = matched
         ranks: list[PrefillFields[W]] = []
         for number, worker, cost, relative, work, queue, cache, num_ranks in self._ranks(workers):
             slowness, usual, wait, cached = relative.slowness, relative.usual, 0.0, 0
-            if cache in matched.blocks:
-                blocks = matched.blocks[cache]
+            if cache in have:
+                blocks = have[cache]
                 cached = (blocks if blocks < most_blocks else most_blocks) * size
             # As `relative.seconds(computed, cached + computed / 2)`.
             computed = tokens - cached
             prefill = slowness * (usual.base + computed * (usual.rate + (cached + computed / 2) * usual.bend))
-            if cache in matched.below:
+            if cache in below:
                 cached, load = self.plan(relative, request, matched, cache)
                 computed = tokens - cached
                 prefill = relative.seconds(computed, cached + computed / 2) + load.seconds
