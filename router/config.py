@@ -24,6 +24,7 @@ class LimitsConfig(Section):
     request_timeout_seconds: float = Field(default=600.0, gt=0)  # for clients that set no deadline
     max_timeout_seconds: float = Field(default=3600.0, gt=0)  # for clients whose deadline is later
     max_keep_seconds: float = Field(default=60.0, ge=0)  # an answer goes on without its client; 0 keeps none
+    max_retain_seconds: float = Field(default=3600.0, gt=0)  # a request's prefix stays in caches if it asks for longer
     max_messages: int = Field(default=4096, ge=1)  # of a chat
     max_message_parts: int = Field(default=8192, ge=1)  # of all its messages
     max_tools: int = Field(default=128, ge=0)  # of a chat
@@ -170,7 +171,7 @@ class ClientConnections(ConnectionLimits):
 
 
 class OpenAIConfig(Section):
-    """OpenAI's API over HTTP. It needs the extra `openai`."""
+    """OpenAI's and Anthropic's APIs over HTTP. They need the extra `openai`."""
 
     listen: str = Field(default="", description="host:port; empty serves it not.")
     tls: TlsConfig | None = None

@@ -213,6 +213,7 @@ class RequestExecution(Waiting):
         reported = self._reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         self._stats.prefilled_on(worker.record.worker_id, cached_tokens)
+        self._stats.found_in_caches(handoff.usage)
         if self._suspects is not None:
             self._suspects.answered(worker)
         if first.finish_reason:
@@ -364,6 +365,8 @@ class RequestExecution(Waiting):
                     if cached_tokens > self._stats.prompt_tokens:
                         cached_tokens = self._stats.prompt_tokens
                     self._stats.decoded(cached_tokens)
+                    if not self._stats.prefill_worker_id:
+                        self._stats.found_in_caches(response.finished.usage)
                     if response.finished.drafted_tokens:
                         self._stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
                     self._progress.found_cached(cached_tokens)

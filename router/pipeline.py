@@ -24,11 +24,13 @@ from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.execution import completion_of, resume
 from router.running import RunningRequests
+from router.sessions.contract import prompt_cache
+from router.sessions.marks import retained_tokens
 from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
 from router.telemetry.spans import set_request_attributes
 from router.text import request_input
-from router.text.chat_template import LOOP_SECONDS, SlowTemplate
+from router.text.chat_template import LONGEST_SECONDS, LOOP_SECONDS, SlowTemplate
 from router.text.completion import Completion
 from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
@@ -98,12 +100,25 @@ class Pipeline:
             await ctx.inject("tokenize")
             token_ids = await _token_ids(ctx, model)
             bad_sequences = await _bad_sequences(ctx, model)
+            request = ctx.request
+            has_cache = bool(request.routing.session_key) or request.HasField("cache")
+            cache = await self._prompt_cache(ctx, token_ids, model) if has_cache else None
         ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
         media = await self._load_media(ctx)
         prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
+        if cache is not None:
+            prompt.cache.CopyFrom(cache)
         multimodal = self.processor.prompt(ctx, model, prompt, media)
         multimodal.token_ids, multimodal.bad_sequences = token_ids, bad_sequences
         return multimodal
+
+    async def _prompt_cache(
+        self, ctx: RequestContext, token_ids: Sequence[int], model: ServedModel
+    ) -> prompt_pb2.PromptCache | None:
+        request, retained = ctx.request, 0
+        if request.HasField("cache"):
+            retained = await _in_time(ctx, partial(retained_tokens, request, token_ids, model))
+        return prompt_cache(request, ctx.qos.tenant, retained, self.limits.max_retain_seconds)
 
     async def _load_media(self, ctx: RequestContext) -> Sequence[LoadedMedia]:
         items = media_items(ctx.request)
@@ -150,11 +165,16 @@ def _estimate(ctx: RequestContext, model: ServedModel) -> RequestEstimate:
 
 
 async def _token_ids(ctx: RequestContext, model: ServedModel) -> Sequence[int]:
-    """The ids of the request's input. A large input, or a slow chat template, is left to a thread."""
+    """The ids of the request's input."""
+    return await _in_time(ctx, partial(request_input.tokenize, ctx.request, model))
+
+
+async def _in_time(ctx: RequestContext, work: Callable[[float], Result]) -> Result:
+    """Calls `work` with the time that a chat template may take. Of a large input, or if it is slow, in a thread."""
     if not ctx.is_large:
         with suppress(SlowTemplate):
-            return request_input.tokenize(ctx.request, model, LOOP_SECONDS)
-    return await asyncio.to_thread(request_input.tokenize, ctx.request, model)
+            return work(LOOP_SECONDS)
+    return await asyncio.to_thread(work, LONGEST_SECONDS)
 
 
 async def _bad_sequences(ctx: RequestContext, model: ServedModel) -> Sequence[Sequence[int]]:

@@ -27,6 +27,7 @@ from router.routing.policy import Policy
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
 from router.running import RunningRequests
+from router.sessions.ending import SessionEnds
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
 from router.tokenization import Tokenization
@@ -51,6 +52,7 @@ class RequestPath:
     pipeline: Pipeline
     embed_pipeline: EmbedPipeline
     tokenization: Tokenization
+    sessions: SessionEnds
     placer: Placer
     routing_requests: RoutingRequests
     explainer: RouteExplainer
@@ -93,6 +95,7 @@ async def open_request_path(
             Pipeline(running, cluster, admission, processor, executor, limits, grammars),
             EmbedPipeline(running, contexts, cluster, admission, EmbedCalls(workers, retries)),
             tokenization,
+            SessionEnds(cluster, quotas),
             placer,
             routing_requests,
             RouteExplainer(placer, routing_requests, config.routing.policy),

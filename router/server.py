@@ -15,12 +15,14 @@ from discovery.config import open_registry
 from discovery.registry import Registry
 from engine_protocol.multiplex.peer_stream import stream_dialer
 from engine_protocol.roles import load, role_kinds
+from router.anthropic.endpoints import MessagesEndpoints
+from router.anthropic.errors import ANTHROPIC
 from router.config import RouterConfig
 from router.context import RequestTable
 from router.explain import RouteExplainer
 from router.kserve.service import NAME as KSERVE
 from router.kserve.service import KServeServicer, add_kserve
-from router.openai.app import PREFIX, OpenAIApp
+from router.openai.app import OPENAI, OpenAIApp
 from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.server import serve_picker
@@ -55,7 +57,7 @@ def access_rules() -> Rules:
     return {
         **{f"/{name}/": _CLIENT_OR_OPERATOR for name in of_clients},
         f"/{_CLUSTER}/": _OPERATOR,
-        f"{PREFIX}/": _CLIENT_OR_OPERATOR,
+        **{f"{api.prefix}/": _CLIENT_OR_OPERATOR for api in (OPENAI, ANTHROPIC)},
     }
 
 
@@ -180,6 +182,7 @@ async def _open_openai(config: RouterConfig, path: RequestPath, edge: _Edge) -> 
         texts=edge.texts,
         max_body_bytes=config.openai.max_body_bytes,
         input=edge.shared.input,
+        beside=(MessagesEndpoints,),
     )
     serving = serve_openai(config.openai, app, edge.shared, config.drain_seconds, shares_port=edge.shares_port)
     async with serving as server:

@@ -80,6 +80,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)
 
+    async def EndSession(
+        self, request: generate_pb2.EndSessionRequest, context: Context
+    ) -> generate_pb2.EndSessionResponse:
+        tenant = self._path.contexts.read_qos(context).tenant
+        return generate_pb2.EndSessionResponse(released_blocks=await self._path.sessions.end(request, tenant))
+
     async def Embed(self, request: embed_pb2.EmbedRequest, context: Context) -> embed_pb2.EmbedResponse:
         return await self._path.embed_pipeline.run(request, context)
 

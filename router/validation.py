@@ -10,6 +10,7 @@ from baton.sampling_options import OPTIONS
 from engine_protocol.sampling_rules import check_bias_ids, check_params
 from router.config import LimitsConfig
 from router.multimodal.prompt import MultimodalPrompt
+from router.sessions.contract import check_cache
 from router.text import media_validation as media
 from router.text import request_input
 from router.text.served_model import ServedModel
@@ -40,7 +41,8 @@ class OptionChecks:
 
     def check(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
         """Raises InvalidRequest naming every wrong field, or Unsupported naming what the model lacks."""
-        if request.WhichOneof("input") != "prompt" or len(request.prompt) > _REMEMBERED_PROMPT:
+        is_short = request.WhichOneof("input") == "prompt" and len(request.prompt) <= _REMEMBERED_PROMPT
+        if not is_short or request.HasField("cache"):
             check(request, model, self._limits)
             return
         options = _options(request)
@@ -76,6 +78,8 @@ def check(request: generate_pb2.GenerateRequest, model: ServedModel, limits: Lim
     """Raises InvalidRequest naming every wrong field, or Unsupported naming what the model lacks."""
     violations = Violations()
     _check_identity(request, violations)
+    if request.HasField("cache"):
+        check_cache(request, violations)
     _bound(request, model, limits, violations)
     _check_input(request, model, violations)
     media.check_media(request, limits.max_images, violations)

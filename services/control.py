@@ -80,6 +80,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     yield kv_event(self._epoch, sequence, piece)
                     sequence += 1
 
+    async def EndSession(self, request: worker_pb2.EndSessionRequest, context: Any) -> worker_pb2.EndSessionResponse:
+        engine = self._engines.engine
+        released = await engine.end_session(request.session) if engine is not None else 0
+        return worker_pb2.EndSessionResponse(released_blocks=released)
+
     async def ListLoras(self, request: worker_pb2.ListLorasRequest, context: Any) -> worker_pb2.ListLorasResponse:
         loras = loras_of(self._engines.engine)
         await loras.refresh()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from baton.engine.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2
+from baton.engine.v1 import decode_pb2, decode_pb2_grpc
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
@@ -38,6 +38,7 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
+    set_usage,
 )
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
@@ -340,10 +341,11 @@ def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
     if event.prefill_seconds:
         timings.append(Timing(timing_pb2.STAGE_PREFILL_COMPUTE, event.prefill_seconds))
     timings.append(Timing(timing_pb2.STAGE_DECODE, event.decode_seconds))
-    return decode_pb2.DecodeFinished(
+    message = decode_pb2.DecodeFinished(
         reason=FINISH_REASONS[event.reason],
-        usage=handoff_pb2.PromptUsage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens),
         timings=stage_timings(timings, worker_id),
         drafted_tokens=event.drafted_tokens,
         accepted_tokens=event.accepted_tokens,
     )
+    set_usage(message.usage, event.prompt_tokens, event.cached_tokens, event.retained)
+    return message

@@ -95,7 +95,9 @@ class Cluster:
         self.refused = 0
         self._last_sent = 0.0
 
-    def submit(self, blocks: Sequence[int], answered: Callable[[], None], *, follows: bool, output: float) -> None:
+    def submit(
+        self, session: str, blocks: Sequence[int], answered: Callable[[], None], *, follows: bool, output: float
+    ) -> None:
         """Sends a prompt, unless no pool can hold it. `answered` is called after so many seconds of decoding."""
         if len(blocks) > self.workers[0].pool.total:
             self.refused += 1
@@ -125,14 +127,13 @@ class Cluster:
                     self.measured.first_tokens.append(self.time.now - sent)
             self.time.later(output, answered)
 
-        placement.prefill.worker.run(Job([hash_of(each) for each in blocks], computed))
+        placement.prefill.worker.run(Job(session, [hash_of(each) for each in blocks], computed))
 
-    def end(self, blocks: Sequence[int]) -> None:
+    def end(self, session: str) -> None:
         """Ends a session, if the policy lets clients say so."""
         if self.policy.ends:
-            hashes = [hash_of(each) for each in blocks]
             for worker in self.workers:
-                worker.end(hashes)
+                worker.end(session)
 
     @property
     def unread(self) -> float:

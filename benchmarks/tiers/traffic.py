@@ -47,7 +47,7 @@ class Agents:
 
         def answered() -> None:
             if number + 1 == len(session.turns):
-                self._end(session, turn.blocks)
+                self._end(session)
                 ended()
                 return
             waiting = len(turn.subagents)
@@ -66,13 +66,14 @@ class Agents:
             if not turn.subagents:
                 self._time.later(turn.pause_seconds, next_turn)
 
-        self.cluster.submit(turn.blocks, answered, follows=number > 0, output=turn.output_tokens * _TOKEN_SECONDS)
+        self.cluster.submit(
+            session.key, turn.blocks, answered, follows=number > 0, output=turn.output_tokens * _TOKEN_SECONDS
+        )
 
-    def _end(self, session: AgentSession, blocks: Sequence[int]) -> None:
-        own = blocks[session.shared_blocks :]
+    def _end(self, session: AgentSession) -> None:
         self._live.pop(session.key)
         wait = 0.0 if session.says_end else _SILENCE_SECONDS
-        self._time.later(wait, lambda: self.cluster.end(own))
+        self._time.later(wait, lambda: self.cluster.end(session.key))
 
     def _sample(self) -> None:
         self.live_blocks.append(sum(self._live.values()))
@@ -112,4 +113,4 @@ class Replay:
         follows = len(request.hash_ids) > 1 and request.hash_ids[1] in self._seen
         self._seen.update(request.hash_ids)
         output = request.output_tokens * _TOKEN_SECONDS
-        self.cluster.submit(request.hash_ids, lambda: None, follows=follows, output=output)
+        self.cluster.submit("", request.hash_ids, lambda: None, follows=follows, output=output)

@@ -9,6 +9,7 @@ from benchmarks.routing.simulated.clock import Time
 from discovery.record import WorkerRecord
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.engines.kv_events import KvTier
+from services.engines.prompt import Session
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Place, TierDirectory
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
@@ -49,6 +50,7 @@ class Sizes:
 class Job:
     """A prompt, and where its blocks were found."""
 
+    session: str
     hashes: Sequence[bytes]
     computed: Callable[["Job"], None]
     expected_at: float = 0.0
@@ -93,6 +95,10 @@ class Worker:
         """As KvTiers.stored."""
         self.directory.drop(block_hash)
 
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        """As KvTiers.lose."""
+        return sum(self.directory.lose(block_hash) for block_hash in hashes)
+
     def run(self, job: Job) -> None:
         """Loads and computes a prompt, once there is memory for it."""
         cached = self.pool.match(job.hashes[:-1])
@@ -134,13 +140,16 @@ class Worker:
         for block, block_hash in zip(job.blocks, job.hashes, strict=True):
             self.pool.store(block, block_hash)
         job.computed(job)
-        self._time.later(_HANDOFF_SECONDS, lambda: self.pool.release(job.blocks))
+        self._time.later(_HANDOFF_SECONDS, partial(self._release, job))
 
-    def end(self, hashes: Sequence[bytes]) -> None:
-        """Ends a session, whose blocks nobody reads again."""
-        for block_hash in hashes:
-            if not self.pool.discard(block_hash):
-                self.directory.lose(block_hash)
+    def _release(self, job: Job) -> None:
+        self.pool.release(job.blocks)
+        if job.session:
+            self.pool.record(Session(job.session.encode()), job.hashes)
+
+    def end(self, session: str) -> None:
+        """Ends a session."""
+        self.pool.end_session(session.encode())
 
     def _tell(self, event: BlockStored | BlockRemoved | BlockMoved) -> None:
         keys = [int.from_bytes(event.block_hash[:8], "little")]

@@ -166,6 +166,10 @@ class MultimodalPrompt:
         self._prompt = prompt_pb2.Prompt(
             token_ids=expanded.token_ids, cache_salt=self._prompt.cache_salt, media=spans, lora=_lora(self._prompt)
         )
+        if self._original.HasField("cache"):
+            self._prompt.cache.CopyFrom(self._original.cache)
+            retained = self._original.token_ids[: self._original.cache.retain_tokens].count(self._placeholder)
+            self._prompt.cache.retain_tokens += sum(ref.num_tokens - 1 for ref in refs[:retained])
 
 
 class AdoptedPrompt(MultimodalPrompt):

@@ -2,6 +2,7 @@
 
 server.py       uvicorn on the router's event loop, from its start to the end of its drain
 app.py          routes and endpoints; what surrounds each call: log line, trace, authentication, errors
+exchange.py     what a call does whatever its API is: a body becomes a request, and its answer is written
 call.py         one HTTP call: headers, the body within its limits, the connection that may go
 json_body.py    parses a body whose number of values is bounded
 errors.py       Baton's errors in OpenAI's shape, with the HTTP status

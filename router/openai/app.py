@@ -1,34 +1,33 @@
-"""The routes of OpenAI's API, as an ASGI application on the router's own pipeline.
+"""The routes of OpenAI's API, and of others beside it, as an ASGI application on the router's own pipeline.
 
 Each call passes through what surrounds gRPC's calls too: it is counted for the drain, logged in one line, traced and
-authenticated; an error becomes a response in OpenAI's shape.
+authenticated; an error becomes a response in the shape of its API.
 """
 
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 import structlog
 from opentelemetry.trace import SpanKind
-from pydantic import BaseModel
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, lora_pb2
 from baton_http2.input_budget import InputBudget
-from baton_http2.server.reply import Reply
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
-from router.openai.choices import Answering, AnswerStream, ChoiceStream, Kind, TokenText, now, whole
+from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
-from router.openai.fields import SamplingFields, read
-from router.openai.json_body import parse
+from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, ApiEndpoints, Handler, Headers, HttpExchange
+from router.openai.fields import SamplingFields
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
@@ -37,10 +36,9 @@ from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
 from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
-from rpc.interceptors.arrival import record_arrival, record_size
+from rpc.interceptors.arrival import record_arrival
 from rpc.interceptors.authorizing import authorize
 from rpc.interceptors.behaviour import Behaviour
-from rpc.interceptors.counting import TextLimits
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.running import RunningCalls
 from rpc.status import code_of
@@ -52,13 +50,9 @@ from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 
-# Begins the names of methods, as in logs and in the rules of who may call what.
-PREFIX = "/openai"
+OPENAI = Api("/openai", lambda error, call: failure_of(error, call.guided_field), lambda _path, _headers: True)
+_UNKNOWN = "/unknown"
 _ID_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
-_LARGE_BODY_BYTES = 4096  # reading a larger one on the event loop would delay other streams
-
-_Body = TypeVar("_Body", bound=BaseModel)
-_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,7 @@ class Target:
 
 
 class OpenAIApp:
-    """The application. `running` counts its calls, until their code has ended."""
+    """The application, with other APIs `beside` OpenAI's. `running` counts its calls, until their code has ended."""
 
     def __init__(
         self,
@@ -89,24 +83,25 @@ class OpenAIApp:
         texts: LongestTexts,
         max_body_bytes: int,
         input: InputBudget,
+        beside: Sequence[Callable[[RequestPath, HttpExchange], ApiEndpoints]] = (),
     ) -> None:
         self._path = path
         self._access = access
         self._tracer = tracer
-        self._texts = texts
-        self._max_body_bytes = max_body_bytes
-        self._input = input
+        self._exchange = HttpExchange(path, texts, max_body_bytes, input)
         self._created = now()
         self.running = RunningCalls()
-        self._targets = {
-            "/v1/chat/completions": self._target("/v1/chat/completions", POST=self._chat),
-            "/v1/completions": self._target("/v1/completions", POST=self._completions),
-            "/v1/responses": self._target("/v1/responses", POST=self._responses),
-            "/v1/embeddings": self._target("/v1/embeddings", POST=self._embeddings),
-            "/v1/models": self._target("/v1/models", GET=self._models),
+        own: dict[str, Mapping[str, Handler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/responses": {"POST": self._responses},
+            "/v1/embeddings": {"POST": self._embeddings},
+            MODELS_PATH: {"GET": self._models},
+            MODEL_PATH: {"GET": self._model},
         }
-        self._model_target = self._target("/v1/models/{model}", GET=self._model)
-        self._unknown = self._target("/unknown")
+        others = [make(path, self._exchange) for make in beside]
+        self._others = [(one.api, self._routes(one.api, one.handlers)) for one in others]
+        self._openai = self._routes(OPENAI, own)
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Serves one call of ASGI. Returns when the response is complete, or the client has left."""
@@ -114,7 +109,7 @@ class OpenAIApp:
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
         record_arrival()
         call: Any = HttpCall(scope, receive, send)
-        target = self._find(scope["path"])
+        target = self._find(scope["path"], call.invocation_metadata())
         # The server sends no body in answer to HEAD.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         behaviour = target.methods.get(method) or target.methods["*"]
@@ -127,13 +122,17 @@ class OpenAIApp:
             if sys.version_info >= (3, 11) and task is not None:
                 task.uncancel()
 
-    def _find(self, path: str) -> Target:
-        if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
-            return self._model_target
-        return self._targets.get(path.rstrip("/"), self._unknown)
+    def _find(self, path: str, headers: Headers) -> Target:
+        routes = next((routes for api, routes in self._others if api.claims(path, headers)), self._openai)
+        if path.startswith(f"{MODELS_PATH}/") and path != f"{MODELS_PATH}/":
+            return routes[MODEL_PATH]
+        return routes.get(path.rstrip("/")) or routes[_UNKNOWN]
 
-    def _target(self, name: str, **methods: Callable[[HttpCall, str], Awaitable[None]]) -> Target:
-        behaviours = {verb: self._surround(name, handler) for verb, handler in methods.items()}
+    def _routes(self, api: Api, endpoints: Mapping[str, Mapping[str, Handler]]) -> Mapping[str, Target]:
+        return {name: self._target(api, name, methods) for name, methods in {**endpoints, _UNKNOWN: {}}.items()}
+
+    def _target(self, api: Api, name: str, methods: Mapping[str, Handler]) -> Target:
+        behaviours = {verb: self._surround(api, name, handler) for verb, handler in methods.items()}
 
         async def refuse(_call: HttpCall, path: str) -> None:
             if methods:
@@ -141,10 +140,10 @@ class OpenAIApp:
                 raise HttpRefusal(405, f"{path} expects {' or '.join(methods)}", allowed)
             raise HttpRefusal(404, f"unknown path {path!r}")
 
-        return Target(name, {**behaviours, "*": self._surround(name, refuse)})
+        return Target(name, {**behaviours, "*": self._surround(api, name, refuse)})
 
-    def _surround(self, name: str, handler: Callable[[HttpCall, str], Awaitable[None]]) -> Behaviour:
-        method = PREFIX + name
+    def _surround(self, api: Api, name: str, handler: Handler) -> Behaviour:
+        method = api.prefix + name
 
         async def handle(request: Any, call: Any) -> None:
             await handler(call, request.path)
@@ -152,11 +151,11 @@ class OpenAIApp:
         inner: Behaviour = handle
         if self._access is not None:
             inner = authorize(self._access)(method, inner)
-        for wrap in (self._traced, _answer_errors, log_call, self.running.counted):
+        for wrap in (partial(self._traced, name), partial(_answer_errors, api), log_call, self.running.counted):
             inner = wrap(method, inner)
         return inner
 
-    def _traced(self, method: str, behaviour: Behaviour) -> Behaviour:
+    def _traced(self, route: str, method: str, behaviour: Behaviour) -> Behaviour:
         async def traced(request: Any, call: Any) -> None:
             parent = read_context(call.invocation_metadata())
             if parent is None and not self._tracer.is_on:
@@ -164,7 +163,7 @@ class OpenAIApp:
                 return
             span = self._tracer.begin(method.removeprefix("/"), parent, SpanKind.SERVER)
             add_log_fields(trace_id=span.trace_id)
-            span.set({"http.route": method.removeprefix(PREFIX)})
+            span.set({"http.route": route})
             try:
                 with entered(span):
                     await behaviour(request, call)
@@ -180,11 +179,11 @@ class OpenAIApp:
     # The endpoints.
 
     async def _chat(self, call: HttpCall, _path: str) -> None:
-        body, request = await self._read(call, ChatCompletionRequest, ChatCompletionRequest.generate_request)
+        body, request = await self._exchange.read(call, ChatCompletionRequest, ChatCompletionRequest.generate_request)
         await self._choices(call, body, request, "chat")
 
     async def _completions(self, call: HttpCall, _path: str) -> None:
-        body, request = await self._read(call, CompletionRequest, CompletionRequest.generate_request)
+        body, request = await self._exchange.read(call, CompletionRequest, CompletionRequest.generate_request)
         if body.echo:
             await self._echoed(call, body, request)
         else:
@@ -194,7 +193,7 @@ class OpenAIApp:
         """The prompt with the answer, and with the log probabilities of both."""
         answering = Answering("text", f"cmpl-{call.request_id}", self._token_text(body.model), now())
         collector = UnaryCollector()
-        await self._run(call, request, collector)
+        await self._exchange.run(call, request, collector)
 
         def content() -> bytes:
             made = whole(answering, collector)
@@ -217,25 +216,25 @@ class OpenAIApp:
         call.guided_field = body.guided_field
         answering = Answering(kind, f"{_ID_PREFIXES[kind]}{call.request_id}", self._token_text(body.model), now())
         if body.stream:
-            await self._run(call, request, ChoiceStream(call, answering, body.wants_usage))
+            await self._exchange.run(call, request, ChoiceStream(call, answering, body.wants_usage))
             return
         collector = UnaryCollector()
-        await self._run(call, request, collector)
+        await self._exchange.run(call, request, collector)
         await call.respond(200, json.dumps(whole(answering, collector)).encode())
 
     async def _responses(self, call: HttpCall, _path: str) -> None:
-        body, request = await self._read(call, ResponsesRequest, ResponsesRequest.generate_request)
+        body, request = await self._exchange.read(call, ResponsesRequest, ResponsesRequest.generate_request)
         call.guided_field = body.guided_field
         builder = ResponseBuilder(body, f"resp_{call.request_id}", now())
         if body.stream:
-            await self._run(call, request, ResponseStream(call, builder))
+            await self._exchange.run(call, request, ResponseStream(call, builder))
             return
         collector = UnaryCollector()
-        await self._run(call, request, collector)
+        await self._exchange.run(call, request, collector)
         await call.respond(200, json.dumps(builder.whole(collector)).encode())
 
     async def _embeddings(self, call: HttpCall, _path: str) -> None:
-        body, request = await self._read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request)
+        body, request = await self._exchange.read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request, embeds=True)
         async with call.while_connected():
             response = await self._path.embed_pipeline.run(request, call)
         content = await asyncio.to_thread(embeddings.whole, response, body.encoding_format)
@@ -250,7 +249,7 @@ class OpenAIApp:
         await call.respond(200, json.dumps({"object": "list", "data": models}).encode())
 
     async def _model(self, call: HttpCall, path: str) -> None:
-        name = path.removeprefix("/v1/models/")
+        name = path.removeprefix(f"{MODELS_PATH}/")
         model = self._path.cluster.model(name)
         adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
         await call.respond(200, json.dumps(self._described(model, adapter)).encode())
@@ -266,38 +265,6 @@ class OpenAIApp:
             "parent": model.name if adapter else None,
         }
 
-    # A request, from its body to its answer.
-
-    async def _read(
-        self, call: HttpCall, kind: type[_Body], make: Callable[[_Body, str], _Message]
-    ) -> tuple[_Body, _Message]:
-        """The body as one of the classes, and as the request to the pipeline; made in a thread if it is large."""
-        body = await call.read_body(self._max_body_bytes, self._input)
-        try:
-            size = sum(map(len, body.pieces))
-            record_size(size)
-            if size > _LARGE_BODY_BYTES:
-                limits = self._texts.limits(embeds=kind is EmbeddingsRequest)
-                return await asyncio.to_thread(_requested, body.pieces, kind, make, call.request_id, limits)
-            return _requested(body.pieces, kind, make, call.request_id)
-        finally:
-            body.hold.release()
-
-    async def _run(
-        self, call: HttpCall, request: generate_pb2.GenerateRequest, stream: "AnswerStream | UnaryCollector"
-    ) -> None:
-        """Runs the request in the pipeline. An error after the response has begun ends it."""
-        ctx = self._path.contexts.create(request, call)
-        try:
-            async with call.while_connected():
-                await self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
-        except BatonError as error:
-            if not call.response_status or isinstance(stream, UnaryCollector):
-                raise
-            call.status = code_of(type(error))
-            add_log_fields(reason=error.reason, error=error.message)
-            await stream.fail(error)
-
     def _token_text(self, name: str) -> Callable[[int], str]:
         """Names the tokens of a model in logprobs. The model is looked up when it is needed: it may not exist."""
 
@@ -308,21 +275,7 @@ class OpenAIApp:
         return text
 
 
-def _requested(
-    pieces: Sequence[bytes],
-    kind: type[_Body],
-    make: Callable[[_Body, str], _Message],
-    request_id: str,
-    texts: TextLimits | None = None,
-) -> tuple[_Body, _Message]:
-    body = read(kind, parse(b"".join(pieces), texts))
-    try:
-        return body, make(body, request_id)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequest.of("body", f"has a value that no request can hold: {error}") from None
-
-
-def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
+def _answer_errors(api: Api, method: str, behaviour: Behaviour) -> Behaviour:
     """A BatonError becomes its response; any other error is logged, and INTERNAL. The only broad `except` of HTTP."""
 
     async def guarded(request: Any, call: Any) -> None:
@@ -334,7 +287,7 @@ def _answer_errors(method: str, behaviour: Behaviour) -> Behaviour:
                 forget_frames(error)
                 return
             try:
-                await _respond(call, _known(method, error))
+                await _respond(api, call, _known(method, error))
             finally:
                 forget_frames(error)
 
@@ -351,10 +304,10 @@ def _known(method: str, error: Exception) -> BatonError:
     return known[0]
 
 
-async def _respond(call: HttpCall, error: BatonError) -> None:
+async def _respond(api: Api, call: HttpCall, error: BatonError) -> None:
     call.status = code_of(type(error))
     add_log_fields(reason=error.reason, error=error.message)
-    failure = failure_of(error, call.guided_field)
+    failure = api.failure(error, call)
     if call.response_status:
         # Cut off, since the response cannot be completed: the client notices.
         return

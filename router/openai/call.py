@@ -5,10 +5,11 @@ that the same error has there.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import parse_qs
 
 from grpc import StatusCode
 
@@ -26,6 +27,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 _LARGE_BYTES = 1024 * 1024
 _TOO_SLOW = "the body came too slowly"
 _NO_MEMORY = "the memory for unread requests is used up; try again"
+_REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
 JSON = (b"content-type", b"application/json")
 
 
@@ -43,12 +45,14 @@ class HttpCall:
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._metadata = tuple(_decoded(scope["headers"]))
+        self._metadata = _with_bearer(tuple(_decoded(scope["headers"])))
+        self._query: bytes = scope.get("query_string", b"")
         self._host = str((scope.get("client") or ("",))[0])
         self._has_left = False
         self.status = StatusCode.OK
         self.response_status = 0  # 0 before the response has begun
         self.guided_field = ""  # where the body has a grammar, for errors that name it
+        self.places: Mapping[str, str] = {}  # fields of the request by their places in the body, for errors too
         self.request_id = next((value for key, value in self._metadata if key == "x-request-id"), "") or token_hex(16)
 
     # As a gRPC context.
@@ -56,6 +60,11 @@ class HttpCall:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """The headers."""
         return self._metadata
+
+    @property
+    def query(self) -> Mapping[str, Sequence[str]]:
+        """The parameters behind the path."""
+        return parse_qs(self._query.decode("latin-1"))
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """Empty: callers identify themselves by API keys."""
@@ -147,8 +156,9 @@ class HttpCall:
     async def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Sends the head of the response."""
         self.response_status = status
-        own = (b"x-request-id", self.request_id.encode("latin-1", "replace"))
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, own]})
+        named = self.request_id.encode("latin-1", "replace")
+        own = [(name, named) for name in _REQUEST_ID_HEADERS]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
     async def write(self, piece: bytes) -> None:
         """Sends a piece of the response. Waits while the client does not read."""
@@ -166,3 +176,11 @@ class HttpCall:
 
 def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
     return ((key.decode("latin-1").lower(), value.decode("latin-1")) for key, value in headers)
+
+
+def _with_bearer(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The headers, in which Anthropic's `x-api-key` is a bearer token, unless there is one."""
+    key = next((value for name, value in headers if name == "x-api-key"), "")
+    if not key or any(name == "authorization" for name, _ in headers):
+        return headers
+    return (*headers, ("authorization", f"Bearer {key}"))

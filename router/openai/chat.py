@@ -124,6 +124,8 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidRequest.of("top_logprobs", "has no effect unless logprobs is true")
         if self.logprobs:
             made.response.logprobs = self.top_logprobs or 0
+        if self.stream and made.chat.tools:
+            made.response.stream_tool_calls = True
         if self.separate_reasoning is False:
             made.response.raw_text = True
         guide(made, "response_format", self.response_format)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
@@ -68,16 +68,6 @@ class Answering:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
-class AnswerStream(Protocol):
-    """An answer that is written as it comes."""
-
-    async def send(self, message: generate_pb2.GenerateResponse) -> None:
-        """Writes the next message of the pipeline."""
-
-    async def fail(self, error: BatonError) -> None:
-        """Ends a stream that has begun."""
-
-
 class ChoiceStream:
     """Writes the answers as chunks. The chunks of text are built from a prefix: they are almost all of a stream."""
 
@@ -86,6 +76,7 @@ class ChoiceStream:
         self._answering = answering
         self._wants_usage = wants_usage
         self._calls: dict[int, int] = {}
+        self._begun: set[tuple[int, int]] = set()  # calls of answers, of which a part has been written
         self._offsets: dict[int, int] = {}  # the characters of each answer's tokens with log probabilities
         self._ended: set[int] = set()
         self._opened: set[int] = set()
@@ -124,7 +115,7 @@ class ChoiceStream:
 
     def _delta(self, delta: generate_pb2.TokenDelta) -> bytes:
         opening = b"" if self._answering.kind == "text" or delta.index in self._opened else self._open(delta.index)
-        if delta.logprobs or delta.reasoning or delta.tool_calls:
+        if delta.logprobs or delta.reasoning or delta.tool_calls or delta.tool_call_deltas:
             return opening + self._rare_delta(delta)
         if not delta.text:
             return opening
@@ -145,13 +136,25 @@ class ChoiceStream:
             fields["reasoning_content"] = delta.reasoning
         if delta.text or delta.logprobs:
             fields["content"] = delta.text
-        if delta.tool_calls:
-            first = self._calls.get(delta.index, 0)
-            self._calls[delta.index] = first + len(delta.tool_calls)
-            fields["tool_calls"] = [{"index": first + at, **_call(one)} for at, one in enumerate(delta.tool_calls)]
+        if calls := self._call_fields(delta):
+            fields["tool_calls"] = calls
+        if not fields:
+            return b""
         return self._choice(
             delta.index, f'"delta": {json.dumps(fields)}, "logprobs": {logprobs}, "finish_reason": null'
         )
+
+    def _call_fields(self, delta: generate_pb2.TokenDelta) -> list[dict[str, Any]]:
+        """More of the calls that are being written, and those that are complete and have not been written at all."""
+        fields = [_call_piece(one) for one in delta.tool_call_deltas]
+        self._begun.update((delta.index, one.index) for one in delta.tool_call_deltas)
+        first = self._calls.get(delta.index, 0)
+        if delta.tool_calls:
+            self._calls[delta.index] = first + len(delta.tool_calls)
+        for index, one in enumerate(delta.tool_calls, first):
+            if (delta.index, index) not in self._begun:
+                fields.append({"index": index, **_call(one)})
+        return fields
 
     def _open(self, index: int) -> bytes:
         self._opened.add(index)
@@ -220,9 +223,18 @@ def usage(used: generate_pb2.Usage) -> dict[str, Any]:
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "prompt_tokens_details": cache_details(used),
         "completion_tokens_details": details,
     }
+
+
+def cache_details(used: generate_pb2.Usage) -> dict[str, Any]:
+    """The cached tokens of a prompt, and beyond OpenAI's API those that are retained, if any are, and until when."""
+    details: dict[str, Any] = {"cached_tokens": used.cached_tokens}
+    if used.retained_tokens:
+        details["retained_tokens"] = used.retained_tokens
+        details["retained_until"] = used.retained_until.seconds
+    return details
 
 
 def named_logprobs(token_text: TokenText, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
@@ -253,3 +265,10 @@ def now() -> int:
 
 def _call(call: generate_pb2.ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_piece(piece: generate_pb2.ToolCallDelta) -> dict[str, Any]:
+    if not piece.id:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}

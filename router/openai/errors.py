@@ -58,6 +58,8 @@ _RENAMED = (
     (re.compile(r"^chat\.tool_choice\.is_single"), "parallel_tool_calls"),
     (re.compile(r"^chat\."), ""),
     (re.compile(r"^routing\.session_key"), "prompt_cache_key"),
+    (re.compile(r"^cache\.ends_session"), "baton.end_session"),
+    (re.compile(r"^cache\."), "baton."),
     (re.compile(r"^routing\."), ""),
     (re.compile(r"^token_ids\.ids"), "prompt"),
     (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),
@@ -90,7 +92,7 @@ class UnsupportedField(Unsupported):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAiError:
+class ErrorResponse:
     """An error as a response. `headers` are those that say when to try again."""
 
     status: int
@@ -98,9 +100,14 @@ class OpenAiError:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-def failure_of(error: BatonError, guided_field: str = "") -> OpenAiError:
+def failure_of(error: BatonError, guided_field: str = "") -> ErrorResponse:
     """The response for an error. `guided_field` is where the request's body has its grammar."""
-    status = _status(error)
+    body = json.dumps({"error": describe(error, guided_field)}).encode()
+    return ErrorResponse(status_of(error), body, headers_of(error))
+
+
+def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
+    """When to try again, which methods a path has, and how to authenticate."""
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, (Overloaded, QuotaExceeded)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
@@ -109,7 +116,7 @@ def failure_of(error: BatonError, guided_field: str = "") -> OpenAiError:
         headers.append((b"allow", ", ".join(error.allowed).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
-    return OpenAiError(status, json.dumps({"error": describe(error, guided_field)}).encode(), tuple(headers))
+    return tuple(headers)
 
 
 def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]:
@@ -124,13 +131,14 @@ def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]
         message = param + message[picture.end() :]
     return {
         "message": message,
-        "type": _TYPES.get(_status(error), "server_error"),
+        "type": _TYPES.get(status_of(error), "server_error"),
         "param": param,
         "code": error.reason.lower(),
     }
 
 
-def _status(error: BatonError) -> int:
+def status_of(error: BatonError) -> int:
+    """The HTTP status."""
     if isinstance(error, HttpRefusal):
         return error.status
     return next(STATUSES[parent] for parent in type(error).__mro__ if parent in STATUSES)

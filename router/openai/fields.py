@@ -14,10 +14,19 @@ from router.openai.errors import UnsupportedField
 
 _UINT32 = 2**32 - 1
 _MAX_VIOLATIONS = 16
+_HALF_HOUR, _DAY = 1800, 86_400  # in seconds
 _LONGEST_NAME = 80  # of a field in an error
 Uint32 = Annotated[int, Field(ge=0, le=_UINT32)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
-_PART_TYPES = ("text", "input_text", "output_text", "image_url", "input_image")
+_PART_TYPES = frozenset(
+    ("text", "input_text", "output_text", "image_url", "input_image", "image", "thinking", "tool_use", "tool_result")
+)
+# The alternatives of fields that are one of several objects.
+_ALTERNATIVES: Mapping[int | str, frozenset[str]] = {
+    "source": frozenset(("base64", "url")),
+    "tool_choice": frozenset(("auto", "any", "tool", "none")),
+    "thinking": frozenset(("enabled", "adaptive", "disabled")),
+}
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 ANY_OBJECT = '{"type": "object"}'
@@ -47,7 +56,7 @@ def _path(location: tuple[int | str, ...], path: str = "") -> str:
         # Pydantic names the alternatives of a union too; they are no fields.
         if isinstance(part, int):
             path += f"[{part}]"
-        elif isinstance(before, int) and part in _PART_TYPES:
+        elif part in (_PART_TYPES if isinstance(before, int) else _ALTERNATIVES.get(before, frozenset())):
             continue
         elif part.isidentifier() and part not in ("str", "list", "int", "dict") and not part[0].isupper():
             path += f".{part[:_LONGEST_NAME]}" if path else part[:_LONGEST_NAME]
@@ -160,7 +169,60 @@ else:
     )
 
 
-class SamplingFields(OptionFields):
+class CacheOptions(Fields):
+    """`prompt_cache_options`."""
+
+    mode: Literal["implicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+class RetainFields(Fields):
+    """`baton.retain`."""
+
+    ttl: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    prompt_tokens: Uint32 = 0
+
+
+class BatonFields(Fields):
+    """`baton`: CacheOptions of gRPC's API. Durations are in seconds."""
+
+    retain: RetainFields | None = None
+    end_session: bool = False
+    parent_session: str = ""
+    next_in: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+
+    def set_in(self, cache: generate_pb2.CacheOptions) -> None:
+        """Sets the same options."""
+        cache.ends_session, cache.parent_session = self.end_session, self.parent_session
+        if self.next_in is not None:
+            cache.next_in.FromNanoseconds(round(self.next_in * 1e9))
+        if self.retain is not None:
+            retain = self.retain
+            cache.retain.ttl.FromNanoseconds(max(1, round(retain.ttl * 1e9)))
+            cache.retain.priority, cache.retain.prompt_tokens = retain.priority, retain.prompt_tokens
+
+
+class CacheFields(Fields):
+    """The caching of prompts. `baton` is a field that OpenAI's API does not have."""
+
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    baton: BatonFields | None = None
+
+    def set_cache(self, made: generate_pb2.GenerateRequest) -> None:
+        """Sets the session, and what is to be retained for how long."""
+        made.routing.session_key = self.prompt_cache_key or ""
+        if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
+            made.cache.retain.ttl.FromSeconds(_HALF_HOUR)
+        if self.prompt_cache_retention == "24h":
+            made.cache.retain.ttl.FromSeconds(_DAY)
+        if self.baton is not None:
+            self.baton.set_in(made.cache)
+
+
+class SamplingFields(CacheFields, OptionFields):
     """Sampling and length. The second half are fields that OpenAI's API does not have, as in vLLM."""
 
     model: str = Field(default="", max_length=1024)
@@ -176,7 +238,6 @@ class SamplingFields(OptionFields):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     min_tokens: Uint32 | None = None
     stop_token_ids: list[Uint32] | None = None
@@ -214,7 +275,7 @@ class SamplingFields(OptionFields):
             made.stopping.include_stop = self.include_stop_str_in_output
         if self.skip_special_tokens is not None:
             made.response.keep_special_tokens = not self.skip_special_tokens
-        made.routing.session_key = self.prompt_cache_key or ""
+        self.set_cache(made)
         made.routing.cache_salt = self.cache_salt or ""
         if self.structured_outputs is not None:
             self.structured_outputs.set_in(made)

@@ -25,7 +25,9 @@ _IS_NAME = re.compile(rb"[ \t\r\n]*:")  # what follows the name of a field
 _ESCAPE_BYTES = 6  # the longest, as \u00e4
 # Stands for a long string. No JSON that is right has it.
 _STAND_IN = b"-Infinity"
-_IMAGE = re.compile(rb'"(?:url|image_url)"[ \t\r\n]*:[ \t\r\n]*"data:$')  # what is up to the content of an image
+# What is up to the content of an image: of a data: URL, and of an object of the type base64.
+_IMAGE = re.compile(rb'"(?:url|image_url)"[ \t\r\n]*:[ \t\r\n]*"data:$')
+_BASE64 = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*"$')
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,13 @@ class _TooLong:
     """Stands for a string over its limit."""
 
     description: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Base64:
+    """Stands for a string that is an image's if its object is of the type base64, and else counts as a text."""
+
+    text: str
 
 
 def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
@@ -69,7 +78,7 @@ class _LargeBody:
         self._body = body
         self._texts = texts
         self._characters_left = texts.together if texts else 0
-        self._strings: list[str | _TooLong] = []  # the long ones, in order
+        self._strings: list[str | _TooLong | _Base64] = []  # the long ones, in order
         self._values = 0
 
     def load(self) -> Any:
@@ -77,13 +86,14 @@ class _LargeBody:
         rest = self._without_long_strings()
         strings = iter(self._strings)
 
-        def stand_in(constant: str) -> str | _TooLong:
+        def stand_in(constant: str) -> str | _TooLong | _Base64:
             found = next(strings, None) if constant.encode() == _STAND_IN else None
             return _refuse(constant) if found is None else found
 
         value = json.loads(rest, parse_constant=stand_in)
         if next(strings, None) is not None:
             raise ValueError("a string is where none may be")
+        value = self._with_images(value)
         for path, found in _too_long("", value):
             raise InvalidRequest.of(path or "body", found.description)
         if any(escape in rest for escape in _SURROGATE):
@@ -136,11 +146,13 @@ class _LargeBody:
             at += len(piece)
             time.sleep(0)
 
-    def _string(self, begin: int, end: int) -> str | _TooLong:
+    def _string(self, begin: int, end: int) -> "str | _TooLong | _Base64":
         """The string between two quotes, or what it has too much of."""
-        texts, most = self._texts, end - begin
+        texts, most, is_base64 = self._texts, end - begin, False
         if texts is not None:
-            is_image = texts.media and _IMAGE.search(self._body[max(0, begin - 64) : begin + 5])
+            before = self._body[max(0, begin - 64) : begin + 5]
+            is_base64 = bool(texts.media and _BASE64.search(before[:-5]))
+            is_image = is_base64 or (texts.media and _IMAGE.search(before))
             most = texts.media_bytes if is_image else min(texts.each, self._characters_left)
         parts, characters = [], 0
         while begin < end and characters <= most:
@@ -153,10 +165,31 @@ class _LargeBody:
             if begin < end:
                 time.sleep(0)
         if characters > most:
-            return _TooLong(f"is too long: with the texts before it, no model here takes more than {most} characters")
+            return _TooLong(_too_many(most))
+        if is_base64:
+            return _Base64("".join(parts))
         if texts is not None and not is_image:
             self._characters_left -= characters
         return "".join(parts)
+
+    def _with_images(self, value: Any) -> Any:
+        """The value with the images in objects of the type base64. As deep as json.loads can read."""
+        match value:
+            case _Base64(text=text):
+                return self._counted(text)
+            case {"type": "base64", "data": _Base64(text=text)}:
+                return {**self._with_images({**value, "data": None}), "data": text}
+            case dict():
+                for name, inner in value.items():
+                    value[name] = self._with_images(inner)
+            case list():
+                value[:] = map(self._with_images, value)
+        return value
+
+    def _counted(self, text: str) -> str | _TooLong:
+        most = min(self._texts.each, self._characters_left) if self._texts else len(text)
+        self._characters_left -= len(text)
+        return text if len(text) <= most else _TooLong(_too_many(most))
 
     def _end_of_part(self, begin: int, stop: int) -> int:
         """The last place up to `stop` that is within no escape, pair of surrogates, or character."""
@@ -169,6 +202,10 @@ class _LargeBody:
             if self._body[stop - back] & 0xC0 != 0x80:
                 return stop - back
         return stop
+
+
+def _too_many(most: int) -> str:
+    return f"is too long: with the texts before it, no model here takes more than {most} characters"
 
 
 def _too_long(path: str, value: Any) -> Iterator[tuple[str, _TooLong]]:

@@ -9,9 +9,9 @@ from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
 from router.openai.chat import FlatNamedTool, ToolMode, format_field, guide, offer_tools
-from router.openai.choices import EVENTS, event
+from router.openai.choices import EVENTS, cache_details, event
 from router.openai.errors import describe
-from router.openai.fields import Fields, Number, Uint32
+from router.openai.fields import CacheFields, Fields, Number, Uint32
 from router.openai.messages import ChatMessage, FlatFunctionTool, InputItem, add_items, add_messages
 from router.stream.collector import UnaryCollector
 
@@ -27,7 +27,7 @@ class TextOptions(Fields):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(CacheFields):
     """The body of a request."""
 
     model: str = Field(default="", max_length=1024)
@@ -42,7 +42,6 @@ class ResponsesRequest(Fields):
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -78,7 +77,7 @@ class ResponsesRequest(Fields):
                 setattr(made.sampling, name, getattr(self, name))
         if self.max_output_tokens is not None:
             made.stopping.max_tokens = self.max_output_tokens
-        made.routing.session_key = self.prompt_cache_key or ""
+        self.set_cache(made)
         guide(made, "text.format", self.text.format if self.text else None)
         return made
 
@@ -288,7 +287,7 @@ def status_of(finished: generate_pb2.Finished) -> str:
 def _usage(used: generate_pb2.Usage) -> dict[str, Any]:
     return {
         "input_tokens": used.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": used.cached_tokens},
+        "input_tokens_details": cache_details(used),
         "output_tokens": used.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": used.prompt_tokens + used.completion_tokens,

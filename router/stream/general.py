@@ -77,7 +77,7 @@ class UnsentAnswer:
         self._token_ids += delta.token_ids
         if delta.logprobs:
             self._logprobs += delta.logprobs
-        if delta.reasoning or delta.tool_calls or delta.prompt_logprobs:
+        if delta.reasoning or delta.tool_calls or delta.call_deltas or delta.prompt_logprobs:
             self._parsed.add(delta)
         if not self._is_due:
             self._check_due()
@@ -140,7 +140,8 @@ class UnsentAnswer:
             self._logprobs = []
         elif delta.logprobs:
             del delta.logprobs[:]
-        if self._parsed.has_any or delta.reasoning or delta.tool_calls or delta.HasField("prompt_logprobs"):
+        has_had = delta.reasoning or delta.tool_calls or delta.tool_call_deltas or delta.HasField("prompt_logprobs")
+        if self._parsed.has_any or has_had:
             self._parsed.move_to(delta)
         self._text = ""
         self._token_ids.clear()
@@ -157,11 +158,12 @@ def _nothing() -> None:
 class _ParsedParts:
     """Reasoning, tool calls and the prompt's log probabilities that wait; most answers have none."""
 
-    __slots__ = ("_prompt_logprobs", "_reasoning", "_tool_calls", "has_any")
+    __slots__ = ("_call_deltas", "_prompt_logprobs", "_reasoning", "_tool_calls", "has_any")
 
     def __init__(self) -> None:
         self._reasoning = ""
         self._tool_calls: list[generate_pb2.ToolCall] = []
+        self._call_deltas: list[generate_pb2.ToolCallDelta] = []
         self._prompt_logprobs: generate_pb2.PromptLogprobs | None = None
         self.has_any = False
 
@@ -169,16 +171,19 @@ class _ParsedParts:
         """Adds those of new tokens."""
         self._reasoning += delta.reasoning
         self._tool_calls += delta.tool_calls
+        self._call_deltas += delta.call_deltas
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
-        self.has_any = bool(self._reasoning or self._tool_calls or self._prompt_logprobs)
+        self.has_any = bool(self._reasoning or self._tool_calls or self._call_deltas or self._prompt_logprobs)
 
     def move_to(self, delta: generate_pb2.TokenDelta) -> None:
         """Replaces those of a message, which may have been sent before."""
         delta.reasoning = self._reasoning
         del delta.tool_calls[:]
         delta.tool_calls.extend(self._tool_calls)
+        del delta.tool_call_deltas[:]
+        delta.tool_call_deltas.extend(self._call_deltas)
         delta.ClearField("prompt_logprobs")
         if self._prompt_logprobs is not None:
             delta.prompt_logprobs.CopyFrom(self._prompt_logprobs)
-        self._reasoning, self._tool_calls, self._prompt_logprobs = "", [], None
+        self._reasoning, self._tool_calls, self._call_deltas, self._prompt_logprobs = "", [], [], None
         self.has_any = False

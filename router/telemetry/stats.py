@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.v1 import handoff_pb2
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.telemetry.timings import Timings
 from rpc.status import OK
 
 GENERATE = "generate"
+_LAST_SECOND = 253402300799  # of the year 9999
+_CACHE_FIELDS = ("host_cached_tokens", "disk_cached_tokens", "peer_cached_tokens", "retained_tokens")
 _MOST_DRAFTED = 2**27  # of one answer: the field has 32 bits, and a request may have several answers
 
 
@@ -23,6 +26,7 @@ class RequestStats:
     outcome: str = "CANCELLED"
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prompt_caches: generate_pb2.Usage | None = None  # cached tokens by tier, and what is retained, if there is any
     media_tokens: int = 0
     cached_embeddings: int = 0
     drafted_tokens: int = 0
@@ -71,6 +75,19 @@ class RequestStats:
         if not self.prefill_worker_id:
             self.cached_tokens = cached_tokens
 
+    def found_in_caches(self, usage: handoff_pb2.PromptUsage) -> None:
+        """Notes what the worker that ran the prompt found in each tier, and what it retains. Wrong values are cut."""
+        tiers = (usage.host_cached_tokens, usage.disk_cached_tokens, usage.peer_cached_tokens)
+        if not (usage.retained_tokens or any(tiers)):
+            return
+        host, disk, peer = (min(tokens, self.cached_tokens) for tokens in tiers)
+        self.prompt_caches = caches = generate_pb2.Usage(
+            host_cached_tokens=host, disk_cached_tokens=disk, peer_cached_tokens=peer
+        )
+        if usage.retained_tokens and 0 <= usage.retained_until.seconds <= _LAST_SECOND:
+            caches.retained_tokens = min(usage.retained_tokens, self.prompt_tokens)
+            caches.retained_until.seconds = usage.retained_until.seconds
+
     def speculated(self, drafted_tokens: int, accepted_tokens: int) -> None:
         """Notes the tokens that a decode worker guessed, and those of them that are part of the answer."""
         most = _MOST_DRAFTED - self.drafted_tokens
@@ -91,6 +108,8 @@ class RequestStats:
         usage = finished.usage
         usage.prompt_tokens, usage.cached_tokens = self.prompt_tokens, self.cached_tokens
         usage.media_tokens, usage.cached_embeddings = self.media_tokens, self.cached_embeddings
+        if self.prompt_caches is not None:
+            usage.MergeFrom(self.prompt_caches)
 
     def restore(self, finished: generate_pb2.Finished) -> None:
         """Takes over what `fill_known` of another router has filled."""
@@ -99,6 +118,13 @@ class RequestStats:
         self.prefill_worker_id = finished.prefill_worker_id
         self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         self.media_tokens, self.cached_embeddings = usage.media_tokens, usage.cached_embeddings
+        caches = generate_pb2.Usage()
+        for name in _CACHE_FIELDS:
+            if getattr(usage, name):
+                setattr(caches, name, getattr(usage, name))
+        if caches.retained_tokens:
+            caches.retained_until.CopyFrom(usage.retained_until)
+        self.prompt_caches = caches if caches.ByteSize() else None
 
     def fill(self, finished: generate_pb2.Finished) -> None:
         """Fills the last message, but for what stopped the answer."""
@@ -108,6 +134,8 @@ class RequestStats:
         usage.completion_tokens = self.completion_tokens
         if self.media_tokens or self.cached_embeddings:
             usage.media_tokens, usage.cached_embeddings = self.media_tokens, self.cached_embeddings
+        if self.prompt_caches is not None:
+            usage.MergeFrom(self.prompt_caches)
         if self.drafted_tokens:
             usage.drafted_tokens, usage.accepted_tokens = self.drafted_tokens, self.accepted_tokens
         finished.timings.MergeFrom(self.timings.message().stages)

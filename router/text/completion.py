@@ -24,6 +24,7 @@ class TokenDelta:
     reasoning: str = ""
     tool_calls: Sequence[generate_pb2.ToolCall] = ()
     prompt_logprobs: generate_pb2.PromptLogprobs | None = None
+    call_deltas: Sequence[generate_pb2.ToolCallDelta] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,9 @@ class Completion:
         if self._parser is None:
             return last
         rest = self._parser.flush()
-        calls = [*last.tool_calls, *rest.tool_calls]
-        return TokenDelta(last.text + rest.text, (), (), last.reasoning + rest.reasoning, calls)
+        calls, deltas = [*last.tool_calls, *rest.tool_calls], [*last.call_deltas, *rest.call_deltas]
+        reasoning = last.reasoning + rest.reasoning
+        return TokenDelta(last.text + rest.text, (), (), reasoning, calls, call_deltas=deltas)
 
     def _delta(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[sampling_pb2.TokenLogprob] = ()
@@ -190,7 +192,8 @@ class Completion:
         parsed = self._parser.push(text)
         if self._parser.has_ended and self._finished is None:
             self._finished = Finish(sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, is_by_call=True)
-        return TokenDelta(parsed.text, token_ids, logprobs, parsed.reasoning, parsed.tool_calls)
+        parts = (parsed.reasoning, parsed.tool_calls)
+        return TokenDelta(parsed.text, token_ids, logprobs, *parts, call_deltas=parsed.call_deltas)
 
     def _held_back_text(self) -> str:
         is_cut = self._finished is not None and self._finished.reason == sampling_pb2.FINISH_REASON_STOP_STRING

@@ -96,7 +96,15 @@ class ServedModel:
         if tools is None and reasoning is None:
             return None
         names = {tool.name for tool in request.chat.tools}
-        return AnswerParser(reasoning, tools, names, call_id=call_id, is_single=request.chat.tool_choice.is_single)
+        response = request.response
+        return AnswerParser(
+            reasoning,
+            tools,
+            names,
+            call_id=call_id,
+            is_single=request.chat.tool_choice.is_single,
+            grows=response.stream_tool_calls and not response.HasField("keep"),
+        )
 
     @property
     def can_chat(self) -> bool:

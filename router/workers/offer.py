@@ -57,8 +57,9 @@ class DeploymentOffer:
         has_tls = self._config.tls.listen is not None
         facades = [server_info_pb2.Facade(name=name, has_tls=has_tls) for name in ("grpc", "kserve")]
         if self._openai_address:
-            openai_tls = self._config.openai.tls is not None
-            facades.append(server_info_pb2.Facade(name="openai", address=self._openai_address, has_tls=openai_tls))
+            http_tls, address = self._config.openai.tls is not None, self._openai_address
+            for name in ("openai", "anthropic"):
+                facades.append(server_info_pb2.Facade(name=name, address=address, has_tls=http_tls))
         return facades
 
     def _model(self, served: ServedModel) -> server_info_pb2.ModelOffer:

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from services.engines.prompt import Retained
+
 
 class FinishReason(enum.Enum):
     """Why an engine ended a request; stop strings are the router's."""
@@ -61,3 +63,4 @@ class Finished:
     decode_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    retained: Retained | None = None

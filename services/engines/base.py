@@ -271,6 +271,14 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         """The events of its prefix cache; None if it has none."""
         return None
 
+    async def end_session(self, key: bytes) -> int:
+        """Lets cached blocks be evicted first that no session has but this one (Session.key). Returns how many.
+
+        0 for an unknown session, and of an engine that does not know sessions.
+        """
+        del key
+        return 0
+
     @property
     def loras(self) -> ServesLoras | None:
         """The engine's adapters; None if it serves none, and then no prompt has one."""

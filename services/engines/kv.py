@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from baton.errors import Overloaded
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
-from services.engines.prompt import Prompt
+from services.engines.prompt import Prompt, Retained
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,14 @@ class ReportedPrompt(HeldKv, Protocol):
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None: ...
+
+
+@runtime_checkable
+class RetainedPrompt(HeldKv, Protocol):
+    """Held KV of an engine that retains beginnings of prompts in its prefix cache."""
+
+    @property
+    def retained(self) -> Retained | None: ...
 
 
 class NoFreeBlocks(Overloaded):

@@ -13,6 +13,11 @@ PREEMPTIONS = Counter(
     "Requests that gave their blocks to older ones and are computed again.",
     registry=REGISTRY,
 )
+RETAINED_BLOCKS_EVICTED = Counter(
+    "baton_retained_blocks_evicted_total",
+    "Cached blocks that were evicted before the end of the time for which a request retains them.",
+    registry=REGISTRY,
+)
 DRAFTED_TOKENS = Counter("baton_drafted_tokens_total", "Tokens that speculation guessed.", registry=REGISTRY)
 ACCEPTED_TOKENS = Counter(
     "baton_accepted_draft_tokens_total", "Guessed tokens that became part of an answer.", registry=REGISTRY

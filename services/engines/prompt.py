@@ -59,6 +59,34 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class Retain:
+    """The first `tokens` of a prompt, 0 for all, are to stay in the prefix cache for so long, at a tenant's charge."""
+
+    seconds: float
+    tokens: int = 0
+    priority: int = 0
+    tenant: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The session that a prompt belongs to, by a key that is its own among all tenants. It may be a part of another."""
+
+    key: bytes
+    parent: bytes = b""
+    ends: bool = False  # with this request
+    next_in_seconds: float = 0.0  # when the next request is expected; 0 is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """The first tokens of a prompt that are retained, and until when, as a time since 1970."""
+
+    tokens: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """The ids to continue. `emitted` are ids that the client already has: part of the context, and counted as
     generated.
@@ -73,6 +101,8 @@ class Prompt:
     media: tuple[MediaSpan, ...] = ()
     data_parallel_rank: int | None = None  # the rank to run on; None leaves the choice to the engine
     lora: Lora | None = None  # the adapter to compute with, which the caller keeps in use
+    retain: Retain | None = None  # a hint, as the next one: an engine without retention ignores both
+    session: Session | None = None
 
     @property
     def context(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Prompts, sampling parameters and tokens, between messages and values; checked against the model's limits."""
 
-from baton.engine.v1 import decode_pb2, prefill_pb2, prompt_pb2
+from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.sampling_options import given
@@ -9,7 +9,7 @@ from grammars.guide import read_guide
 from rpc.violations import Violations
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
 from services.engines.base import ModelFacts
-from services.engines.prompt import Prompt, Sampling
+from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
 from services.requests.loras import read_lora
 
 FINISH_REASONS = {
@@ -35,7 +35,32 @@ def read_prompt(
         cache_salt=message.cache_salt,
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
         lora=read_lora(message),
+        retain=_retain(message.cache),
+        session=_session(message.cache),
     )
+
+
+def _retain(cache: prompt_pb2.PromptCache) -> Retain | None:
+    if not cache.retain_milliseconds:
+        return None
+    seconds = cache.retain_milliseconds / 1000
+    return Retain(seconds, cache.retain_tokens, cache.retain_priority, cache.tenant)
+
+
+def _session(cache: prompt_pb2.PromptCache) -> Session | None:
+    if not cache.session:
+        return None
+    return Session(cache.session, cache.parent_session, cache.ends_session, cache.next_in_milliseconds / 1000)
+
+
+def set_usage(
+    message: handoff_pb2.PromptUsage, prompt_tokens: int, cached_tokens: int, retained: Retained | None
+) -> None:
+    """Sets the usage of a prompt's tokens, in place."""
+    message.prompt_tokens, message.cached_tokens = prompt_tokens, cached_tokens
+    if retained is not None:
+        message.retained_tokens = retained.tokens
+        message.retained_until.FromMilliseconds(round(retained.until * 1000))
 
 
 def read_sampling(message: prompt_pb2.Sampling) -> Sampling:

@@ -1,4 +1,4 @@
-"""No body that OpenAI's API accepts or refuses holds the event loop."""
+"""No body that OpenAI's or Anthropic's API accepts or refuses holds the event loop."""
 
 import asyncio
 import json
@@ -28,6 +28,15 @@ def picture(url: str) -> dict[str, object]:
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
 
+def message(*blocks: object, **fields: object) -> bytes:
+    turns = [{"role": "user", "content": list(blocks)}] if blocks else [TURN]
+    return json.dumps({"model": "demo", "max_tokens": 3, "messages": turns, **fields}).encode()
+
+
+def base64_image(size: int) -> dict[str, object]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * size}}
+
+
 SIZE = 15 * 2**20
 TURN = {"role": "user", "content": "hi"}
 # CPU time of the loop's thread in one piece: up to 5 ms here, of 30 to 130 ms for the work as a whole. A busy machine
@@ -45,6 +54,18 @@ LARGE: list[tuple[str, str, bytes, int]] = [
     ("chat", "chat/completions", chat(messages=[{"role": "user", "content": "x " * (SIZE // 2)}]), 400),
     ("turns", "chat/completions", chat(messages=[TURN] * 9000), 400),
     ("variables", "chat/completions", chat(max_tokens=3, chat_template_kwargs={"a": [0] * 60_000}), 200),
+    ("base64", "messages", message(base64_image(SIZE)), 400),
+    ("no base64", "messages", message({"type": "tool_use", "input": {"data": "A" * SIZE}}), 400),
+    (
+        "base64 of a call",
+        "messages",
+        message({"type": "tool_use", "id": "c", "name": "f", "input": base64_image(SIZE)}),
+        400,
+    ),
+    ("blocks", "messages", message(*({"type": "text", "text": "x"} for _ in range(20_000))), 400),
+    ("system", "messages", message(system="x " * (SIZE // 2)), 400),
+    ("arguments", "messages", message({"type": "tool_use", "id": "c", "name": "f", "input": {"a": [0] * 60_000}}), 400),
+    ("count", "messages/count_tokens", message(system=[{"type": "text", "text": "x"}] * 20_000), 400),
     ("inputs", "embeddings", json.dumps({"input": ["x"] * 30_000}).encode(), 400),
 ]
 POST = """

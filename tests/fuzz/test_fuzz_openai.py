@@ -1,4 +1,4 @@
-"""Random and malformed bodies to OpenAI's API: never a 500, and each refusal in OpenAI's shape.
+"""Random and malformed bodies to OpenAI's and Anthropic's APIs: never a 500, and each refusal in the API's shape.
 
 A few hundred bodies here; `make fuzz`, or BATON_FUZZ_INPUTS, sends more.
 """
@@ -18,6 +18,7 @@ SEED = int(os.environ.get("BATON_FUZZ_SEED", "1"))
 TOGETHER = 8
 
 PATHS = ["/chat/completions", "/completions", "/responses", "/embeddings", "/models", "/chat/completions/", "/x"]
+PATHS += ["/messages", "/messages/count_tokens", "/messages/x"]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CHAT: dict[str, Any] = {
     "model": "demo",
@@ -46,6 +47,9 @@ CHAT: dict[str, Any] = {
     "top_logprobs": 2,
     "chat_template_kwargs": {"a": [1, None, {"b": 2.5}]},
     "metadata": {"a": "b"},
+    "prompt_cache_key": "s",
+    "prompt_cache_retention": "24h",
+    "baton": {"retain": {"ttl": 3, "priority": 1}, "parent_session": "p", "next_in": 2.5},
 }  # fmt: skip
 TEXT = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 1, "echo": False, "best_of": 1, "suffix": ""}
 RESPONSES = {
@@ -59,6 +63,45 @@ RESPONSES = {
     "stream": True,
     "text": {"format": {"type": "text"}},
 }
+MESSAGES: dict[str, Any] = {
+    "model": "demo",
+    "max_tokens": 3,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "On it."},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1, None]}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [{"type": "text", "text": "1"}],
+                    "is_error": True,
+                },
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+                {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}},
+                {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+            ],
+        },
+    ],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}, "strict": False}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "low"},
+    "stop_sequences": ["x"],
+    "temperature": 1.0,
+    "top_k": 3,
+    "stream": True,
+    "metadata": {"user_id": "a"},
+}
 EMBEDDINGS = {"model": "demo", "input": ["a", "b"], "dimensions": 3, "encoding_format": "base64", "normalize": True}
 STRANGE: list[Any] = [
     None, True, 0, -1, 1, 2**31, 2**32, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.0, 1e308, "", "x", "\ud800", "\x00",
@@ -68,6 +111,9 @@ STRANGE: list[Any] = [
 ]  # fmt: skip
 
 
+ADDED = ["frequency_penalty", "user", "min_p", "x", "prompt", "messages", "system", "baton"]
+
+
 def mutated(body: Any, draw: random.Random) -> Any:
     """The body with fields that were removed, added or replaced, at any depth."""
     if isinstance(body, dict) and body:
@@ -75,9 +121,9 @@ def mutated(body: Any, draw: random.Random) -> Any:
         while changed and draw.random() < 0.5:
             del changed[draw.choice(list(changed))]
         if draw.random() < 0.15:
-            changed[draw.choice(["frequency_penalty", "user", "min_p", "x", "prompt", "messages"])] = draw.choice(
-                STRANGE
-            )
+            changed[
+                draw.choice(["frequency_penalty", "user", "min_p", "x", "prompt", "messages", "system", "baton"])
+            ] = draw.choice(STRANGE)
         return changed
     if isinstance(body, list) and body and draw.random() < 0.7:
         return [mutated(one, draw) for one in body if draw.random() < 0.8]
@@ -95,9 +141,22 @@ def body_of(number: int) -> tuple[str, bytes]:
     draw = random.Random(f"{SEED}-{number}")
     path = draw.choice(PATHS)
     plain = draw.choice([CHAT, TEXT, RESPONSES, EMBEDDINGS]) if draw.random() < 0.1 else None
-    plain = plain or {"/completions": TEXT, "/responses": RESPONSES, "/embeddings": EMBEDDINGS}.get(path, CHAT)
+    bodies = {"/completions": TEXT, "/responses": RESPONSES, "/embeddings": EMBEDDINGS}
+    plain = plain or (MESSAGES if path.startswith("/messages") else bodies.get(path, CHAT))
     content = json.dumps(mutated(plain, draw)).encode()
     return path, mangled(content, draw) if draw.random() < 0.25 else content
+
+
+def check_message(answer: httpx2.Response, what: str) -> None:
+    """Raises unless it is an answer, or an error, of Anthropic's API."""
+    if answer.status_code >= 400:
+        body = answer.json()
+        assert (body["type"], set(body["error"])) == ("error", {"type", "message"}), what
+        assert body["error"]["message"], what
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith('{"type": "message_stop"}\n\n') or "event: error" in answer.text, what
+    else:
+        assert "input_tokens" in answer.json() or answer.json()["type"] == "message", what
 
 
 async def send(http: httpx2.AsyncClient, running: Bench, number: int) -> int:
@@ -105,7 +164,9 @@ async def send(http: httpx2.AsyncClient, running: Bench, number: int) -> int:
     answer = await http.post(f"{url_of(running)}{path}", content=content)
     what = f"body {number} to {path}: {answer.status_code} {answer.text[:300]}"
     assert answer.status_code < 500, what
-    if answer.status_code >= 400:
+    if path.startswith("/messages"):
+        check_message(answer, what)
+    elif answer.status_code >= 400:
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}, what
         assert error["message"], what

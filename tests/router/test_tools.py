@@ -35,6 +35,20 @@ async def test_calls_come_apart_from_the_text() -> None:
     assert stream.text == "Let me see.\n"
 
 
+@pytest.mark.feature("tool arguments as they come", engine="written", facade="grpc")
+async def test_arguments_come_as_they_are_written_if_that_is_asked_for() -> None:
+    async with bench(writes(f"Let me see.\n{CALL}")) as running:
+        asked = {"messages": [USER], "tools": [WEATHER]}
+        stream = await running.generate(chat=asked, response={"stream_tool_calls": True})
+        kept = await running.generate(chat=asked, response={"stream_tool_calls": True, "keep": {"seconds": 1}})
+    pieces = [piece for message in stream.messages for piece in message.token.tool_call_deltas]
+    [call] = [call for message in stream.messages for call in message.token.tool_calls]
+    assert "".join(piece.arguments for piece in pieces) == call.arguments
+    assert (pieces[0].id, pieces[0].name, {piece.index for piece in pieces}) == (call.id, "weather", {0})
+    assert stream.text == "Let me see.\n"
+    assert not any(message.token.tool_call_deltas for message in kept.messages)
+
+
 @pytest.mark.feature("reasoning", engine="written", facade="grpc")
 async def test_the_unary_response_has_calls_and_reasoning() -> None:
     async with bench(writes(f"hm</think>\n\nYes.{CALL}", REASONING_TEMPLATE)) as running:

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 
-from router.text.parsing.parts import Part, Text, ToolCall, overlap, plain
+from router.text.parsing.arguments import GrowingArguments
+from router.text.parsing.parts import CallPiece, Part, Text, ToolCall, overlap, plain
 
 # The calls in a block's text, as (name, arguments); None if it does not parse.
 Read = Callable[[str], "Sequence[tuple[str, str]] | None"]
@@ -16,13 +17,18 @@ class BlockParser:
     """Calls in blocks from `begin` to `end`. Without an `end` a block goes on to the next one, or to the end.
 
     A marker in a string of JSON is a part of the string. `read` gets a block without its markers. A block that it
-    cannot read, and one that does not end, is text.
+    cannot read, and one that does not end, is text. With `growing`, which finds the arguments in a block with its
+    marker, they come as they grow; such a block is no text any more.
     """
 
-    def __init__(self, begin: str, end: str, read: Read) -> None:
+    def __init__(
+        self, begin: str, end: str, read: Read, growing: "Callable[[], GrowingArguments] | None" = None
+    ) -> None:
         self._begin = begin
         self._end = end
         self._read = read
+        self._growing = growing
+        self._arguments: GrowingArguments | None = None
         self._held = ""
         self._is_inside = False
         self._searched = 0
@@ -39,7 +45,7 @@ class BlockParser:
             if found is None:
                 break
             parts += found
-        return parts
+        return parts + self._pieces() if self._is_inside else parts
 
     def flush(self) -> list[Part]:
         """The rest: a block without an `end` may be complete."""
@@ -57,12 +63,13 @@ class BlockParser:
         held, self._held = self._held, ""
         if self._is_inside and not self._end:
             return self._block(held)
-        return self._text(held)
+        return self._unread(held)
 
     def _outside(self) -> list[Part] | None:
         at = self._held.find(self._begin)
         if at >= 0:
             self._is_inside, self._is_quoted = True, False
+            self._arguments = self._growing() if self._growing else None
             self._searched = self._quoted_to = len(self._begin)
             return self._text(self._pop(at))
         ready = len(self._held) - overlap(self._held, self._begin)
@@ -76,8 +83,22 @@ class BlockParser:
         if at < 0:
             self._searched = len(self._held) - len(end) + 1
             return None
+        pieces = self._pieces()
         self._is_inside = False
-        return self._block(self._pop(at + len(self._end)))
+        return [*pieces, *self._block(self._pop(at + len(self._end)))]
+
+    def _pieces(self) -> list[Part]:
+        """The arguments that have come of the block that has begun."""
+        if self._arguments is None:
+            return []
+        is_begun, more = bool(self._arguments.name), self._arguments.more(self._held)
+        return [CallPiece(self._arguments.name, more)] if more or (more is not None and not is_begun) else []
+
+    def _unread(self, block: str) -> list[Part]:
+        """A block that is no call: text, unless it has been sent as the beginning of one."""
+        has_begun = self._arguments is not None and bool(self._arguments.name)
+        self._arguments = None
+        return [Text("", block)] if has_begun else self._text(block)
 
     def _in_string(self, at: int) -> bool:
         """True if a string of JSON goes on at this place, which is not before the last one asked for."""
@@ -91,7 +112,8 @@ class BlockParser:
         body = block[len(self._begin) : len(block) - len(self._end)]
         calls = self._read(body)
         if not calls:
-            return self._text(block)
+            return self._unread(block)
+        self._arguments = None
         self._follows_call = True
         return _calls(calls, block)
 

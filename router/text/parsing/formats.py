@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from router.text.parsing.arguments import GrowingArguments
 from router.text.parsing.blocks import BlockParser, WholeAnswerParser
 from router.text.parsing.parts import Parser
 
@@ -31,7 +32,8 @@ class ToolFormat:
     with; others are omitted from the text that is parsed. `open` makes a parser for one answer, from the names of the
     tools that were offered. A call's id has `id_length` letters and digits after `id_prefix`. `frame` returns what is
     written before and after the arguments of a call that guided decoding makes, and `trigger` is how each call begins;
-    a format without them takes no tool choice and no strict tools.
+    a format without them takes no tool choice and no strict tools. `open_growing` makes a parser that also finds the
+    arguments of a call while they are written; calls of a format without it come whole.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ToolFormat:
     id_length: int = 24
     frame: CallFrame | None = None
     trigger: str = ""
+    open_growing: Callable[[Collection[str]], Parser] | None = None
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -151,6 +154,9 @@ def _known(names: Collection[str]) -> Callable[[str], Sequence[_Call] | None]:
     return read
 
 
+# With the marker; the next character begins the arguments.
+_HERMES_HEAD = re.compile(r'<tool_call>\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+
 HERMES = ToolFormat(
     "hermes",
     ("<tool_call>",),
@@ -158,6 +164,9 @@ HERMES = ToolFormat(
     lambda _: BlockParser("<tool_call>", "</tool_call>", _read_hermes),
     frame=lambda name: (f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"),
     trigger="<tool_call>",
+    open_growing=lambda names: BlockParser(
+        "<tool_call>", "</tool_call>", _read_hermes, lambda: GrowingArguments(_HERMES_HEAD, names)
+    ),
 )
 LLAMA = ToolFormat(
     "llama",

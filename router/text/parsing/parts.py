@@ -30,7 +30,15 @@ class ToolCall:
     raw: str
 
 
-Part: TypeAlias = Text | Reasoning | ToolCall
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More of the arguments of a call that is not complete. Its `raw` comes with the whole."""
+
+    name: str
+    arguments: str
+
+
+Part: TypeAlias = Text | Reasoning | ToolCall | CallPiece
 
 
 class Parser(Protocol):

@@ -10,7 +10,7 @@ import structlog
 
 from baton.inference.v1 import generate_pb2
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
-from router.text.parsing.parts import Parser, Part, Reasoning, Text, ToolCall
+from router.text.parsing.parts import CallPiece, Parser, Part, Reasoning, Text, ToolCall
 from router.text.parsing.reasoning import BEGIN, END, ReasoningParser
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,8 @@ def format_of(chat_template: str) -> ToolFormat | None:
 
 
 class AnswerParser:
-    """Divides one answer into text, reasoning and tool calls. With `is_single` its first call ends it.
+    """Divides one answer into text, reasoning and tool calls. With `is_single` its first call ends it. With `grows`
+    calls are also given while they are written, if the format allows it.
 
     The ids of its tool calls follow from `call_id`, so that an answer that is read once more has the same ones.
     """
@@ -59,6 +60,7 @@ class AnswerParser:
         *,
         call_id: str,
         is_single: bool = False,
+        grows: bool = False,
     ) -> None:
         self.has_ended = False
         self._call_id = call_id
@@ -66,7 +68,9 @@ class AnswerParser:
         self._is_single = is_single
         self._reasoning = reasoning
         self._format = tools
-        self._tools: Parser | None = tools.open(names) if tools else None
+        opened = tools and (tools.open_growing if grows and tools.open_growing else tools.open)
+        self._tools: Parser | None = opened(names) if opened else None
+        self._has_begun = False  # the call that is counted next
         # Special tokens that the text must contain to be parsed.
         self.markers = (*(tools.markers if tools else ()), *((BEGIN, END) if reasoning else ()))
 
@@ -101,24 +105,35 @@ class AnswerParser:
                 parsed.text += part.text
             case Reasoning():
                 parsed.reasoning += part.text
+            case CallPiece():
+                delta = generate_pb2.ToolCallDelta(index=self._count, arguments=part.arguments)
+                if not self._has_begun:
+                    delta.id, delta.name, self._has_begun = self._identity, part.name, True
+                parsed.call_deltas.append(delta)
             case ToolCall():
-                assert self._format is not None
-                identity = _id_of(self._format, self._call_id, self._count)
+                call = generate_pb2.ToolCall(id=self._identity, name=part.name, arguments=part.arguments)
                 self._count += 1
-                call = generate_pb2.ToolCall(id=identity, name=part.name, arguments=part.arguments)
+                self._has_begun = False
                 parsed.tool_calls.append(call)
                 self.has_ended = self._is_single
+
+    @property
+    def _identity(self) -> str:
+        """The id of the next call."""
+        assert self._format is not None
+        return _id_of(self._format, self._call_id, self._count)
 
 
 class Parsed:
     """Pieces of an answer, each kind by itself."""
 
-    __slots__ = ("reasoning", "text", "tool_calls")
+    __slots__ = ("call_deltas", "reasoning", "text", "tool_calls")
 
     def __init__(self) -> None:
         self.text = ""
         self.reasoning = ""
         self.tool_calls: list[generate_pb2.ToolCall] = []
+        self.call_deltas: list[generate_pb2.ToolCallDelta] = []
 
 
 def _id_of(tools: ToolFormat, call_id: str, ordinal: int) -> str:

@@ -10,6 +10,7 @@ from typing_extensions import Self
 from runtime.config import Section
 from services.engines.context import EngineConfig
 from services.engines.lora.options import LoraOptions
+from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 
 
@@ -94,6 +95,8 @@ class PyTorchConfig(EngineConfig):
     """Texts that an embed worker takes together; those of one call are never divided."""
     max_logprobs: int = Field(default=20, ge=0)
     prefix_cache: bool = True
+    retained_share: float = Field(default=RETAINED_SHARE, ge=0, le=1)
+    """Of all blocks, the most that one tenant's requests retain in the prefix cache."""
     stall_seconds: float | None = Field(default=None, gt=0)
     """A layer that takes longer counts as stuck, and the worker ends; 12 s if unset."""
     canary_seconds: float | None = Field(default=5.0, gt=0)

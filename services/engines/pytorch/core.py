@@ -10,7 +10,7 @@ from services.engines.answer import FinishReason
 from services.engines.base import EngineLoad
 from services.engines.kv import KvLayout
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
-from services.engines.prompt import Prompt, Sampling
+from services.engines.prompt import Prompt, Retained, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
 from services.engines.pytorch.failures import is_out_of_memory, too_large
@@ -58,7 +58,7 @@ class EngineCore:
         blocks = followers.least_blocks(blocks) if followers else blocks
         self.device: str = model.device.type
         self.memory: HostMemory | DeviceMemory = open_memory(layout, blocks, model.device)
-        self._pool = BlockPool(blocks, listener)
+        self._pool = BlockPool(blocks, listener, config.retained_share)
         self.tiers = self._open_tiers(config, layout, listener)
         self.module = model.module
         self._prefix_cache = config.prefix_cache
@@ -356,6 +356,7 @@ class EngineCore:
         sequence.sampler.append(token_id)
         if not sequence.first_token_at:
             self._note_first_token(sequence)
+            self._retain(sequence)
         reason = sequence.finish_reason(self.eos_token_ids, self._max_context_tokens)
         if sequence.hold:
             self._hold(sequence, chosen, reason)
@@ -392,6 +393,7 @@ class EngineCore:
                 queue_seconds=sequence.queue_seconds,
                 compute_seconds=sequence.first_token_at - sequence.started,
                 prompt_logprobs=sequence.pop_prompt_logprobs(),
+                retained=sequence.retained,
             )
         )
 
@@ -413,6 +415,21 @@ class EngineCore:
         for index in range(sequence.stored_blocks, len(links)):
             self._pool.store(sequence.blocks[index], links[index])
         sequence.stored_blocks = len(links)
+
+    def _retain(self, sequence: TokenSequence) -> None:
+        """Retains the beginning of a prompt that has been computed, if the request asks for it."""
+        wanted = sequence.prompt.retain
+        if wanted is None or not self._prefix_cache:
+            return
+        prompt_tokens = min(len(sequence.prompt.token_ids), sequence.computed)
+        links = sequence.chain.upto(sequence.tokens, min(wanted.tokens or prompt_tokens, prompt_tokens))
+        if granted := self._pool.retain(links, wanted):
+            tokens = granted * self._layout.block_tokens
+            sequence.retained = Retained(tokens, time.time() + wanted.seconds)
+
+    def end_session(self, key: bytes) -> int:
+        """Lets blocks be evicted first that no session has but this one. Returns how many."""
+        return self._pool.end_session(key)
 
     def _fail(self, sequence: TokenSequence) -> None:
         """Fails a request whose numbers overflowed, and zeroes its blocks: NaN would spread even through a mask."""

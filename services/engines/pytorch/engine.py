@@ -129,6 +129,10 @@ class PyTorchEngine(Engine):
             raise Unsupported("the engine is configured without a prefix cache")
         return self._publisher.changes()
 
+    async def end_session(self, key: bytes) -> int:
+        """Lets blocks be evicted first that no session has but this one. Returns how many."""
+        return await self._loop.call(lambda core: core.end_session(key))
+
     def load(self) -> EngineLoad:
         """Returns the load at the end of the last step."""
         return self._loop.load

@@ -141,7 +141,10 @@ class Scheduler:
         if isinstance(item, TokenSequence):
             self._loads.unpark(item)
         item.state = State.DONE
-        return self._free(item)
+        freed = self._free(item)
+        if freed and isinstance(item, TokenSequence) and item.prompt.session and self._limits.prefix_cache:
+            self._pool.record(item.prompt.session, item.chain.upto(item.tokens, item.computed))
+        return freed
 
     def hold(self, sequence: TokenSequence) -> None:
         """Removes a sequence from the steps; it keeps its blocks."""

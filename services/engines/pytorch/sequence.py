@@ -10,7 +10,7 @@ import torch
 from baton.errors import BatonError
 from services.engines.answer import Finished, FinishReason, PromptLogprobs, TokenLogprob
 from services.engines.kv_events import KvTier
-from services.engines.prompt import MediaSpan, Prompt, Sampling
+from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.kv_cache.tiers.moves import Load
 from services.engines.pytorch.kv_cache.tiers.seal import Contents
@@ -43,6 +43,7 @@ class Held:
     queue_seconds: float
     compute_seconds: float
     prompt_logprobs: PromptLogprobs | None = None
+    retained: Retained | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class TokenSequence:
     prompt_report: PromptReport | None = None  # until it is sent
     on_progress: Computed | None = None  # is on_progress what is computed before all of it is
     reported_blocks: int = 0
+    retained: Retained | None = None
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -219,6 +221,7 @@ class TokenSequence:
             queue_seconds=self.queue_seconds,
             prefill_seconds=0.0 if self.pulled else max(0.0, first - (self.started or now)),
             decode_seconds=now - (self.started or now) if self.pulled else now - first,
+            retained=self.retained,
         )
 
 

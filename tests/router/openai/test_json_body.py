@@ -71,6 +71,9 @@ TOO_LONG = {
     "messages[1].content": {"messages": [{"content": "x" * 100_000}, {"content": "x" * 60_000}]},
     "data:": {"data:": "data:" + "x" * 100_000},
     "url": {"url": "data:" + "x" * 400_000},
+    "source.data": {"source": {"type": "base64", "data": "x" * 400_001}},
+    "input.data": {"input": {"data": "x" * 100_001}},
+    "input[1].data": {"input": [{"data": "x" * 100_000}, {"data": "x" * 60_000}]},
 }
 
 
@@ -82,5 +85,6 @@ def test_a_text_over_the_limit_is_named(field: str) -> None:
 
 
 def test_texts_are_counted_in_characters_and_images_apart() -> None:
-    value = {"prompt": "日" * 100_000, "image_url": {"url": "data:" + "x" * 390_000}}
+    source = {"type": "base64", "data": "x" * 390_000}
+    value = {"prompt": "日" * 100_000, "image_url": {"url": "data:" + "x" * 390_000}, "source": source}
     assert parse(json.dumps(value).encode(), LIMITS) == value

@@ -189,6 +189,26 @@ async def test_tools_are_called_whole_and_streamed() -> None:
             assert silent.choices[0].message.content == answer
 
 
+@pytest.mark.feature("tool arguments as they come", engine="written", facade="openai")
+async def test_arguments_come_as_they_are_written() -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "%s"}}</tool_call>'
+    asked: Any = {"model": "demo", "messages": MESSAGES, "tools": [TOOL], "stream": True}
+    with written_engines():
+        async with openai_bench(writes("On it." + call % "Oslo" + call % "Rome", token_seconds=0.002)) as running:
+            create = client_of(running).chat.completions.create
+            chunks = [chunk async for chunk in await create(**asked)]
+            cut = [chunk async for chunk in await create(max_tokens=60, **asked)]
+    pieces: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in chunks:
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            pieces[piece.index].append(piece)
+    for index, city in enumerate(("Oslo", "Rome")):
+        assert json.loads("".join(piece.function.arguments for piece in pieces[index])) == {"city": city}
+        assert [piece.function.name for piece in pieces[index] if piece.id] == ["weather"]
+        assert len(pieces[index]) > 1
+    assert (chunks[-1].choices[0].finish_reason, cut[-1].choices[0].finish_reason) == ("tool_calls", "length")
+
+
 TWO_CALLS = {
     HERMES_TEMPLATE: 'On it.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' + 1000 * "Done.",

@@ -38,6 +38,7 @@ async def test_limits_are_those_of_the_configuration() -> None:
         ("grpc", ""),
         ("kserve", ""),
         ("openai", openai_address),
+        ("anthropic", openai_address),
     ]
 
 

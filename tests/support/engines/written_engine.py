@@ -1,6 +1,7 @@
 """An engine whose answer a test writes, with a chat template of its choice: for what the router makes of answers."""
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
@@ -31,7 +32,9 @@ class WrittenConfig(EngineConfig):
     kind: Literal["written"] = "written"
     name: str = "demo"
     answer: str = ""
+    script: tuple[str, ...] = ()  # an answer for each turn of the assistant, in the place of `answer`
     template: str = HERMES_TEMPLATE
+    token_seconds: float = 0.0
 
 
 class WrittenEngine(Engine):
@@ -40,7 +43,8 @@ class WrittenEngine(Engine):
         vocabulary = byte_vocabulary()
         files = replace(vocabulary.files, chat_template=config.template)
         end = vocabulary.eos_token_id
-        self._answer = (*config.answer.encode(), end)
+        self._token_seconds = config.token_seconds
+        self._answers = [(*answer.encode(), end) for answer in config.script or (config.answer,)]
         self._facts = ModelFacts(
             config.name,
             "written",
@@ -61,9 +65,13 @@ class WrittenEngine(Engine):
 
     async def decode(self, source: Prompt | PulledKv, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         assert isinstance(source, Prompt)
-        for token_id in self._answer[: sampling.max_tokens]:
+        turns = bytes(one for one in source.token_ids if one < 256).count(b"|assistant: ")
+        answer = self._answers[min(turns, len(self._answers)) - 1]
+        for token_id in answer[: sampling.max_tokens]:
+            if self._token_seconds:
+                await asyncio.sleep(self._token_seconds)
             yield Tokens((token_id,))
-        is_cut = sampling.max_tokens < len(self._answer)
+        is_cut = sampling.max_tokens < len(answer)
         reason = FinishReason.LENGTH if is_cut else FinishReason.END_OF_SEQUENCE
         yield Finished(reason, len(source.token_ids))
 
@@ -80,7 +88,15 @@ def written_engines() -> Iterator[None]:
         yield
 
 
-def writes(answer: str, template: str = HERMES_TEMPLATE) -> WorkerConfig:
+def writes(answer: str, template: str = HERMES_TEMPLATE, token_seconds: float = 0.0) -> WorkerConfig:
     """A worker that answers everything with one text."""
-    engine = WrittenConfig(answer=answer, template=template)
+    return _worker(WrittenConfig(answer=answer, template=template, token_seconds=token_seconds))
+
+
+def follows(script: Sequence[str]) -> WorkerConfig:
+    """A worker that answers each turn of a conversation with the next text of a script."""
+    return _worker(WrittenConfig(script=tuple(script)))
+
+
+def _worker(engine: WrittenConfig) -> WorkerConfig:
     return WorkerConfig(worker_id="d1", roles=("decode",), engine=engine, drain_seconds=0)

@@ -1,6 +1,8 @@
 """The KV cache: a pool of blocks.
 
 blocks.py         which blocks are in use, free, or cached for their prefix
+retention.py      which of the cached ones are evicted first
+sessions.py       which of them an ended session leaves to nobody
 prefix.py         the hash chain of a growing sequence
 memory.py         the pool's memory, which other processes can map
 pool_size.py      the layout and the number of blocks

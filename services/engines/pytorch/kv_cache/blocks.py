@@ -1,12 +1,14 @@
 """Which blocks of the pool are in use, which are free, and which free ones still contain a known prefix."""
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.engines.kv_events import KvTier
+from services.engines.prompt import Retain, Session
+from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder
+from services.engines.pytorch.kv_cache.sessions import Sessions
 
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
@@ -46,23 +48,29 @@ class LowerTiers(Protocol):
     def stored(self, block_hash: bytes) -> None:
         """Notes that the pool has a block, so that no tier below need have it."""
 
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        """Drops blocks that nobody will read again, and reports them. Returns how many were here."""
+
 
 class BlockPool:
     """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
 
-    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then cached ones,
-    least recently used first.
+    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then cached ones, in
+    the order of retention.py. One tenant retains at most `retained_share` of all blocks.
     """
 
-    def __init__(self, num_blocks: int, listener: CacheListener | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, listener: CacheListener | None = None, retained_share: float = RETAINED_SHARE
+    ) -> None:
         self.total = num_blocks - 1
         self.lower: LowerTiers | None = None
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._idle = EvictionOrder(self._hash_of, self._block_of, int(self.total * retained_share))
+        self._sessions = Sessions(self.total)
 
     @property
     def available(self) -> int:
@@ -99,7 +107,8 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Adds a reference to each of these cached blocks."""
         for block in blocks:
-            self._idle.pop(block, None)
+            if not self._references[block]:
+                self._idle.discard(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -127,36 +136,40 @@ class BlockPool:
             self._forget(block)
         return own
 
-    def discard(self, block_hash: bytes) -> bool:
-        """Removes a block that nobody will read again: at once if it is unused, else when it is released. False if it
-        is not here.
-        """
-        block = self._block_of.get(block_hash)
-        if block is None:
-            return False
-        if self._references[block] == 0:
-            del self._idle[block]
-            heapq.heappush(self._empty, block)
-        self._forget(block)
-        return True
+    def retain(self, hashes: Sequence[bytes], retain: Retain) -> int:
+        """Retains the cached blocks of a chain. Returns how many, from the first on, its tenant's bound allows."""
+        return self._idle.retain(hashes, retain)
+
+    def record(self, session: Session, hashes: Sequence[bytes]) -> None:
+        """Notes the chain of a session's request, which has released its blocks, and ends the session if it says so."""
+        self._sessions.record(session, hashes)
+        if session.ends:
+            self.end_session(session.key)
+
+    def end_session(self, key: bytes) -> int:
+        """Lets blocks be evicted first that no session has but this one. Returns how many."""
+        links = list(self._sessions.end(key))
+        return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
 
     def clear_cache(self) -> None:
         """Removes all unused blocks from the cache."""
         while self._idle:
-            block, _ = self._idle.popitem(last=False)
+            block = self._idle.pop()
             self._forget(block)
             heapq.heappush(self._empty, block)
 
     def _retire(self, block: int) -> None:
         if block in self._hash_of:
-            self._idle[block] = None
+            self._idle.add(block)
         else:
             heapq.heappush(self._empty, block)
 
     def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
+        is_dead = self._idle.has_dead
+        block = self._idle.pop()
         block_hash = self._hash_of[block]
-        if self.lower is not None and self.lower.demote(block, block_hash):
+        if not is_dead and self.lower is not None and self.lower.demote(block, block_hash):
+            self._idle.forget(block_hash)
             del self._hash_of[block], self._block_of[block_hash]
         else:
             self._forget(block)
@@ -165,6 +178,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
+            self._idle.forget(block_hash)
             del self._block_of[block_hash]
             self._emit(BlockRemoved(block_hash))
 

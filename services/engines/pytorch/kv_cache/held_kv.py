@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
 from services.engines.kv import HeldKv, Reservation
+from services.engines.prompt import Retained
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Held, TokenSequence
@@ -58,6 +59,11 @@ class HeldPrompt(HeldKv):
     def cached_tokens(self) -> int:
         """The number of tokens that came from the prefix cache."""
         return self._held.cached_tokens
+
+    @property
+    def retained(self) -> Retained | None:
+        """The beginning of the prompt that stays in the prefix cache."""
+        return self._held.retained
 
     @property
     def queue_seconds(self) -> float:

@@ -129,10 +129,12 @@ class TierDirectory:
                 return True
         return False
 
-    def lose(self, block_hash: bytes) -> None:
-        """Forgets a block that was here, and reports it."""
-        if self.drop(block_hash):
-            self._listener(BlockRemoved(block_hash))
+    def lose(self, block_hash: bytes) -> bool:
+        """Forgets a block, if it is here, and reports it."""
+        if not self.drop(block_hash):
+            return False
+        self._listener(BlockRemoved(block_hash))
+        return True
 
     def close(self, tier: KvTier) -> None:
         """Takes a tier out of use, with all its blocks."""

@@ -99,6 +99,10 @@ class KvTiers:
         """Drops a copy, since the pool has the block again."""
         self.directory.drop(block_hash)
 
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        """Drops blocks that nobody will read again. Returns how many were here."""
+        return sum(self.directory.lose(block_hash) for block_hash in hashes)
+
     def settle(self, blocks: Iterable[int]) -> None:
         """Waits until blocks of the pool may be written, because what they contained has left."""
         leaving = self._leaving

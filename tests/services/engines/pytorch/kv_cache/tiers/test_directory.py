@@ -1,8 +1,11 @@
 """Which block is in which tier, which one leaves next, and what is worth loading and writing."""
 
+from collections.abc import Sequence
+
 from support.clock import ManualClock
 
 from services.engines.kv_events import KvTier
+from services.engines.prompt import Session
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Spill, TierDirectory
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
@@ -74,6 +77,9 @@ def test_a_pool_tells_once_where_an_evicted_block_went_and_forgets_the_copy_of_w
         def stored(self, block_hash: bytes) -> None:
             directory.drop(block_hash)
 
+        def lose(self, hashes: Sequence[bytes]) -> int:
+            return sum(directory.lose(block_hash) for block_hash in hashes)
+
     pool = BlockPool(2, heard.append)
     pool.lower = Tiers()
     [block] = pool.allocate(1)
@@ -86,18 +92,34 @@ def test_a_pool_tells_once_where_an_evicted_block_went_and_forgets_the_copy_of_w
     assert name(1) not in directory
 
 
-def test_an_ended_block_in_use_is_not_cached_any_more_and_an_unused_one_is_free() -> None:
-    pool = BlockPool(3)
+def test_an_ended_session_s_blocks_leave_the_tiers_and_do_not_go_down() -> None:
+    heard: list[object] = []
+    directory = TierDirectory(4, 0, heard.append)
+
+    class Tiers:
+        def demote(self, block: int, block_hash: bytes) -> bool:
+            return directory.place(block_hash, may_spill=False) is not None
+
+        def stored(self, block_hash: bytes) -> None:
+            directory.drop(block_hash)
+
+        def lose(self, hashes: Sequence[bytes]) -> int:
+            return sum(directory.lose(block_hash) for block_hash in hashes)
+
+    pool = BlockPool(3, heard.append)
+    pool.lower = Tiers()
     blocks = pool.allocate(2)
     for block, number in zip(blocks, (1, 2), strict=True):
         pool.store(block, name(number))
-    pool.release(blocks[:1])
-    assert pool.discard(name(1))
-    assert pool.discard(name(2))
-    assert not pool.discard(name(3))
-    pool.release(blocks[1:])
-    assert pool.match([name(1)]) == pool.match([name(2)]) == []
-    assert pool.available == 2
+    pool.release(blocks)
+    pool.record(Session(b"s"), [name(1), name(2)])
+    pool.release(pool.allocate(1))  # block 2, the end of the prefix, goes down
+    assert name(2) in directory
+    assert pool.end_session(b"s") == 2
+    assert name(2) not in directory
+    pool.allocate(2)
+    assert name(1) not in directory
+    assert heard[-1] == BlockRemoved(name(1))
 
 
 def test_a_disk_that_is_not_read_gets_one_block_in_twenty() -> None:

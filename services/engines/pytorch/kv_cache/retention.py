@@ -1,0 +1,149 @@
+"""Which cached blocks are evicted first: those of ended sessions, then the least recently used, retained ones last."""
+
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.engines import metrics
+from services.engines.prompt import Retain
+
+RETAINED_SHARE: Final = 0.25
+"""Of a pool, the most that one tenant retains by default."""
+_SWEEP_SECONDS: Final = 1.0  # between two searches for what has expired, which look at all that is retained
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The time until which blocks are retained, how much that matters, and the tenant that they count to."""
+
+    until: float
+    priority: int
+    tenant: bytes
+
+
+class EvictionOrder:
+    """The unused blocks that have content, in the order in which they are evicted. Blocks of equal rank: oldest first.
+
+    A tenant retains at most `tenant_blocks`. The mappings are the pool's own: of the blocks that have content.
+    """
+
+    def __init__(
+        self,
+        hash_of: Mapping[int, bytes],
+        block_of: Mapping[bytes, int],
+        tenant_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hash_of = hash_of
+        self._block_of = block_of
+        self._tenant_blocks = tenant_blocks
+        self._clock = clock
+        self._dead: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._retained: dict[int, OrderedDict[int, None]] = {}  # by priority
+        self._kept: dict[bytes, _Kept] = {}
+        self._kept_by: Counter[bytes] = Counter()
+        self._next_sweep = math.inf
+
+    def __len__(self) -> int:
+        return len(self._dead) + len(self._idle) + sum(map(len, self._retained.values()))
+
+    @property
+    def has_dead(self) -> bool:
+        """True if the block to be evicted is of an ended session."""
+        return bool(self._dead)
+
+    def add(self, block: int) -> None:
+        """Adds a block that has become unused."""
+        kept = self._kept.get(self._hash_of[block])
+        if kept is None:
+            self._idle[block] = None
+        else:
+            self._retained.setdefault(kept.priority, OrderedDict())[block] = None
+
+    def discard(self, block: int) -> None:
+        """Removes a block that is used again, if it was unused."""
+        for blocks in (self._idle, self._dead, *self._retained.values()):
+            if block in blocks:
+                del blocks[block]
+                return
+
+    def pop(self) -> int:
+        """Removes the block to be evicted, of which there must be one."""
+        self._sweep()
+        if self._dead or self._idle:
+            return (self._dead or self._idle).popitem(last=False)[0]
+        lowest = min(priority for priority, blocks in self._retained.items() if blocks)
+        metrics.RETAINED_BLOCKS_EVICTED.inc()
+        return self._retained[lowest].popitem(last=False)[0]
+
+    def mark_dead(self, links: Iterable[bytes]) -> int:
+        """Lets the unused blocks among these be evicted first, unless they are retained. Returns how many."""
+        cached = [self._block_of[link] for link in links if link in self._block_of]
+        blocks = [block for block in cached if block in self._idle]
+        for block in blocks:
+            del self._idle[block]
+            self._dead[block] = None
+        return len(blocks)
+
+    def retain(self, links: Sequence[bytes], retain: Retain) -> int:
+        """Retains cached blocks, from the first on. Returns how many of them, within the tenant's bound."""
+        self._sweep()
+        wanted = _Kept(self._clock() + retain.seconds, retain.priority, retain.tenant)
+        left = self._tenant_blocks - self._kept_by[retain.tenant]
+        granted = 0
+        for link in links:
+            kept = self._kept.get(link)
+            if link not in self._block_of or (left <= 0 and (kept is None or kept.tenant != retain.tenant)):
+                break
+            granted += 1
+            if kept is not None and kept.until >= wanted.until:
+                continue
+            if kept is not None and (kept.tenant, kept.priority) == (wanted.tenant, wanted.priority):
+                self._kept[link] = wanted
+                continue
+            left -= kept is None or kept.tenant != wanted.tenant
+            self._keep(link, wanted)
+        self._next_sweep = min(self._next_sweep, wanted.until)
+        return granted
+
+    def forget(self, link: bytes) -> None:
+        """Retains this block no longer."""
+        kept = self._kept.pop(link, None)
+        if kept is not None:
+            self._count(kept.tenant, -1)
+
+    def _keep(self, link: bytes, wanted: _Kept) -> None:
+        """Retains a block, in use or not."""
+        self.forget(link)
+        block = self._block_of[link]
+        is_unused = block in self._idle or block in self._dead or any(block in one for one in self._retained.values())
+        if is_unused:
+            self.discard(block)
+        self._kept[link] = wanted
+        self._count(wanted.tenant, 1)
+        if is_unused:
+            self.add(block)
+
+    def _count(self, tenant: bytes, more: int) -> None:
+        self._kept_by[tenant] += more
+        if not self._kept_by[tenant]:
+            del self._kept_by[tenant]
+
+    def _sweep(self) -> None:
+        """Returns what has expired to the other unused blocks, as the oldest: it has not been used since."""
+        now = self._clock()
+        if now < self._next_sweep:
+            return
+        for link in [link for link, kept in self._kept.items() if kept.until <= now]:
+            block, retained = self._block_of[link], self._retained.get(self._kept[link].priority)
+            self.forget(link)
+            if retained is not None and block in retained:
+                del retained[block]
+                self._idle[block] = None
+                self._idle.move_to_end(block, last=False)
+        earliest = min((kept.until for kept in self._kept.values()), default=math.inf)
+        self._next_sweep = max(earliest, now + _SWEEP_SECONDS)

@@ -1,0 +1,94 @@
+"""The arguments of a call while the model writes it: in pieces, which are the whole once it is complete."""
+
+import json
+import random
+
+import pytest
+
+from router.text.parsing.formats import HERMES, LLAMA
+from router.text.parsing.registry import AnswerParser, Parsed
+
+ARGUMENTS = '{ "path": "a \\"b\\" \\\\", "text": "</tool_call> {[}", "list": [1, {"deep": "ünï"}], "end": "\\\\"}'
+CALL = f'<tool_call>\n{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+def parser(*names: str, is_single: bool = False) -> AnswerParser:
+    return AnswerParser(None, HERMES, names or ("write",), call_id="x", is_single=is_single, grows=True)
+
+
+def parsed(text: str, cut: random.Random | None = None, **options: bool) -> Parsed:
+    """All that a parser makes of a text that comes in pieces, of one character unless `cut` chooses them."""
+    made, reader, at = Parsed(), parser(**options), 0
+    while at < len(text):
+        length = cut.randint(1, 12) if cut else 1
+        add(made, reader.push(text[at : at + length]))
+        at += length
+    add(made, reader.flush())
+    return made
+
+
+def add(made: Parsed, more: Parsed) -> None:
+    made.text += more.text
+    made.tool_calls += more.tool_calls
+    made.call_deltas += more.call_deltas
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_pieces_are_the_arguments_however_the_text_is_cut(seed: int) -> None:
+    made = parsed(f"So: {CALL}\n{CALL} Done.", random.Random(seed) if seed else None)
+    assert made.text == "So: Done."
+    assert len(made.tool_calls) == 2
+    for index, call in enumerate(made.tool_calls):
+        pieces = [one for one in made.call_deltas if one.index == index]
+        assert "".join(one.arguments for one in pieces) == ARGUMENTS
+        assert [(one.id, one.name) for one in pieces if one.id or one.name] == [(call.id, "write")]
+        assert json.loads(call.arguments) == json.loads(ARGUMENTS)
+        assert len(pieces) > 3
+
+
+def test_a_piece_comes_as_soon_as_the_text_does() -> None:
+    reader = parser()
+    assert reader.push('<tool_call>{"name": "write", "arg').call_deltas == []
+    [first] = reader.push('uments": {"path').call_deltas
+    assert (first.name, first.arguments) == ("write", '{"path')
+    assert [one.arguments for one in reader.push('": "a').call_deltas] == ['": "a']
+    assert reader.push("\\").call_deltas == []
+
+
+def test_a_call_that_is_cut_stays_a_beginning_and_is_no_text() -> None:
+    made = parsed(CALL[:60])
+    assert (made.text, made.tool_calls) == ("", [])
+    assert ARGUMENTS.startswith("".join(one.arguments for one in made.call_deltas))
+    assert made.call_deltas
+
+
+def test_a_block_that_turns_out_to_be_no_call_is_not_sent_twice() -> None:
+    made = parsed('So: <tool_call>{"name": "write", "arguments": {"a": oops}}</tool_call> Done.')
+    assert (made.text, made.tool_calls) == ("So:  Done.", [])
+    assert "".join(one.arguments for one in made.call_deltas) == '{"a": oops}'
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        '{"name": "other", "arguments": {"a": 1}}',
+        '{"arguments": {"a": 1}, "name": "write"}',
+        '{"name": "write", "arguments": "{\\"a\\": 1}"}',
+        '{"name": "wr\\u0069te", "arguments": {"a": 1}}',
+    ],
+)
+def test_a_call_that_is_written_otherwise_comes_whole(block: str) -> None:
+    made = parsed(f"<tool_call>{block}</tool_call>")
+    assert made.call_deltas == []
+    assert [json.loads(call.arguments) for call in made.tool_calls] == [{"a": 1}]
+
+
+def test_nothing_comes_after_a_single_call() -> None:
+    made = parsed(CALL + CALL, is_single=True)
+    assert (len(made.tool_calls), {one.index for one in made.call_deltas}) == (1, {0})
+
+
+def test_a_format_whose_calls_do_not_grow_gives_them_whole() -> None:
+    reader = AnswerParser(None, LLAMA, ("write",), call_id="x", grows=True)
+    assert reader.push('{"name": "write", "parameters": {"a": 1}}').call_deltas == []
+    assert [call.name for call in reader.flush().tool_calls] == ["write"]
