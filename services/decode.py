@@ -38,6 +38,7 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
+    set_tiers,
     set_usage,
 )
 from services.resume.stream import KeptStream
@@ -348,4 +349,5 @@ def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
         accepted_tokens=event.accepted_tokens,
     )
     set_usage(message.usage, event.prompt_tokens, event.cached_tokens, event.retained)
+    set_tiers(message.usage, event.from_tiers)
     return message

@@ -57,7 +57,7 @@ async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted
                 await asyncio.sleep(0.02)
         again = await running.generate(**request(0))
         assert again.token_ids == first.token_ids
-        assert again.finished.usage.cached_tokens == 288
+        assert again.finished.usage.cached_tokens == again.finished.usage.host_cached_tokens == 288
         listed = await baton("workers", "--memory", "--address", running.address)
     assert listed.code == 0
     columns = listed.lines[2].split()

@@ -394,6 +394,7 @@ class EngineCore:
                 compute_seconds=sequence.first_token_at - sequence.started,
                 prompt_logprobs=sequence.pop_prompt_logprobs(),
                 retained=sequence.retained,
+                from_tiers=sequence.from_tiers,
             )
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.errors import BatonError
-from services.engines.answer import Finished, FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.answer import Finished, FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
@@ -44,6 +44,7 @@ class Held:
     compute_seconds: float
     prompt_logprobs: PromptLogprobs | None = None
     retained: Retained | None = None
+    from_tiers: FromTiers = field(default_factory=FromTiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,11 @@ class TokenSequence:
         """The time from arrival to the first step."""
         return max(0.0, self.started - self.arrived)
 
+    @property
+    def from_tiers(self) -> FromTiers:
+        """Of the cached tokens, those that were loaded."""
+        return FromTiers(self.loaded_tokens.get(KvTier.HOST, 0), self.loaded_tokens.get(KvTier.DISK, 0))
+
     def finish_reason(self, eos_token_ids: frozenset[int], max_context_tokens: int) -> FinishReason | None:
         """Returns the reason if the newest token is the last one; else None."""
         newest = self.tokens[-1]
@@ -222,6 +228,7 @@ class TokenSequence:
             prefill_seconds=0.0 if self.pulled else max(0.0, first - (self.started or now)),
             decode_seconds=now - (self.started or now) if self.pulled else now - first,
             retained=self.retained,
+            from_tiers=self.from_tiers,
         )
 
 
