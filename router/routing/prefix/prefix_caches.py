@@ -29,7 +29,7 @@ class Cache(NamedTuple):
 
 
 class Below(NamedTuple):
-    """How many of a prompt's cached blocks, the last ones, are below the device's pool, by tier."""
+    """The number of a prompt's cached blocks, the last ones, that are below the pool of the device, by tier."""
 
     host: int = 0
     disk: int = 0
@@ -86,7 +86,7 @@ class PrefixCaches:
         return matched
 
     def below(self, keys: Sequence[int], matched: Mapping[Cache, int]) -> Mapping[Cache, Below]:
-        """Which of the blocks that each cache has must be loaded; only caches of which there are any.
+        """The blocks of each cache that must be loaded; only caches of which there are any.
 
         A prefix leaves a tier with its end first, so its beginning is in the fastest one.
         """

@@ -27,7 +27,7 @@ DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool
 
 
 class Matched(NamedTuple):
-    """How many of a prompt's blocks each cache has, and which of them it would have to load."""
+    """The number of a prompt's blocks that each cache has, and those of them that it would have to load."""
 
     blocks: Mapping[Cache, int]
     below: Mapping[Cache, Below]

@@ -12,7 +12,7 @@ from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
-from services.engines.pytorch.kv_cache.tiers.seal import Contents
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
@@ -289,7 +289,7 @@ class Scheduler:
         self._begin(sequence, len(need.cached), contents)
         return Grant.GRANTED
 
-    def _begin(self, sequence: TokenSequence, cached: int, contents: Sequence[Contents]) -> None:
+    def _begin(self, sequence: TokenSequence, cached: int, contents: Sequence[BlockContents]) -> None:
         """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""
         sequence.computed = cached * self._limits.block_tokens
         sequence.stored_blocks = cached

@@ -13,7 +13,7 @@ from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.kv_cache.tiers.moves import Load
-from services.engines.pytorch.kv_cache.tiers.seal import Contents
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
 from services.engines.pytorch.sampling.sampling import SamplerState
@@ -110,7 +110,7 @@ class TokenSequence:
     cached_tokens: int = 0
     loaded_tokens: dict[KvTier, int] = field(default_factory=dict)  # of cached_tokens, those that were below the pool
     load: Load | None = None  # of blocks from a tier below the pool
-    parked: Contents | None = None  # its unfinished block, while it is preempted
+    parked: BlockContents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False
     passed: int = 0
     arrived: float = field(default_factory=time.monotonic)

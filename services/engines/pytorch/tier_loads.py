@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from services.engines.pytorch.kv_cache.blocks import BlockPool
-from services.engines.pytorch.kv_cache.tiers.seal import Contents
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
 
@@ -17,7 +17,7 @@ class TierLoads:
         self._pool = pool
         self._block_tokens = block_tokens
 
-    def contents_for(self, sequence: TokenSequence, hashes: Sequence[bytes]) -> list[Contents] | None:
+    def contents_for(self, sequence: TokenSequence, hashes: Sequence[bytes]) -> list[BlockContents] | None:
         """Returns the first of these blocks that are to be loaded; None if another sequence is loading them: wait for
         it. `hashes` are those that the pool does not have.
         """
@@ -27,13 +27,13 @@ class TierLoads:
         if hashes and tiers.is_loading(hashes[0]):
             return None
         count = tiers.worth_loading(hashes) if hashes else 0
-        contents = [Contents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
+        contents = [BlockContents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
         parked = sequence.parked
         if parked is not None and count == len(hashes) and parked.block_hash in tiers.directory:
             contents.append(parked)
         return contents
 
-    def begin(self, sequence: TokenSequence, contents: Sequence[Contents], first: int) -> None:
+    def begin(self, sequence: TokenSequence, contents: Sequence[BlockContents], first: int) -> None:
         """Starts to load into the blocks of a sequence, from `first` on."""
         assert self._tiers is not None
         sequence.load = self._tiers.load(contents, sequence.blocks[first : first + len(contents)])
@@ -72,8 +72,8 @@ class TierLoads:
         if self._tiers is None or not tokens:
             return
         name = sequence.chain.unfinished(sequence.tokens, sequence.computed)
-        if name is not None and self._tiers.park(sequence.blocks[filled], Contents(name, tokens)):
-            sequence.parked = Contents(name, tokens)
+        if name is not None and self._tiers.park(sequence.blocks[filled], BlockContents(name, tokens)):
+            sequence.parked = BlockContents(name, tokens)
 
     def unpark(self, sequence: TokenSequence) -> None:
         """Drops the unfinished block of a sequence that ends."""

@@ -14,7 +14,7 @@ from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.tiers.directory import Place, Spill
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion, computing_nothing
-from services.engines.pytorch.kv_cache.tiers.seal import Contents, DamagedBlock, Sealer
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, DamagedBlock, Sealer
 
 # So much is copied before its digests are read: long enough to hide what starting a copy takes.
 _BATCH_BYTES = 32 << 20
@@ -38,7 +38,7 @@ class Demotion:
 
     block: int
     slot: int
-    contents: Contents
+    contents: BlockContents
     write: Write | None
     is_done: bool = False
     failure: str = ""
@@ -49,7 +49,7 @@ class LoadItem:
     """A block to load: from where, what it must contain, and into which block of the pool."""
 
     place: Place
-    contents: Contents
+    contents: BlockContents
     block: int
 
 

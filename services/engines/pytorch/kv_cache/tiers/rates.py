@@ -55,6 +55,6 @@ class Rates:
         return min(seconds, key=lambda blocks: (seconds[blocks], -blocks))
 
     def patience_seconds(self, blocks: int) -> float:
-        """How long to wait for a load of blocks: as long as it takes to compute them."""
+        """The longest wait for a load of blocks: as long as it takes to compute them."""
         seconds = self.compute_seconds(blocks)
         return float("inf") if seconds is None else max(_LEAST_PATIENCE_SECONDS, seconds)

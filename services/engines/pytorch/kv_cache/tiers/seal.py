@@ -31,8 +31,8 @@ class DamagedBlock(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What a block must contain: its name, and for how many tokens."""
+class BlockContents:
+    """The contents that a block must have: its name, and for how many tokens."""
 
     block_hash: bytes
     tokens: int
@@ -45,12 +45,12 @@ class Sealer:
         self._layout = bytes.fromhex(layout.digest)[:8]
         self._epoch = epoch
 
-    def seal(self, contents: Contents, digest: int) -> bytes:
+    def seal(self, contents: BlockContents, digest: int) -> bytes:
         """Returns the seal of a block with these contents and this digest of its bytes."""
         fields = _FIELDS.pack(contents.block_hash, self._layout, self._epoch, contents.tokens, _VERSION, digest & _MASK)
         return fields + _self_digest(fields)
 
-    def check(self, seal: bytes, contents: Contents, digest: int) -> None:
+    def check(self, seal: bytes, contents: BlockContents, digest: int) -> None:
         """Checks a block that was loaded. Raises DamagedBlock, which says what differs."""
         fields = seal[: _FIELDS.size]
         if _self_digest(fields) != seal[_FIELDS.size :]:

@@ -21,7 +21,7 @@ from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.moves import Demotion, Load, LoadItem, Movers, Write
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
-from services.engines.pytorch.kv_cache.tiers.seal import Contents, Digester, Sealer
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, Digester, Sealer
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +36,7 @@ _AUTO_SHARE_OF_MEMORY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """What to call once blocks have left the pool."""
+    """A call to make once blocks have left the pool."""
 
     demotions: Sequence[Demotion]
     call: Callable[[], None]
@@ -88,9 +88,9 @@ class KvTiers:
 
     def demote(self, block: int, block_hash: bytes) -> bool:
         """Takes over a block that the pool evicts; False if it cannot be kept. Its content stays until `settle`."""
-        return self._demote(block, Contents(block_hash, self._layout.block_tokens))
+        return self._demote(block, BlockContents(block_hash, self._layout.block_tokens))
 
-    def park(self, block: int, contents: Contents) -> bool:
+    def park(self, block: int, contents: BlockContents) -> bool:
         """Takes over the unfinished last block of a preempted sequence."""
         self.directory.drop(contents.block_hash)
         return self._demote(block, contents)
@@ -128,7 +128,7 @@ class KvTiers:
         """Returns how many of the next blocks of a chain are sooner loaded than computed."""
         return self.rates.worth_loading(*self.directory.following(hashes))
 
-    def load(self, contents: Sequence[Contents], blocks: Sequence[int]) -> Load:
+    def load(self, contents: Sequence[BlockContents], blocks: Sequence[int]) -> Load:
         """Starts to load blocks that are in the tiers into blocks of the pool."""
         items = []
         after = [self._leaving[block] for block in blocks if block in self._leaving]
@@ -217,7 +217,7 @@ class KvTiers:
             for each in ready:
                 each.call()
 
-    def _demote(self, block: int, contents: Contents) -> bool:
+    def _demote(self, block: int, contents: BlockContents) -> bool:
         self.poll()
         placed = self.directory.place(contents.block_hash, may_spill=bool(self._free_buffers))
         if placed is None:

@@ -18,7 +18,7 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.tiers import tiers as tiers_module
 from services.engines.pytorch.kv_cache.tiers.host import Copier
-from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES, Contents, Sealer
+from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES, BlockContents, Sealer
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 
 BLOCK_BYTES = 12288
@@ -88,9 +88,9 @@ def _bytes(tiers: KvTiers, slot: int) -> memoryview:
     return tiers.host.memory.read([slot])[0]
 
 
-def _contents(tiers: KvTiers, slot: int) -> Contents:
+def _contents(tiers: KvTiers, slot: int) -> BlockContents:
     [block_hash] = [each for each, found in tiers.directory._host.slot_of.items() if found == slot]
-    return Contents(block_hash, 16)
+    return BlockContents(block_hash, 16)
 
 
 def _digest(tiers: KvTiers, slot: int) -> int:
