@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 
 # What `make up` starts.
 # ENVOY=1 puts Envoy before the routers: gRPC-Web and JSON too, at one port.
-# MODE, ENCODE, PREFILL, DECODE, EMBED, ROUTERS and ENGINE are the options of `baton up`, which has their defaults.
+# MODE, ENCODE, PREFILL, DECODE, EMBED, DIFFUSE, ROUTERS and ENGINE are the options of `baton up`, which has their defaults.
 MODE ?=
 ENCODE ?=
 PREFILL ?=
 DECODE ?=
 EMBED ?=
+DIFFUSE ?=
 ROUTERS ?=
 ENVOY ?=
 # OPENAI is the port of OpenAI's API over HTTP, 8000 if empty; 0 serves none.
@@ -20,7 +21,7 @@ ENGINE ?=
 # SHARE_GPUS=1 starts more workers than there are GPUs.
 SHARE_GPUS ?=
 MODEL ?= models/demo
-UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PREFILL),--prefill $(PREFILL)) $(if $(DECODE),--decode $(DECODE)) $(if $(EMBED),--embed $(EMBED)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(ENVOY),--envoy) $(if $(OPENAI),--openai $(OPENAI)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(SHARE_GPUS),--share-gpus) --model $(MODEL)
+UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PREFILL),--prefill $(PREFILL)) $(if $(DECODE),--decode $(DECODE)) $(if $(EMBED),--embed $(EMBED)) $(if $(DIFFUSE),--diffuse $(DIFFUSE)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(ENVOY),--envoy) $(if $(OPENAI),--openai $(OPENAI)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(SHARE_GPUS),--share-gpus) --model $(MODEL)
 
 # What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
@@ -98,7 +99,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  make up takes MODE=agg|disagg|epd, ENCODE=, PREFILL=, DECODE=, EMBED=, ROUTERS=, ENVOY=1, OPENAI=PORT, ENGINE=pytorch|simulated|vllm, SHARE_GPUS=1, MODEL=FOLDER"
+	@echo "  make up takes MODE=agg|disagg|epd, ENCODE=, PREFILL=, DECODE=, EMBED=, DIFFUSE=, ROUTERS=, ENVOY=1, OPENAI=PORT, ENGINE=pytorch|simulated|vllm, SHARE_GPUS=1, MODEL=FOLDER"
 
 install: $(INSTALLED) ## Create or update .venv, at the versions of constraints.txt
 

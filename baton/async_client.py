@@ -17,6 +17,7 @@ from baton.connection.settings import STOP_SECONDS, Settings
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
     generate_pb2,
+    image_pb2,
     server_info_pb2,
 )
 from baton.requests import UnaryCall
@@ -98,6 +99,16 @@ class AsyncClient:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return await self._call(requests.generate_unary(call))
 
+    @requests.takes(requests.draw)
+    async def draw(self, call: requests.DrawCall) -> AsyncGenerator[image_pb2.ImageServiceGenerateResponse, None]:
+        with self._settings.begin("ImageService/Generate") as trace:
+            metadata = self._settings.metadata(trace, call.priority)
+            seconds = self._settings.attempts(call.timeout_seconds).seconds_left
+            method = self._routers.method("ImageService/Generate")
+            async with aclosing(stream(method(call.request, timeout=seconds, metadata=metadata))) as events:
+                async for event in events:
+                    yield event
+
     cancel = _unary(requests.cancel)
     embed = _unary(requests.embed)
     tokenize = _unary(requests.tokenize)
@@ -107,6 +118,9 @@ class AsyncClient:
     server_info = _unary(requests.server_info)
     workers = _unary(requests.workers)
     tenants = _unary(requests.tenants)
+    move_streams = _unary(requests.move_streams)
+    drain_worker = _unary(requests.drain_worker)
+    change_role = _unary(requests.change_role)
     loras = _unary(requests.loras)
     load_lora = _unary(requests.load_lora)
     unload_lora = _unary(requests.unload_lora)

@@ -19,6 +19,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.inference.v1 import (
     generate_pb2,
+    image_pb2,
     server_info_pb2,
 )
 from baton.requests import UnaryCall
@@ -98,6 +99,19 @@ class Client:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return self._call(requests.generate_unary(call))
 
+    @requests.takes(requests.draw)
+    def draw(self, call: requests.DrawCall) -> Iterator[image_pb2.ImageServiceGenerateResponse]:
+        with self._settings.begin("ImageService/Generate") as trace:
+            metadata = self._settings.metadata(trace, call.priority)
+            seconds = self._settings.attempts(call.timeout_seconds).seconds_left
+            events = self._routers.method("ImageService/Generate")(call.request, timeout=seconds, metadata=metadata)
+            try:
+                yield from events
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+            finally:
+                events.cancel()
+
     cancel = _unary(requests.cancel)
     embed = _unary(requests.embed)
     tokenize = _unary(requests.tokenize)
@@ -107,6 +121,9 @@ class Client:
     server_info = _unary(requests.server_info)
     workers = _unary(requests.workers)
     tenants = _unary(requests.tenants)
+    move_streams = _unary(requests.move_streams)
+    drain_worker = _unary(requests.drain_worker)
+    change_role = _unary(requests.change_role)
     loras = _unary(requests.loras)
     load_lora = _unary(requests.load_lora)
     unload_lora = _unary(requests.unload_lora)

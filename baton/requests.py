@@ -19,6 +19,7 @@ from baton.inference.v1 import (
     cluster_service_pb2,
     embed_pb2,
     generate_pb2,
+    image_pb2,
     lora_pb2,
     model_pb2,
     sampling_pb2,
@@ -186,6 +187,57 @@ def cancel(
     return UnaryCall("InferenceService/CancelGeneration", message, lambda it: list(it.receipts), timeout_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class DrawCall:
+    """A request for pictures, its priority, and how long it may take."""
+
+    request: image_pb2.ImageServiceGenerateRequest
+    priority: int
+    timeout_seconds: float | None
+
+
+def draw(
+    prompt: str,
+    *,
+    model: str = "",
+    negative_prompt: str = "",
+    guidance_scale: float | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    number: int | None = None,
+    preview_steps: int = 0,
+    request_id: str = "",
+    priority: int = 0,
+    timeout_seconds: float | None = CALL_SECONDS,
+) -> DrawCall:
+    """Draws pictures. Returns an iterator of their events: `progress` by step, each `image`, then `finished`.
+
+    Args:
+        prompt: What is drawn.
+        model: Needed where several models draw.
+        negative_prompt: What is not to be in the picture.
+        guidance_scale: How closely a picture follows the prompt. This and what follows: by default as the model says.
+        width: In pixels.
+        height: In pixels.
+        steps: More take longer.
+        seed: The same seed gives the same picture again; by default another one each time.
+        number: How many pictures, each from a seed of its own: the first from `seed`, the next from the next.
+        preview_steps: Sends a preview each time that so many steps are done; 0 sends none.
+        request_id: Identifies the request in cancels and logs.
+        priority: From -10 to 10; where requests wait, higher ones go first.
+        timeout_seconds: For the whole call.
+    """
+    message = image_pb2.ImageServiceGenerateRequest(request_id=request_id, model=model)
+    options = message.options
+    options.prompt, options.negative_prompt = prompt, negative_prompt
+    wanted = {"width": width, "height": height, "steps": steps, "seed": seed, "number": number}
+    for name, value in {**wanted, "guidance_scale": guidance_scale, "preview_steps": preview_steps}.items():
+        _set(options, name, value, "options")
+    return DrawCall(message, priority, timeout_seconds)
+
+
 def embed(
     inputs: Sequence[EmbedText],
     *,
@@ -262,6 +314,38 @@ def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[c
     """Lists the workers as the router sees them: state, load, layout. Operators only, where access is restricted."""
     message = cluster_service_pb2.ListWorkersRequest()
     return UnaryCall("ClusterService/ListWorkers", message, lambda it: list(it.workers), timeout_seconds)
+
+
+def move_streams(worker_id: str, *, streams: int = 0, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[int]:
+    """Moves answers that a worker decodes to others, all of them if `streams` is 0, and returns how many it will be.
+
+    Nothing is computed again, and their readers notice nothing. Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.MoveStreamsRequest(worker_id=worker_id, streams=streams)
+    return UnaryCall("ClusterService/MoveStreams", message, lambda it: it.streams, timeout_seconds)
+
+
+def drain_worker(
+    worker_id: str, *, grace_seconds: float | None = None, timeout_seconds: float | None = None
+) -> UnaryCall[None]:
+    """Gives a worker no more work, moves its answers to others, and returns when its process ends.
+
+    What still runs after the grace, or after the worker's `drain_seconds`, is stopped there and continued elsewhere.
+    Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.DrainWorkerRequest(worker_id=worker_id)
+    if grace_seconds is not None:
+        message.grace.FromNanoseconds(int(grace_seconds * 1e9))
+    return UnaryCall("ClusterService/DrainWorker", message, lambda _: None, timeout_seconds)
+
+
+def change_role(worker_id: str, role: str, *, timeout_seconds: float | None = None) -> UnaryCall[None]:
+    """Changes a worker's role to prefill or decode while it serves, and returns when nothing of the other is left.
+
+    No request ends by it. Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.ChangeRoleRequest(worker_id=worker_id, role=role)
+    return UnaryCall("ClusterService/ChangeRole", message, lambda _: None, timeout_seconds)
 
 
 def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:

@@ -68,7 +68,7 @@ _BUILT_IN = (
         LANGUAGE_MODEL,
         "services.decode:open_service",
         completes=True,
-        fault_points=("early", "reserve", "pull", "confirm", "decode"),
+        fault_points=("early", "reserve", "pull", "confirm", "decode", "lend", "warm", "yield"),
     ),
     RoleKind(
         "embed",
@@ -77,6 +77,16 @@ _BUILT_IN = (
         "embedder",
         "services.embed:open_service",
         completes=True,
+    ),
+    RoleKind(
+        "diffuse",
+        "baton.engine.v1.DiffuseService",
+        "STAGE_DIFFUSE",
+        "diffuser",
+        "services.diffuse:open_service",
+        completes=True,
+        client_service="baton.inference.v1.ImageService",
+        router="router.drawing.service:service",
     ),
 )
 

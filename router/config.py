@@ -145,6 +145,12 @@ class RoutingConfig(Section):
     )
 
 
+class MovingConfig(Section):
+    """Running decodes that are moved to other workers, with their KV."""
+
+    at_once: int = Field(default=8, ge=0, description="Of each worker; 0 moves none.")
+
+
 class EmbeddingsConfig(Section):
     """The cache of embeddings."""
 
@@ -234,6 +240,7 @@ class RouterConfig(Section):
     peers: PeersConfig = PeersConfig()
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
+    moving: MovingConfig = MovingConfig()
     probe: ProbeConfig = ProbeConfig()
     multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
     worker_streams: ServerKind | None = Field(

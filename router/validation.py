@@ -234,7 +234,7 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
     capabilities = model.capabilities
     wanted_input = request.WhichOneof("input")
     unsupported = {
-        "generation": capabilities.embeddings_only,
+        "generation": capabilities.embeddings_only or capabilities.images_only,
         "prompt": wanted_input == "prompt" and model.tokenizer is None,
         "chat": wanted_input == "chat" and not model.can_chat,
         "stop strings": bool(request.stopping.stop) and model.tokenizer is None,

@@ -10,10 +10,12 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import EmbeddingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
+from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
+from services.moving.roles import RoleChanger
+from services.moving.shedding import Shedding
 from services.requests.calls import Calls, aborted
 from services.requests.loras import inventory_message, loras_of
 from services.telemetry.timings import as_seconds
@@ -32,10 +34,21 @@ _QUEUES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The parts by which a worker gives some of its decodes away, or a role."""
+
+    shedding: Shedding
+    roles: RoleChanger
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService."""
 
-    def __init__(self, epoch: int, engines: WorkerEngines, aborter: "Aborter", drainer: Drainer) -> None:
+    def __init__(
+        self, epoch: int, engines: WorkerEngines, aborter: "Aborter", drainer: Drainer, moving: "Moving"
+    ) -> None:
+        self._moving = moving
         self._epoch = epoch
         self._engines = engines
         self._aborter = aborter
@@ -45,15 +58,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.GetModelResponse(card=_model_card(self._engines.facts))
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
-        return worker_pb2.GetLoadResponse(load=_load_message(self._engines.load()))
+        return worker_pb2.GetLoadResponse(load=self._load())
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
-        loads_of = poll_changes(self._engines.load, _interval_seconds(request), _repeat_seconds(request))
+        loads_of = poll_changes(self._load, _interval_seconds(request), _repeat_seconds(request))
         async with aclosing(loads_of) as loads:
             async for load in loads:
-                yield worker_pb2.WatchLoadResponse(load=_load_message(load))
+                yield worker_pb2.WatchLoadResponse(load=load)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         return _abort_response(await self._aborter.abort(request.request_id))
@@ -66,6 +79,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield _drain_response(progress)
         # The process may end once the last message has been sent, and not before.
         context.add_done_callback(self._drainer.finish)
+
+    async def Shed(self, request: worker_pb2.ShedRequest, context: Any) -> worker_pb2.ShedResponse:
+        return worker_pb2.ShedResponse(streams=self._moving.shedding.shed(request.streams))
+
+    async def ChangeRole(
+        self, request: worker_pb2.ChangeRoleRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.ChangeRoleResponse, None]:
+        changing = self._moving.roles.change(request.role, self._engines.engine, self._moving.shedding)
+        async with aclosing(changing) as stages:
+            async for progress in stages:
+                yield worker_pb2.ChangeRoleResponse(
+                    running=progress.running, handoffs_held=progress.handoffs_held, changed=progress.changed
+                )
+
+    def _load(self) -> cluster_service_pb2.WorkerLoad:
+        load = self._engines.load()
+        return _load_message(load, self._moving.shedding.wanted(load))
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
@@ -166,6 +196,7 @@ def _model_card(facts: ModelFacts) -> worker_pb2.ModelCard:
         images=_image_rules(facts.images) if facts.images else None,
         embedding=_embedding_rules(facts.embedding) if facts.embedding else None,
         engine_settings=dict(facts.settings),
+        image_generation=_image_generation(facts.drawing) if facts.drawing else None,
     )
 
 
@@ -179,6 +210,7 @@ def _capabilities(facts: ModelFacts) -> model_pb2.ModelCapabilities:
         unsupported_sampling=facts.unsupported_sampling,
         embeddings_only=facts.embeddings_only,
         prompt_logprobs=facts.prompt_logprobs,
+        images_only=facts.images_only,
     )
 
 
@@ -201,7 +233,23 @@ def _embedding_rules(rules: EmbeddingRules) -> model_pb2.EmbeddingRules:
     )
 
 
-def _load_message(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
+def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
+    return model_pb2.ImageGeneration(
+        width=rules.width,
+        height=rules.height,
+        steps=rules.steps,
+        guidance_scale=rules.guidance_scale,
+        size_multiple=rules.size_multiple,
+        max_pixels=rules.max_pixels,
+        max_steps=rules.max_steps,
+        max_number=rules.max_number,
+        max_prompt_characters=rules.max_prompt_characters,
+        negative_prompt=rules.negative_prompt,
+        previews=rules.previews,
+    )
+
+
+def _load_message(load: EngineLoad, shed: int) -> cluster_service_pb2.WorkerLoad:
     return cluster_service_pb2.WorkerLoad(
         running=load.running,
         waiting=load.waiting,
@@ -209,6 +257,7 @@ def _load_message(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
         blocks_total=load.blocks_total,
         blocks_used=load.blocks_used,
         blocks_held=load.blocks_held,
+        shed=shed,
         memory=_memory_message(load.memory) if load.memory else None,
     )
 

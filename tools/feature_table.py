@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 FACADES = ("grpc", "openai", "anthropic", "kserve")
-ENGINES = ("pytorch", "simulated", "trtllm", "vllm", "written")
+ENGINES = ("pytorch", "simulated", "diffusers", "trtllm", "vllm", "written")
 
 _HEAD = """\
 # Features by engine and API

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from baton.inference.v1 import cluster_service_pb2_grpc, inference_service_pb2_grpc
+from baton.inference.v1 import cluster_service_pb2_grpc, image_pb2_grpc, inference_service_pb2_grpc
 
 
 class Routers:
@@ -14,6 +14,7 @@ class Routers:
         self._stubs = [
             {
                 "InferenceService": inference_service_pb2_grpc.InferenceServiceStub(channel),
+                "ImageService": image_pb2_grpc.ImageServiceStub(channel),
                 "ClusterService": cluster_service_pb2_grpc.ClusterServiceStub(channel),
             }
             for channel in channels

@@ -48,6 +48,7 @@ COMMANDS = (
     Subcommand("generate", "Send a prompt and stream the completion", requests.generate, "generate"),
     Subcommand("chat", "Hold a conversation", requests.chat, "chat"),
     Subcommand("embed", "Print the vectors of texts, one line of JSON each", requests.embed, "embed"),
+    Subcommand("draw", "Draw a picture into a file", requests.draw, "draw"),
     Subcommand(
         "explain",
         "Show where a prompt would run now, and the predicted cost of each place",
@@ -59,6 +60,9 @@ COMMANDS = (
     Subcommand("models", "List the served models", connecting.address, "models"),
     Subcommand("lora", "List, load and unload adapters on the workers", cluster.lora, "lora"),
     Subcommand("workers", "List the workers as the router sees them", cluster.workers, "workers"),
+    Subcommand("move", "Move running answers from a worker to others", cluster.move, "placing"),
+    Subcommand("drain", "Move all that a worker runs to others, and end it", cluster.drain, "placing"),
+    Subcommand("role", "Change a worker between prefill and decode while it serves", cluster.role, "placing"),
     Subcommand("tenants", "List what each tenant uses, waits for and has left", connecting.address, "tenants"),
     Subcommand("health", "Check the health of a process, for probes", cluster.health, "health"),
     Subcommand("doctor", "Diagnose this installation, cluster or deployment", cluster.doctor, "doctor"),

@@ -88,6 +88,24 @@ def embed(parser: argparse.ArgumentParser) -> None:
     address(parser)
 
 
+def draw(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="what is drawn; - reads standard input")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="of several, FILE-2.png is the second")
+    parser.add_argument("--model", default="", help="required only if several models draw")
+    parser.add_argument("--negative-prompt", default="", metavar="TEXT", help="what is not to be in the picture")
+    parser.add_argument("--guidance-scale", type=float, metavar="N", help="how closely it follows the prompt")
+    for name in ("width", "height"):
+        parser.add_argument(f"--{name}", type=count(UINT32), metavar="PIXELS", help="default: as the model says")
+    parser.add_argument("--steps", type=count(UINT32), metavar="N", help="more take longer")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same picture again")
+    parser.add_argument("--number", type=count(UINT32), metavar="N", help="how many pictures (default: 1)")
+    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
+    )
+    address(parser)
+
+
 def explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text that would be continued; - reads standard input")
     parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")

@@ -44,6 +44,9 @@ def _abilities(model: model_pb2.Model) -> list[str]:
         "reasoning": capabilities.reasoning,
         "logprobs": capabilities.logprobs,
         f"embeddings of {model.embedding.dimensions}": model.HasField("embedding"),
+        f"pictures of {model.image_generation.width} x {model.image_generation.height}": model.HasField(
+            "image_generation"
+        ),
     }
     modalities = [value_name(media_pb2.Modality, each) for each in capabilities.modalities]
     return [name for name, able in named.items() if able] + modalities

@@ -32,6 +32,7 @@ SIMULATED_IMAGE_TOKENS = 16
 OTLP_PORT = 4317
 TRACES_PORT = 16686
 
+DRAWING = "diffuse"
 ENVOY_PORT = 8080
 OPENAI_PORT = 8000
 
@@ -120,8 +121,16 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
     engine = _engine(options, len(workers), sharing)
     places = pinned(sorted(workers, key=lambda worker: worker[0] not in with_kv()), gpus)
     python = _python_of_workers(options)
+    drawing = _drawing_engine(options, len(workers))
     servers = [
-        _worker(role, number, python, [*shared, *engine], places.get((role, number), "")) for role, number in workers
+        _worker(
+            role,
+            number,
+            sys.executable if role == DRAWING else python,
+            [*shared, *(drawing if role == DRAWING else engine)],
+            places.get((role, number), ""),
+        )
+        for role, number in workers
     ]
     patience = PATIENCE_BEFORE_ENVOY if options.envoy else ()
     of_routers = [*shared, *patience, f"processes={options.router_processes}"]
@@ -240,6 +249,17 @@ def _engine(options: ClusterOptions, workers: int, sharing: int) -> list[str]:
     left = 0.9 if any(role not in with_kv() for role, _ in options.workers) else 1.0
     share = f"engine.gpu_memory_share={left / sharing:.3f}"
     return ["engine.kind=pytorch", f"engine.model={folder}", f"engine.threads={threads}", share]
+
+
+def _drawing_engine(options: ClusterOptions, workers: int) -> list[str]:
+    """Of workers that draw: their configuration names the demonstration model for pictures."""
+    if options.engine == "simulated":
+        return ["engine={kind: simulated, name: simulated-pictures}"]
+    if options.others.get(DRAWING) and find_spec("diffusers") is None:
+        raise ConfigError(
+            "diffuse: needs diffusers, from the extra `diffusion`: pip install 'baton-serving[diffusion]'"
+        )
+    return [f"engine.model={ROOT / 'models' / 'demo_diffusion'}", f"engine.threads={max(1, _cores() // workers)}"]
 
 
 def model_folder(model: str) -> Path:

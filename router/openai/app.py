@@ -19,6 +19,8 @@ from opentelemetry.trace import SpanKind
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, lora_pb2
 from baton_http2.input_budget import InputBudget
+from router.drawing.options import find_model
+from router.drawing.pipeline import DrawingPipeline
 from router.openai import embeddings
 from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
@@ -28,6 +30,7 @@ from router.openai.embeddings import EmbeddingsRequest
 from router.openai.errors import HttpRefusal, failure_of
 from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, ApiEndpoints, Handler, Headers, HttpExchange
 from router.openai.fields import SamplingFields
+from router.openai.images import ImageCollector, ImagesRequest, ImageStream, preview_steps
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
@@ -89,6 +92,7 @@ class OpenAIApp:
         self._access = access
         self._tracer = tracer
         self._exchange = HttpExchange(path, texts, max_body_bytes, input)
+        self._drawing = DrawingPipeline(path)
         self._created = now()
         self.running = RunningCalls()
         own: dict[str, Mapping[str, Handler]] = {
@@ -96,6 +100,7 @@ class OpenAIApp:
             "/v1/completions": {"POST": self._completions},
             "/v1/responses": {"POST": self._responses},
             "/v1/embeddings": {"POST": self._embeddings},
+            "/v1/images/generations": {"POST": self._images},
             MODELS_PATH: {"GET": self._models},
             MODEL_PATH: {"GET": self._model},
         }
@@ -239,6 +244,19 @@ class OpenAIApp:
             response = await self._path.embed_pipeline.run(request, call)
         content = await asyncio.to_thread(embeddings.whole, response, body.encoding_format)
         await call.respond(200, content)
+
+    async def _images(self, call: HttpCall, _path: str) -> None:
+        body, request = await self._exchange.read(call, ImagesRequest, ImagesRequest.image_request)
+        if not body.stream:
+            collector = ImageCollector()
+            async with call.while_connected():
+                await self._drawing.run(request, call, collector.send)
+            await call.respond(200, await asyncio.to_thread(collector.whole))
+            return
+        rules = find_model(self._path.cluster, body.model).rules
+        request.options.preview_steps = preview_steps(body.steps or rules.steps, body.partial_images)
+        stream = ImageStream(call, body.partial_images)
+        await self._exchange.streamed(call, self._drawing.run(request, call, stream.send), stream.fail)
 
     async def _models(self, call: HttpCall, _path: str) -> None:
         models: list[dict[str, Any]] = []

@@ -46,6 +46,9 @@ _TYPES |= {405: "invalid_request_error", 409: "conflict_error", 413: "invalid_re
 # Fields of GenerateRequest by their names in OpenAI's API; the first that fits.
 _RENAMED = (
     (re.compile(r"^sampling\."), ""),
+    (re.compile(r"^options\.(width|height)"), "size"),
+    (re.compile(r"^options\.number"), "n"),
+    (re.compile(r"^options\."), ""),
     (re.compile(r"^stopping\.max_tokens"), "max_tokens"),
     (re.compile(r"^stopping\."), ""),
     (re.compile(r"^response\.logprobs"), "top_logprobs"),

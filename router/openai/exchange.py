@@ -97,15 +97,26 @@ class HttpExchange:
         """Runs the request in the pipeline. An error after the response has begun ends it."""
         _add_session(call, request)
         ctx = self._path.contexts.create(request, call)
+        running = self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+        if isinstance(stream, UnaryCollector):
+            async with call.while_connected():
+                await running
+        else:
+            await self.streamed(call, running, stream.fail)
+
+    async def streamed(
+        self, call: HttpCall, running: Awaitable[None], fail: Callable[[BatonError], Awaitable[None]]
+    ) -> None:
+        """Waits for a request, while its client is there. An error after the response has begun ends it by `fail`."""
         try:
             async with call.while_connected():
-                await self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+                await running
         except BatonError as error:
-            if not call.response_status or isinstance(stream, UnaryCollector):
+            if not call.response_status:
                 raise
             call.status = code_of(type(error))
             add_log_fields(reason=error.reason, error=error.message)
-            await stream.fail(error)
+            await fail(error)
 
 
 def _add_session(call: HttpCall, request: generate_pb2.GenerateRequest) -> None:

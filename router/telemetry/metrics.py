@@ -100,6 +100,20 @@ MIGRATIONS = Counter(
     ["stage"],
     registry=REGISTRY,
 )
+MOVES = Counter(
+    "baton_router_moves_total",
+    "Decodes that were to go on on another worker with their KV: moved, returned to where they were, recomputed, or not"
+    " moved at all.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+MOVE_PAUSE_SECONDS = FrequentHistogram(
+    "baton_router_move_pause_seconds",
+    "How long a decode that was moved gave no token: from its last one there to the first one here.",
+    (),
+    _SECONDS,
+    REGISTRY,
+).labels()
 REFUSALS = Counter(
     "baton_router_refusals_total",
     "Requests that were refused admission to the workers.",
@@ -200,6 +214,8 @@ def _begin_at_zero() -> None:
         WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
+    for outcome in ("moved", "returned", "recomputed", "failed"):
+        MOVES.labels(outcome)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable):
         REFUSALS.labels(kind.reason)
     for outcome in ("own_part", "refused", "allowed"):

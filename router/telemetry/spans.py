@@ -1,7 +1,7 @@
 """The attributes of a router's spans: OpenTelemetry's for generative AI, and the request's result."""
 
 from baton.enum_names import value_name
-from baton.inference.v1 import embed_pb2, generate_pb2, sampling_pb2
+from baton.inference.v1 import embed_pb2, generate_pb2, image_pb2, sampling_pb2
 from baton.sampling_options import OPTIONS, given
 from router.telemetry.stats import GENERATE, RequestStats
 from rpc.tracing.span import AttributeValue, Span
@@ -52,6 +52,21 @@ def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
     span.set(attributes)
 
 
+def set_image_attributes(options: image_pb2.ImageOptions, span: Span) -> None:
+    """Sets the parameters of a request for pictures. Its prompts are never recorded."""
+    if not span.is_recording:
+        return
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "generate_content",
+        "gen_ai.output.type": "image",
+        "gen_ai.provider.name": "baton",
+    }
+    for name in ("width", "height", "steps", "number", "guidance_scale"):
+        if options.HasField(name):
+            attributes[f"baton.image.{name}"] = getattr(options, name)
+    span.set(attributes)
+
+
 def set_result_attributes(stats: RequestStats, span: Span) -> None:
     """Sets the result of the request, at its end."""
     if not span.is_recording:
@@ -72,6 +87,7 @@ def set_result_attributes(stats: RequestStats, span: Span) -> None:
         "baton.prefill.worker_id": stats.prefill_worker_id,
         "baton.decode.worker_id": stats.decode_worker_id,
         "baton.migrations": stats.migrations,
+        "baton.moves": stats.moves or None,
     }
     span.set({name: value for name, value in facts.items() if value not in (None, "", [])})
 

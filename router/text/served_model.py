@@ -21,6 +21,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     images: worker_pb2.ImageRules | None = None
     embedding: model_pb2.EmbeddingRules | None = None  # of a worker with the role embed
+    drawing: model_pb2.ImageGeneration | None = None  # of a worker with the role diffuse
     block_tokens: int = 0  # of the blocks that prefix caches are made of; 0 if unknown
     block_bytes: int = 0
     dtype: str = ""
@@ -38,6 +39,7 @@ class ServedModel:
             tokenizer=tokenizer,
             images=card.images if card.HasField("images") else None,
             embedding=card.embedding if card.HasField("embedding") else None,
+            drawing=card.image_generation if card.HasField("image_generation") else None,
             block_tokens=card.layout.block_tokens,
             block_bytes=card.layout.block_bytes,
             dtype=card.layout.dtype,
@@ -65,6 +67,8 @@ class ServedModel:
         capabilities = self.capabilities
         if self.capabilities.embeddings_only:
             return ["embeddings"]
+        if self.capabilities.images_only:
+            return ["pictures"]
         text = self.tokenizer is not None
         able = {
             "prompt": text,

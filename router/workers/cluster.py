@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -94,14 +94,15 @@ class Cluster:
         names = sorted({worker.record.model for worker in self.workers} & self._models.keys())
         return tuple(self._models[name] for name in names)
 
-    def model(self, name: str) -> ServedModel:
-        """The model of that name, or the only one if it is empty; that of an adapter for `<model>:<adapter>`.
+    def model(self, name: str, among: Sequence[ServedModel] | None = None) -> ServedModel:
+        """The model of that name; that of an adapter for `<model>:<adapter>`. For an empty name, the only one of those
+        with text, or `among` others.
 
         Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
         """
         if name in self._models:
             return self._models[name]
-        served = self.models
+        served = self._of_text if among is None else among
         if not name and len(served) == 1:
             return served[0]
         if not name and served:
@@ -111,7 +112,7 @@ class Cluster:
                 return self._models[base]
         if not name or any(worker.record.model == name for worker in self.workers):
             raise NoWorker(f"no worker is ready yet: {self._problems()}")
-        raise ModelNotFound(f"no worker serves {name[:80]!r}; served are {_names(served) or 'none'}")
+        raise ModelNotFound(f"no worker serves {name[:80]!r}; served are {_names(self.models) or 'none'}")
 
     def lora(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> lora_pb2.LoraAdapter | None:
         """The adapter that a request for this model names; None if it names none. Raises as `find_lora`."""
@@ -254,6 +255,10 @@ class Cluster:
             self._cards[card.name] = (digest, future)
         return asyncio.shield(future)
 
+    @property
+    def _of_text(self) -> tuple[ServedModel, ...]:
+        return tuple(model for model in self.models if not model.capabilities.images_only)
+
     def _problems(self) -> str:
         found = [f"{worker.record.worker_id}: {worker.problem}" for worker in self.workers]
         return "; ".join(found) or "none is registered"
@@ -311,5 +316,5 @@ def _roles_and_states(workers: Iterable[WorkerHandle]) -> Iterator[tuple[str, st
             yield role, worker.state
 
 
-def _names(models: tuple[ServedModel, ...]) -> str:
+def _names(models: Sequence[ServedModel]) -> str:
     return ", ".join(model.name for model in models)

@@ -68,6 +68,8 @@ class DeploymentOffer:
         features = [*served.features]
         if message.HasField("embedding") and "embeddings" not in features:
             features.append("embeddings")
+        if message.HasField("image_generation") and "pictures" not in features:
+            features.append("pictures")
         return server_info_pb2.ModelOffer(
             model=message,
             block_tokens=0 if served.capabilities.embeddings_only else served.block_tokens,
@@ -95,6 +97,7 @@ def model_message(
     """A model, or one of its adapters, with the number of its ready workers."""
     workers = [worker for worker in cluster.workers if worker.record.model == served.name]
     embedding = next((worker.model.embedding for worker in workers if worker.model and worker.model.embedding), None)
+    drawing = next((worker.model.drawing for worker in workers if worker.model and worker.model.drawing), None)
     ready = [worker for worker in workers if not worker.problem]
     if adapter is not None:
         ready = [worker for worker in ready if worker.loras.can_use(adapter)]
@@ -105,6 +108,7 @@ def model_message(
         limits=served.limits,
         capabilities=served.capabilities,
         embedding=embedding,
+        image_generation=drawing,
     )
     for role in roles():
         made.workers[role] = count = _count(ready, role)

@@ -114,6 +114,13 @@ def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: 
         raise InvalidReply(f"the handoff has {handoff.num_tokens} tokens of {tokens}")
 
 
+def check_yielded(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: int, newest: int) -> None:
+    """Raises InvalidReply unless a decode of so many ids, the last one `newest`, may yield this."""
+    check_handoff(handoff, record, tokens - 1)
+    if handoff.first_token.token_id != newest:
+        raise InvalidReply(f"the decode yields after {handoff.first_token.token_id}, and the last id was {newest}")
+
+
 def reported_logprobs(
     found: generate_pb2.PromptLogprobs, sampling: prompt_pb2.Sampling, prompt: prompt_pb2.Prompt
 ) -> generate_pb2.PromptLogprobs | None:

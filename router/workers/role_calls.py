@@ -37,6 +37,10 @@ class RoleCall(Protocol[Result_co]):
     async def run(self, worker: WorkerHandle, seconds: float, metadata: Metadata) -> Result_co:
         """Makes the call, unary or streaming, and checks the reply. Raises BatonError; an InvalidReply is retried."""
 
+    def waits(self, waiting: Waiting) -> None:
+        """Is given what tells how long `run` waits: a stream that gets on sets `asked_at` to None."""
+        del waiting
+
     async def relieve(self, worker: WorkerHandle) -> bool:
         """True if an overloaded worker can take the call now, since something was freed there."""
         del worker
@@ -84,8 +88,10 @@ async def _attempt(
         stage_span(call.role, worker_attributes(worker), kind=SpanKind.CLIENT),
         worker.track_load(call.tokens),
     ):
+        waiting = _RoleWaiting(ctx, retries, call, attempts)
+        call.waits(waiting)
         running = call.run(worker, ctx.deadline.remaining_seconds, metadata)
-        return await answer_of(running, worker, call_id, _RoleWaiting(ctx, retries, call, attempts))
+        return await answer_of(running, worker, call_id, waiting)
 
 
 class _RoleWaiting(Waiting):

@@ -16,6 +16,8 @@ lora/             adapters in PEFT's layout: reading them, and keeping account o
 external/         what engines have in common that transfer KV themselves
 canary.py         test requests to an idle engine
 embedding.py      the Protocol of embedders, which turn texts into vectors
+diffusion.py      the Protocol of engines that draw pictures
+diffusers/        the engine of diffusion pipelines
 generation.py     a running generation, which is iterated over or pulled, and aborted by closing it
 memory/           pools in shared or private memory, and the order in which requests get free blocks
 """

@@ -93,6 +93,26 @@ class EmbeddingRules:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawingRules:
+    """The pictures that a model draws: what counts where a request does not say, and limits.
+
+    Width and height are multiples of `size_multiple`.
+    """
+
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    size_multiple: int
+    max_pixels: int
+    max_steps: int
+    max_number: int  # of one request
+    max_prompt_characters: int
+    negative_prompt: bool  # whether it can be told what not to draw
+    previews: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The model of an engine, and its limits."""
 
@@ -107,9 +127,11 @@ class ModelFacts:
     load_seconds: float = 0.0
     images: ImageRules | None = None  # of a model without media
     embedding: EmbeddingRules | None = None  # of an embedder only
+    drawing: DrawingRules | None = None  # of a diffuser only
     settings: tuple[tuple[str, str], ...] = ()  # names and values as it runs, for people: max_sequences and the like
     prompt_logprobs: bool = False  # whether it reports log probabilities of prompts
     embeddings_only: bool = False  # whether the model cannot generate
+    images_only: bool = False  # whether the model draws, and has nothing to do with text otherwise
     unsupported_sampling: tuple[str, ...] = ()  # fields of SamplingParams that requests may not use
     guided_decoding: bool = False
     takes_handoffs: bool = True  # whether `decode` accepts KV of other workers
@@ -278,6 +300,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         """
         del key
         return 0
+
+    @property
+    def moves_decodes(self) -> bool:
+        """True if a running generation can be lent and yielded, to go on in another engine."""
+        return False
 
     @property
     def loras(self) -> ServesLoras | None:

@@ -11,6 +11,8 @@ from typing import Any
 from baton.errors import ConfigError
 from services.engines.base import Encoder, Engine
 from services.engines.context import EngineConfig, EngineContext, RankProgress
+from services.engines.diffusers.config import DiffusionConfig
+from services.engines.diffusion import Diffuser
 from services.engines.embedding import TextEmbedder
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated.config import SimulatedConfig
@@ -155,6 +157,28 @@ def _open_simulated_embedder(
     return SimulatedEmbedder(config)
 
 
+def _open_simulated_diffuser(config: SimulatedConfig, context: EngineContext) -> AbstractAsyncContextManager[Diffuser]:
+    from services.engines.simulated.diffuser import SimulatedDiffuser
+
+    del context
+    return SimulatedDiffuser(config)
+
+
+def _open_diffusers(config: DiffusionConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    del config
+    raise ConfigError(f"roles: the diffusers engine has the role diffuse alone, not {', '.join(context.roles)}")
+
+
+def _open_diffuser(config: DiffusionConfig, context: EngineContext) -> AbstractAsyncContextManager[Diffuser]:
+    if missing := [name for name in ("torch", "transformers", "diffusers") if find_spec(name) is None]:
+        needed = f"engine.kind: diffusers needs {' and '.join(missing)}, from the extra `diffusion`"
+        raise ConfigError(f"{needed}: pip install 'baton-serving[diffusion]'")
+    from services.engines.diffusers.engine import DiffusersEngine
+
+    del context
+    return DiffusersEngine(config)
+
+
 def _open_trtllm(config: TrtllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
     from services.engines.trtllm.factory import open_trtllm
 
@@ -196,8 +220,15 @@ ENGINES: dict[str, EngineKind] = {
         {"encoder": _open_pytorch_encoder, "embedder": _open_pytorch_embedder},
         follow=_follow_pytorch,
     ),
+    "diffusers": EngineKind(DiffusionConfig, _open_diffusers, {"diffuser": _open_diffuser}),
     "simulated": EngineKind(
-        SimulatedConfig, _open_simulated, {"encoder": _open_simulated_encoder, "embedder": _open_simulated_embedder}
+        SimulatedConfig,
+        _open_simulated,
+        {
+            "encoder": _open_simulated_encoder,
+            "embedder": _open_simulated_embedder,
+            "diffuser": _open_simulated_diffuser,
+        },
     ),
     "trtllm": EngineKind(TrtllmConfig, _open_trtllm, {"encoder": _open_trtllm_encoder}, describe=_describe_trtllm),
     "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_vllm),

@@ -12,7 +12,15 @@ from typing import Any
 from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError, DeadlineExceeded, FieldViolation, PositionInvalid, StaleAttempt, StreamLost
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FieldViolation,
+    PositionInvalid,
+    StaleAttempt,
+    StreamAdopted,
+    StreamLost,
+)
 from runtime.aio import wait_until_done
 from services.config import KeepConfig
 from services.engines.base import EngineLoad
@@ -132,6 +140,12 @@ class KeptStreams:
         finally:
             if stream.leave(reader) and entry is not None:
                 self._park(entry)
+
+    def require_reader(self, request_id: str, attachment: int) -> None:
+        """Raises StreamAdopted unless the stream, if it is kept, has this reader."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.stream.attachment != attachment:
+            raise StreamAdopted("another router has taken the answer over")
 
     def settle(self, request: decode_pb2.SettleRequest) -> None:
         """Ends the generation of a stream, or forgets all of it."""

@@ -105,6 +105,9 @@ CONFIRMATIONS_REFUSED = Counter(
     "Releases of handoffs whose lease had expired.",
     registry=REGISTRY,
 )
+YIELDED_DECODES = Counter(
+    "baton_yielded_decodes_total", "Decodes that have ended here to go on elsewhere.", registry=REGISTRY
+)
 EMBEDDING_PULL_SECONDS = Histogram(
     "baton_embedding_pull_seconds",
     "From the request for a leased embedding until it was pulled and confirmed.",

@@ -70,12 +70,12 @@ class Forecast(Generic[W]):
             return
         self._has_first_token = True
         self._arrive()
-        took = self._work.queue.done(self._ticket)
         cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
-        if took is not None:
-            computed = self._request.prompt_tokens - cached
-            took -= min(self._prediction.load.seconds, took)
-            self._cost.prefill.add(computed, took, cached + computed / 2)
+        for computed in self._work.queue.done(self._ticket, self._request.prompt_tokens - cached):
+            # Each by itself would look as if the first one had taken all the time, and the others none.
+            tokens, seconds = computed.tokens / computed.prompts, computed.seconds / computed.prompts
+            seconds -= min(self._prediction.load.seconds, seconds)
+            self._cost.prefill.add(tokens, seconds, cached + tokens / 2)
         if cached_tokens is not None:
             self._correct(cached_tokens)
         actual = self._clock() - self._started

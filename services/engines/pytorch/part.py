@@ -3,24 +3,35 @@
 import asyncio
 import time
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import Self
 
 from services.engines.base import EncoderLoad, EnginePart, ModelFacts
 from services.engines.canary import Canary
 from services.engines.pytorch.batch_loop import BatchLoop
-from services.engines.pytorch.config import PyTorchConfig
 
+
+class PartConfig(Protocol):
+    """The part of a configuration that says how it is tested while it is idle."""
+
+    @property
+    def canary_seconds(self) -> float | None: ...
+
+    @property
+    def canary_patience_seconds(self) -> float: ...
+
+
+Config = TypeVar("Config", bound=PartConfig)
 Loop = TypeVar("Loop", bound=BatchLoop[Any])
 
 
-class PyTorchPart(EnginePart, Generic[Loop]):
+class PyTorchPart(EnginePart, Generic[Config, Loop]):
     """A subclass loads its model by `_load`, in a thread, and makes its loop and facts of it."""
 
     _loop: Loop
 
-    def __init__(self, config: PyTorchConfig) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
 
     def _load(self) -> None:

@@ -54,7 +54,15 @@ class Failed:
     error: BatonError
 
 
-Event = Token | Finished | Held | Failed
+@dataclass(frozen=True, slots=True)
+class HeldDecode:
+    """A decode that goes on elsewhere; without `held` it had no KV."""
+
+    finished: Finished
+    held: Held | None
+
+
+Event = Token | Finished | Held | HeldDecode | Failed
 Sink = Callable[[Event], None]
 # Gets the blocks whose KV is complete; none of them once all that it got are lost.
 Computed = Callable[[Sequence[int]], None]
@@ -112,6 +120,7 @@ class TokenSequence:
     load: Load | None = None  # of blocks from a tier below the pool
     parked: BlockContents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False
+    yields: bool = False  # ends at its next token, and goes on elsewhere
     passed: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -178,7 +187,7 @@ class TokenSequence:
         if flying.is_void:
             return True
         full = self.generated + flying.ids >= self.sampling.max_tokens or self.length >= max_context_tokens
-        return flying.ids > 0 and (self.hold or full)
+        return flying.ids > 0 and (self.hold or self.yields or full)
 
     def chunk_tokens(self, budget: int) -> int:
         """Returns how many tokens the next chunk may have."""

@@ -11,5 +11,6 @@ tokens.py         the ids that it generates
 preferences.py    what bad words, biases and penalties make of them
 blocks.py         which blocks are free, used, or cached for their prefix, and the bytes in them
 kv.py             held KV and reservations
+diffuser.py       the Diffuser, whose pictures are noise
 encoder.py        the Encoder, whose embeddings follow from the image's bytes, and the TextEmbedder
 """

@@ -49,6 +49,7 @@ class SimulatedConfig(EngineConfig):
 
     embed_dimensions: int = Field(default=64, ge=1, description="Numbers of a text's vector.")
     embed_seconds: float = Field(default=0.0, ge=0, description="Of one call to embed texts.")
+    draw_step_seconds: float = Field(default=0.0, ge=0, description="Of one step of a picture.")
 
     @model_validator(mode="after")
     def _blocks_hold_whole_tokens(self) -> "SimulatedConfig":

@@ -21,7 +21,7 @@ from services.engines.simulated.facts import kv_layout, model_facts
 from services.engines.simulated.tokens import Vocabulary, vocabulary_of
 
 
-class _SimulatedPart(EnginePart):
+class SimulatedPart(EnginePart):
     """A part without a model, which computes one thing after the other, in the order of arrival."""
 
     def __init__(self, config: SimulatedConfig) -> None:
@@ -63,7 +63,7 @@ class _SimulatedPart(EnginePart):
         return EncoderLoad(running, max(0, self._unfinished - running))
 
 
-class SimulatedEncoder(_SimulatedPart):
+class SimulatedEncoder(SimulatedPart):
     """An Encoder without a model."""
 
     def __init__(self, config: SimulatedConfig) -> None:
@@ -96,7 +96,7 @@ class SimulatedEncoder(_SimulatedPart):
         return Embedding(digest, shape, "float32", embedding_data(digest, shape))
 
 
-class SimulatedEmbedder(_SimulatedPart):
+class SimulatedEmbedder(SimulatedPart):
     """A TextEmbedder without a model."""
 
     def _new_facts(self, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:

@@ -26,6 +26,7 @@ class Report:
     resumed: int = 0
     recomputed: int = 0
     tokens: int = 0
+    moves: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
@@ -93,6 +94,7 @@ class Streams:
                     now = time.monotonic()
                     longest, last = max(longest, now - last if received.tokens else 0.0), now
                     received.add(event)
+                    report.moves += event.finished.moves
         except BatonError as error:
             if received.handle:
                 report.failed.append(f"{name} after {received.tokens}: {error.reason} {error.message}")

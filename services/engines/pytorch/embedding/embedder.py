@@ -18,7 +18,7 @@ from services.engines.pytorch.stall_detector import StallDetector
 _DEFAULT_STEP_TOKENS = {"cpu": 4096, "cuda": 16384}
 
 
-class PyTorchEmbedder(PyTorchPart[EmbedderLoop]):
+class PyTorchEmbedder(PyTorchPart[PyTorchConfig, EmbedderLoop]):
     """A Hugging Face model that turns texts into vectors (TextEmbedder)."""
 
     @property

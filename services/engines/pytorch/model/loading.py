@@ -94,17 +94,22 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def choose_device(config: PyTorchConfig) -> torch.device:
+    """Returns the configured device. See device_named."""
+    return device_named(config.device)
+
+
+def device_named(name: str) -> torch.device:
     """Returns the device. Raises ConfigError if CUDA is configured and not available, or has no GPU of that index."""
     has_cuda = torch.cuda.is_available()
-    if config.device == "cpu" or (config.device == "auto" and not has_cuda):
+    if name == "cpu" or (name == "auto" and not has_cuda):
         return torch.device("cpu")
     if not has_cuda:
-        raise ConfigError(f"engine.device: {config.device} was asked for and PyTorch finds none")
-    _, _, index = config.device.partition(":")
+        raise ConfigError(f"engine.device: {name} was asked for and PyTorch finds none")
+    _, _, index = name.partition(":")
     if not index:
         return torch.device("cuda", torch.cuda.current_device())
     if int(index) >= torch.cuda.device_count():
-        raise ConfigError(f"engine.device: {config.device}: this process sees {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"engine.device: {name}: this process sees {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", int(index))
 
 

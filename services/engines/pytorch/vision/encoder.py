@@ -16,7 +16,7 @@ from services.engines.pytorch.vision.encoder_loop import EncoderLoop
 from services.engines.pytorch.vision.tower import Vision, load_vision
 
 
-class PyTorchEncoder(PyTorchPart[EncoderLoop]):
+class PyTorchEncoder(PyTorchPart[PyTorchConfig, EncoderLoop]):
     """The vision encoder of a Hugging Face model (Encoder); the layout of its facts is that of its embeddings."""
 
     @property

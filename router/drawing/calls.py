@@ -1,0 +1,80 @@
+"""The call of a request for pictures: a worker's stream, which another worker goes on with where it was lost."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from baton.calls import stream
+from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
+from baton.errors import InvalidReply
+from baton.inference.v1 import image_pb2
+from router.context import RequestContext
+from router.placement.role_workers import RoleWorkers
+from router.routing.filters import Constraints
+from router.workers.handle import Waiting, WorkerHandle
+from router.workers.role_calls import Metadata, RoleCall
+
+ROLE = "diffuse"
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+Event = image_pb2.ImageProgress | image_pb2.GeneratedImage
+Send = Callable[[Event], Awaitable[None]]
+
+
+class DiffuseCall(RoleCall[None]):
+    """The call for those pictures that no worker has drawn yet. They have the same seeds on each."""
+
+    role = ROLE
+    tokens = 0
+
+    def __init__(
+        self, workers: RoleWorkers, ctx: RequestContext, request: diffuse_pb2.DiffuseRequest, send: Send
+    ) -> None:
+        self._workers = workers
+        self._ctx = ctx
+        self._request = request
+        self._send = send
+        self._left = dict(enumerate(request.seeds))
+        self._waiting: Waiting | None = None
+
+    def place(self, tried: frozenset[str]) -> WorkerHandle:
+        constraints = Constraints(ROLE, self._request.model, context_tokens=0, tried=tried)
+        return self._workers.place(constraints, self.tokens)
+
+    def begin(self, worker: WorkerHandle) -> str:
+        self._ctx.cancellation.add_worker(worker)
+        return self._ctx.call_id
+
+    def waits(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+
+    async def run(self, worker: WorkerHandle, seconds: float, metadata: Metadata) -> None:
+        indexes, request = list(self._left), diffuse_pb2.DiffuseRequest()
+        request.CopyFrom(self._request)
+        del request.seeds[:]
+        request.seeds.extend(self._left.values())
+        stub = worker.stub(diffuse_pb2_grpc.DiffuseServiceStub)
+        async with aclosing(stream(stub.Diffuse(request, timeout=seconds, metadata=metadata))) as responses:
+            async for response in responses:
+                if self._waiting is not None:
+                    self._waiting.asked_at = None  # it has just answered
+                await self._send(self._checked(response, indexes))
+        if self._left:
+            raise InvalidReply(f"the stream ended before {len(self._left)} of the pictures were drawn")
+
+    def _checked(self, response: diffuse_pb2.DiffuseResponse, indexes: list[int]) -> Event:
+        """The event, with its picture counted as the client counts. Raises InvalidReply."""
+        match response.WhichOneof("event"):
+            case "progress":
+                event: Event = response.progress
+            case "image":
+                event = response.image
+                if not event.data.startswith(_PNG):
+                    raise InvalidReply("a picture is no PNG")
+            case _:
+                raise InvalidReply("a response is empty")
+        if event.index >= len(indexes) or indexes[event.index] not in self._left:
+            raise InvalidReply(f"there is no picture {event.index} to draw")
+        event.index = indexes[event.index]
+        if isinstance(event, image_pb2.GeneratedImage):
+            event.seed = self._left.pop(event.index)
+        return event

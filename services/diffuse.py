@@ -1,0 +1,115 @@
+"""The diffuse role: draws the pictures of a call, and streams their steps."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
+from baton.errors import DeadlineUnreachable
+from baton.inference.v1 import image_pb2
+from rpc.interceptors.arrival import arrived_at
+from rpc.metadata import remaining_seconds
+from rpc.server import Service
+from rpc.violations import Violations
+from runtime.aio import gather_or_cancel
+from runtime.clock import perf_counter
+from services.engines.base import DrawingRules
+from services.engines.diffusion import Diffuser, Drawing, Picture, Step
+from services.parts import WorkerParts
+from services.requests.calls import Calls
+from services.telemetry import metrics
+from services.telemetry.timings import duration
+
+SERVICE_NAME = diffuse_pb2.DESCRIPTOR.services_by_name["DiffuseService"].full_name
+
+_RETRY_SECONDS = 1.0
+
+
+class DiffuseServicer(diffuse_pb2_grpc.DiffuseServiceServicer):
+    """DiffuseService. Only a worker without the role has no `diffuser`."""
+
+    def __init__(self, calls: Calls, diffuser: Diffuser | None) -> None:
+        self._calls = calls
+        self._diffuser = diffuser
+
+    # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
+    async def Diffuse(self, request: diffuse_pb2.DiffuseRequest, context: Any) -> None:  # type: ignore[override]
+        with self._calls.run("diffuse", request.request_id, request.model, context.invocation_metadata()) as call:
+            assert self._diffuser is not None
+            await call.faults.inject("queue")
+            await call.faults.inject("diffuse")
+            drawings = _drawings(request, self._diffuser, remaining_seconds(context))
+            # One writer at a time: grpcio's streams have no order of their own.
+            writing = asyncio.Lock()
+            await gather_or_cancel(
+                _draw(self._diffuser, index, drawing, writing, context) for index, drawing in enumerate(drawings)
+            )
+            metrics.COMPUTE_SECONDS.labels("diffuse").observe(perf_counter() - arrived_at())
+
+
+@asynccontextmanager
+async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
+    """Opens the role on a worker; one without it answers RoleMismatch."""
+    servicer = DiffuseServicer(parts.calls, parts.worker.engines.part("diffuser"))
+    yield Service(SERVICE_NAME, diffuse_pb2_grpc.add_DiffuseServiceServicer_to_server, servicer)
+
+
+def _drawings(request: diffuse_pb2.DiffuseRequest, diffuser: Diffuser, seconds: float | None) -> list[Drawing]:
+    """Raises InvalidRequest naming every wrong field, and DeadlineUnreachable if there is too little time."""
+    rules, options = diffuser.facts.drawing, request.options
+    assert rules is not None
+    _check(request, rules)
+    drawings = [
+        Drawing(
+            prompt=options.prompt,
+            negative_prompt=options.negative_prompt,
+            guidance_scale=options.guidance_scale if options.HasField("guidance_scale") else rules.guidance_scale,
+            width=options.width or rules.width,
+            height=options.height or rules.height,
+            steps=options.steps or rules.steps,
+            seed=seed,
+            preview_steps=options.preview_steps,
+        )
+        for seed in request.seeds
+    ]
+    predicted = diffuser.predicted_seconds(drawings[0])
+    if predicted is not None and seconds is not None and predicted > seconds:
+        text = f"a picture would take {predicted:.1f} s, and {seconds:.1f} s are left"
+        raise DeadlineUnreachable(text, retry_after_seconds=_RETRY_SECONDS)
+    return drawings
+
+
+def _check(request: diffuse_pb2.DiffuseRequest, rules: DrawingRules) -> None:
+    """The router has checked the options by the same rules, unless this worker's are others."""
+    violations, options = Violations(), request.options
+    violations.count("seeds", len(request.seeds), rules.max_number)
+    characters = max(len(options.prompt), len(options.negative_prompt))
+    violations.require(characters <= rules.max_prompt_characters, "options.prompt", f"has {characters} characters")
+    width, height = options.width or rules.width, options.height or rules.height
+    violations.require(width * height <= rules.max_pixels, "options.width", f"{width} x {height} are too many pixels")
+    fits = width % rules.size_multiple == 0 and height % rules.size_multiple == 0
+    violations.require(fits, "options.width", f"width and height must be multiples of {rules.size_multiple}")
+    violations.number("options.steps", options.steps or rules.steps, 1, rules.max_steps)
+    violations.raise_any()
+
+
+async def _draw(diffuser: Diffuser, index: int, drawing: Drawing, writing: asyncio.Lock, context: Any) -> None:
+    async with aclosing(diffuser.draw(drawing)) as events:
+        async for event in events:
+            async with writing:
+                await context.write(_response(index, drawing, event))
+
+
+def _response(index: int, drawing: Drawing, event: Step | Picture) -> diffuse_pb2.DiffuseResponse:
+    match event:
+        case Step(number, steps, remaining_seconds, preview):
+            progress = image_pb2.ImageProgress(index=index, step=number, steps=steps, preview=preview)
+            if remaining_seconds is not None:
+                progress.remaining.CopyFrom(duration(remaining_seconds))
+            return diffuse_pb2.DiffuseResponse(progress=progress)
+        case Picture(png, width, height):
+            image = image_pb2.GeneratedImage(
+                index=index, mime_type="image/png", data=png, width=width, height=height, seed=drawing.seed
+            )
+            return diffuse_pb2.DiffuseResponse(image=image)

@@ -1,0 +1,7 @@
+"""The engine of diffusion pipelines, on the package diffusers.
+
+config.py    its options
+pipeline.py  a checkpoint's pipeline: its class, what it can do, and one batch of pictures
+loop.py      the thread: batches of equal shapes, steps, cancellation, measured times
+engine.py    the engine
+"""

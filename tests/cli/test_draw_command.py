@@ -1,0 +1,37 @@
+"""`baton draw`, and both clients' `draw`: the pictures that ImageService draws."""
+
+import asyncio
+from pathlib import Path
+
+from support.clients.baton_command import Baton
+from support.cluster.in_process import bench, simulated
+
+from baton import AsyncClient, Client
+
+
+async def test_each_picture_is_a_file_and_its_seed_draws_it_again(baton: Baton, tmp_path: Path) -> None:
+    async with bench(simulated("f1", "diffuse")) as running:
+        words = ("draw", "a red circle", "-o", str(tmp_path / "a.png"), "--number", "2", "--seed", "7", "--steps", "3")
+        outcome = await baton(*words, "--address", running.address)
+        async with AsyncClient(running.address) as client:
+            events = [event async for event in client.draw("a red circle", seed=8, steps=3)]
+        with Client(running.address) as blocking:
+            again = await asyncio.to_thread(lambda: list(blocking.draw("a red circle", seed=8, steps=3)))
+    assert outcome.code == 0
+    assert sorted(outcome.err.splitlines()) == [
+        f"{tmp_path / 'a-2.png'}: 64 x 64, seed 8",
+        f"{tmp_path / 'a.png'}: 64 x 64, seed 7",
+    ]
+    assert (tmp_path / "a-2.png").read_bytes() == events[-2].image.data == again[-2].image.data
+    assert [event.WhichOneof("event") for event in again] == ["progress"] * 3 + ["image", "finished"]
+
+
+async def test_a_wrong_option_is_named(baton: Baton, tmp_path: Path) -> None:
+    async with bench(simulated("f1", "diffuse")) as running:
+        words = ("draw", "x", "-o", str(tmp_path / "a.png"), "--width", "17", "--address", running.address)
+        outcome = await baton(*words)
+        nowhere = await baton("draw", "x", "-o", str(tmp_path / "none" / "a.png"), "--address", running.address)
+    assert (outcome.code, nowhere.code) == (2, 2)
+    assert "options.width" in outcome.err
+    assert "cannot be written" in nowhere.err
+    assert not (tmp_path / "a.png").exists()
