@@ -18,6 +18,7 @@ from services.moving.roles import RoleChanger
 from services.moving.shedding import Shedding
 from services.requests.calls import Calls, aborted
 from services.requests.loras import inventory_message, loras_of
+from services.resume.streams import KeptStreams, KeptUsage
 from services.telemetry.timings import as_seconds
 from services.worker import Drainer, DrainProgress, poll_changes
 from services.worker_engines import WorkerEngines
@@ -36,10 +37,11 @@ _QUEUES = {
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """The parts by which a worker gives some of its decodes away, or a role."""
+    """The parts by which a worker gives some of its decodes away, or a role, and the answers that it keeps."""
 
     shedding: Shedding
     roles: RoleChanger
+    kept: KeptStreams
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -95,7 +97,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _load(self) -> cluster_service_pb2.WorkerLoad:
         load = self._engines.load()
-        return _load_message(load, self._moving.shedding.wanted(load))
+        return _load_message(load, self._moving.shedding.wanted(load), self._moving.kept.usage)
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
@@ -249,7 +251,7 @@ def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
     )
 
 
-def _load_message(load: EngineLoad, shed: int) -> cluster_service_pb2.WorkerLoad:
+def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_service_pb2.WorkerLoad:
     return cluster_service_pb2.WorkerLoad(
         running=load.running,
         waiting=load.waiting,
@@ -258,6 +260,8 @@ def _load_message(load: EngineLoad, shed: int) -> cluster_service_pb2.WorkerLoad
         blocks_used=load.blocks_used,
         blocks_held=load.blocks_held,
         shed=shed,
+        kept_streams=kept.attached + kept.parked,
+        parked_streams=kept.parked,
         memory=_memory_message(load.memory) if load.memory else None,
     )
 

@@ -115,6 +115,7 @@ async def _open_services(parts: WorkerParts, registration: WorkerRegistration) -
         moving = Moving(
             Shedding(parts.decodes, parts.calls),
             RoleChanger(worker.identity, registration, partial(_record, worker), parts.calls, worker.leases),
+            worker.kept,
         )
         aborter = Aborter(parts.calls, worker.leases)
         control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer, moving)

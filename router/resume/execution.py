@@ -42,7 +42,9 @@ class ResumedExecution(RequestExecution):
         self._resumptions = adopted.attachment - 1 if adopted else 1
 
     async def run(self) -> None:
-        """Sends what the client lacks, then decodes to the end."""
+        """Sends what the client lacks, then decodes to the end. The tenant has paid for what the client has."""
+        assert self._ctx.keep is not None
+        self._stats.charged_tokens = self._ctx.keep.of(self._ctx.answer).have.tokens
         if self._adopted is None and not self._completion.token_ids:
             await super().run()
             return
@@ -84,7 +86,8 @@ class ResumedExecution(RequestExecution):
         self._has_started = True
         keep = self._ctx.keep
         assert keep is not None
-        resumed = generate_pb2.Resumed(started=started, recomputed=self._adopted is None, attempt=keep.attempt)
+        recomputed = self._adopted is None or keep.is_partly_lost
+        resumed = generate_pb2.Resumed(started=started, recomputed=recomputed, attempt=keep.attempt or 0)
         self._stream.start(resumed)
         if (missing := self._replay.missing) != _NOTHING:
             self._stream.put_now(missing)

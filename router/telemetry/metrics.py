@@ -13,6 +13,7 @@ from runtime.metrics import REGISTRY
 
 _CLASS = ("model", "request_class")
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
+RESUMED = ("adopted", "computed_again", "lost")
 WORKER_STATES = ("ready", "unhealthy", "draining")
 
 REQUESTS = FrequentCounter(
@@ -114,6 +115,16 @@ MOVE_PAUSE_SECONDS = FrequentHistogram(
     _SECONDS,
     REGISTRY,
 ).labels()
+RESUMPTIONS = Counter(
+    "baton_router_resumptions_total",
+    "Answers that a client asked to go on with: taken over from a worker, computed again, or lost.",
+    ["result"],
+    registry=REGISTRY,
+)
+STORED_RESPONSES = Gauge(
+    "baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.", registry=REGISTRY
+)
+STORED_RESPONSE_BYTES = Gauge("baton_router_stored_response_bytes", "What these responses take.", registry=REGISTRY)
 REFUSALS = Counter(
     "baton_router_refusals_total",
     "Requests that were refused admission to the workers.",
@@ -216,6 +227,8 @@ def _begin_at_zero() -> None:
         MIGRATIONS.labels(stage)
     for outcome in ("moved", "returned", "recomputed", "failed"):
         MOVES.labels(outcome)
+    for result in RESUMED:
+        RESUMPTIONS.labels(result)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable):
         REFUSALS.labels(kind.reason)
     for outcome in ("own_part", "refused", "allowed"):

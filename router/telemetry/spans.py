@@ -38,6 +38,13 @@ def set_request_attributes(request: generate_pb2.GenerateRequest, span: Span) ->
     span.set(attributes)
 
 
+def set_adopted_attributes(request: generate_pb2.GenerateRequest, span: Span) -> None:
+    """Sets what is known of a request that goes on here, after another router or connection."""
+    set_request_attributes(request, span)
+    if span.is_recording:
+        span.set({"baton.is_adopted": True})
+
+
 def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
     """Sets the parameters of a request for embeddings. Its texts are never recorded."""
     if not span.is_recording:

@@ -32,6 +32,7 @@ class RequestStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     completion_tokens: int = 0
+    charged_tokens: int = 0  # of them, those that the tenant has paid for before: see router/resume
     encoding: generate_pb2.Encoding.ValueType = generate_pb2.ENCODING_NONE
     encode_worker_ids: list[str] = field(default_factory=list)
     finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
@@ -98,6 +99,7 @@ class RequestStats:
     def add_answer(self, answer: "RequestStats") -> None:
         """Adds what one more answer to the same prompt took. The prompt counts once."""
         self.completion_tokens += answer.completion_tokens
+        self.charged_tokens += answer.charged_tokens
         self.drafted_tokens += answer.drafted_tokens
         self.accepted_tokens += answer.accepted_tokens
         self.migrations += answer.migrations

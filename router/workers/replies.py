@@ -19,6 +19,7 @@ from baton.errors import (
     SlowReader,
     StaleEpoch,
     StreamAdopted,
+    StreamDiverged,
     Unavailable,
     Unsupported,
 )
@@ -41,6 +42,7 @@ _OF_WORKERS = (
     SlowReader,  # of this router's client
     StaleEpoch,
     StreamAdopted,
+    StreamDiverged,  # of this router's client, too
     Unavailable,
     Unsupported,
 )
