@@ -86,5 +86,8 @@ def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.Rout
         uncached_tokens=prediction.uncached_tokens,
         has_kv_events=prediction.has_kv_events,
         distance_seconds=prediction.distance,
+        load_seconds=prediction.load.seconds,
+        host_tokens=prediction.load.host_tokens,
+        disk_tokens=prediction.load.disk_tokens,
         nearness=nearness(prefill.record.known_location, decode.record.known_location) if prefill else "",
     )

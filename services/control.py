@@ -10,7 +10,7 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, ModelFacts
+from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
@@ -262,6 +262,20 @@ def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_servi
         shed=shed,
         kept_streams=kept.attached + kept.parked,
         parked_streams=kept.parked,
+        memory=_memory_message(load.memory) if load.memory else None,
+    )
+
+
+def _memory_message(memory: MemoryTiers) -> cluster_service_pb2.MemoryTiers:
+    return cluster_service_pb2.MemoryTiers(
+        host_blocks_total=memory.host_total,
+        host_blocks_used=memory.host_used,
+        disk_blocks_total=memory.disk_total,
+        disk_blocks_used=memory.disk_used,
+        prompt_tokens=memory.prompt_tokens,
+        device_tokens=memory.device_tokens,
+        host_tokens=memory.host_tokens,
+        disk_tokens=memory.disk_tokens,
     )
 
 
@@ -270,18 +284,25 @@ def kv_event(epoch: int, sequence: int, change: KvChange) -> worker_pb2.Subscrib
     message = worker_pb2.SubscribeKvEventsResponse(epoch=epoch, sequence=sequence, data_parallel_rank=change.rank)
     match change:
         case KvStored():
-            message.stored.block_hashes.extend(change.block_hashes)
+            message.stored.CopyFrom(_stored(change))
         case KvRemoved():
             message.removed.block_hashes.extend(change.block_hashes)
         case KvChanged():
             message.changed.stored.extend(change.stored)
             message.changed.removed.extend(change.removed)
+            message.changed.moved.extend(_stored(each) for each in change.moved)
             message.changed.SetInParent()
         case KvSnapshot():
             message.snapshot.block_hashes.extend(change.block_hashes)
             # Set even if empty: an empty snapshot says that nothing is known.
             message.snapshot.SetInParent()
     return message
+
+
+def _stored(change: KvStored) -> worker_pb2.KvBlocksStored:
+    return worker_pb2.KvBlocksStored(
+        block_hashes=change.block_hashes, tier=worker_pb2.KvTier.ValueType(change.tier.value)
+    )
 
 
 def _interval_seconds(request: worker_pb2.WatchLoadRequest) -> float:

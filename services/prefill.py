@@ -13,7 +13,7 @@ from rpc.server import Service
 from rpc.tracing.span import current_span
 from runtime.clock import perf_counter
 from services.engines.base import Engine
-from services.engines.kv import HeldKv, ReportedPrompt, RetainedPrompt
+from services.engines.kv import HeldKv, ReportedPrompt, RetainedPrompt, TieredPrompt
 from services.engines.kv_transfer import AllocatesFirst, EngineHeldKv
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
@@ -34,6 +34,7 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
+    set_tiers,
     set_usage,
 )
 from services.telemetry import metrics
@@ -180,6 +181,8 @@ def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     handoff.first_token.CopyFrom(_first_token(kv))
     retained = kv.retained if isinstance(kv, RetainedPrompt) else None
     set_usage(handoff.usage, len(prefilled.prompt.token_ids), kv.cached_tokens, retained)
+    if isinstance(kv, TieredPrompt):
+        set_tiers(handoff.usage, kv.from_tiers)
     timings = stage_timings(prefilled.timings, owner.identity.worker_id)
     return prefill_pb2.PrefillResponse(handoff=handoff, timings=timings)
 

@@ -59,7 +59,7 @@ COMMANDS = (
     Subcommand("info", "Show what this deployment offers: models, features, limits, façades", cluster.info, "info"),
     Subcommand("models", "List the served models", connecting.address, "models"),
     Subcommand("lora", "List, load and unload adapters on the workers", cluster.lora, "lora"),
-    Subcommand("workers", "List the workers as the router sees them", connecting.address, "workers"),
+    Subcommand("workers", "List the workers as the router sees them", cluster.workers, "workers"),
     Subcommand("move", "Move running answers from a worker to others", cluster.move, "placing"),
     Subcommand("drain", "Move all that a worker runs to others, and end it", cluster.drain, "placing"),
     Subcommand("role", "Change a worker between prefill and decode while it serves", cluster.role, "placing"),

@@ -7,7 +7,7 @@ from cli.arguments.connecting import address
 from cli.arguments.values import UINT32, UINT64, count, integer, not_negative, positive, share, span
 
 # The values of `baton bench replay --generate`.
-TRACES = ("mixed", "conversations", "agents", "system-prompts", "zipf")
+TRACES = ("mixed", "conversations", "agents", "system-prompts", "zipf", "sessions")
 _URLS = "http(s)://HOST:PORT of OpenAI's API, or grpc://HOST:PORT of Baton's"
 
 

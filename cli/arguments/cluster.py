@@ -71,6 +71,13 @@ def info(parser: argparse.ArgumentParser) -> None:
     address(parser)
 
 
+def workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory", action="store_true", help="show the blocks in each memory tier, and the share of tokens found there"
+    )
+    address(parser)
+
+
 def logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as router or prefill-0 (default: all)")
     parser.add_argument(

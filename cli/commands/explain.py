@@ -7,7 +7,7 @@ from cli.connection import connect
 from cli.request import set_prompt, text_of
 from cli.terminal import output, table
 
-_NUMBERS = ["total ms", "wait", "prefill", "transfer", "decode", "stall", "distance", "cached", "uncached"]
+_NUMBERS = ["total ms", "wait", "prefill", "transfer", "decode", "stall", "distance", "load", "cached", "uncached"]
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -34,6 +34,7 @@ def _row(candidate: cluster_service_pb2.RouteCandidate) -> list[str]:
         candidate.decode_seconds,
         candidate.stall_seconds,
         candidate.distance_seconds,
+        candidate.load_seconds,
     )
     return [
         candidate.prefill_worker_id or "none",

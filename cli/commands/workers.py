@@ -10,6 +10,10 @@ from cli.terminal import output, table
 _NUMBERS = ("running/waiting", "blocks used/held/total")
 _KEPT = "kept/parked"
 _COLUMNS = ("worker", "role", "state", "address", "model", *_NUMBERS, "cache", "transports")
+_MEMORY_COLUMNS = (
+    *("worker", "pool used/total", "host used/total", "disk used/total"),
+    *("in pool", "from host", "from disk", "prompt tokens"),
+)
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -18,6 +22,9 @@ async def run(arguments: argparse.Namespace) -> int:
         workers = await client.workers()
     if not workers:
         print("no worker is registered")
+        return 0
+    if arguments.memory:
+        output().print(table(_MEMORY_COLUMNS, [_memory(each) for each in workers], numbers=_MEMORY_COLUMNS[1:]))
         return 0
     columns, rows = list(_COLUMNS), [_row(each) for each in workers]
     if any(map(_location, workers)):
@@ -48,6 +55,23 @@ def _row(worker: cluster_service_pb2.Worker) -> list[str]:
         f"{load.blocks_used}/{load.blocks_held}/{load.blocks_total}",
         value_name(generate_pb2.CacheView, worker.cache_view),
         _transports(worker),
+    ]
+
+
+def _memory(worker: cluster_service_pb2.Worker) -> list[str]:
+    """The blocks in each tier, and the shares of all prompts' tokens that were found there."""
+    load, memory = worker.load, worker.load.memory
+    if not load.HasField("memory"):
+        return [worker.worker_id, f"{load.blocks_used}/{load.blocks_total}", *["-"] * 6]
+    found = (memory.device_tokens, memory.host_tokens, memory.disk_tokens)
+    shares = [f"{tokens / memory.prompt_tokens:.1%}" if memory.prompt_tokens else "-" for tokens in found]
+    return [
+        worker.worker_id,
+        f"{load.blocks_used}/{load.blocks_total}",
+        f"{memory.host_blocks_used}/{memory.host_blocks_total}",
+        f"{memory.disk_blocks_used}/{memory.disk_blocks_total}",
+        *shares,
+        str(memory.prompt_tokens),
     ]
 
 

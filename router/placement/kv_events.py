@@ -25,8 +25,10 @@ _LARGE_BYTES = 4096
 # Workers send at most 1024 hashes of 16 bytes in a message.
 _MOST_HASHES = 16 * 1024
 _HASH_BYTES = range(8, 65)
+_MOST_TIERS = 8
+_ON_DEVICE = (worker_pb2.KV_TIER_UNSPECIFIED, worker_pb2.KV_TIER_DEVICE)
 # A worker's caches may hold more blocks than its engine's pool, in slower memory; not so many times as many.
-_MOST_POOLS = 16
+_MOST_POOLS = 64
 # Of a worker that does not say how many blocks it has.
 _MOST_BLOCKS = 2**20
 # Between two subscriptions to a worker that has sent what it may not.
@@ -69,16 +71,33 @@ class KvFeed:
             case "snapshot":
                 self._caches.replace(cache, _keys(message.snapshot.block_hashes))
             case "stored":
-                self._caches.store(cache, _keys(message.stored.block_hashes))
+                self._store(cache, message.stored)
             case "removed":
                 self._caches.remove(cache, _keys(message.removed.block_hashes))
             case "changed":
-                removed, stored = _keys(message.changed.removed), _keys(message.changed.stored)
+                changed = message.changed
+                removed, stored = _keys(changed.removed), _keys(changed.stored)
+                if len(changed.moved) > _MOST_TIERS:
+                    raise InvalidReply(f"KV events of {len(changed.moved)} tiers; at most {_MOST_TIERS} are allowed")
+                moved = [_keys(each.block_hashes) for each in changed.moved]
                 self._caches.remove(cache, removed)
                 self._caches.store(cache, stored)
+                for keys, each in zip(moved, changed.moved, strict=True):
+                    self._move(cache, keys, each.tier)
         most = min(_MOST_BLOCKS, _MOST_POOLS * self._pool_blocks() or _MOST_BLOCKS)
         if self._caches.num_blocks(cache) > most:
             raise InvalidReply(f"KV events of more than {most} blocks: the worker has {self._pool_blocks()}")
+
+    def _store(self, cache: Cache, stored: worker_pb2.KvBlocksStored) -> None:
+        keys = _keys(stored.block_hashes)
+        if stored.tier in _ON_DEVICE:
+            self._caches.store(cache, keys)
+        else:
+            self._move(cache, keys, stored.tier)
+
+    def _move(self, cache: Cache, keys: Sequence[int], tier: worker_pb2.KvTier.ValueType) -> None:
+        # A tier that this router does not know is taken for the slowest.
+        self._caches.move(cache, keys, on_disk=tier != worker_pb2.KV_TIER_HOST)
 
 
 class KvSubscriber:

@@ -5,7 +5,7 @@ A policy chooses among workers that can run the request (filters.py). docs/exten
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
@@ -150,6 +150,17 @@ class Candidates(Generic[W]):
         return prefill in self.prefill and can_hand_over(prefill.record, decode.record, self.within)
 
 
+class LoadPlan(NamedTuple):
+    """The tokens that a worker loads from its tiers below the pool, and how long that takes."""
+
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    seconds: float = 0.0
+
+
+NO_LOAD = LoadPlan()
+
+
 @dataclass(slots=True)
 class Prediction(Generic[W]):
     """The predicted cost of a request, in seconds, on a decode worker and, unless it runs the prompt, a prefill worker.
@@ -172,6 +183,7 @@ class Prediction(Generic[W]):
     rank: int = 0  # the data-parallel rank that runs the prompt
     decode_rank: int = 0
     distance: float = 0.0  # `routing.far_seconds` for each step that the two are apart
+    load: LoadPlan = NO_LOAD  # a part of `prefill`, and of the cached tokens
 
     @property
     def total(self) -> float:
@@ -194,6 +206,9 @@ class Prediction(Generic[W]):
         terms = ("wait", "prefill", "transfer", "decode", "stall", "distance")
         parts = " + ".join(f"{name} {getattr(self, name) * 1e3:.3g}" for name in terms if getattr(self, name))
         tokens = f"{self.cached_tokens} cached, {self.uncached_tokens} not"
+        if self.load.seconds:
+            loaded = f"{self.load.host_tokens} from host, {self.load.disk_tokens} from disk"
+            tokens += f"; loads {loaded} in {self.load.seconds * 1e3:.3g} ms of prefill"
         return f"{where}{self.decode_worker.record.worker_id}: {self.total * 1e3:.3g} ms = {parts or 0} ({tokens})"
 
 

@@ -50,6 +50,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class FromTiers:
+    """Of a prompt's cached tokens, those that were loaded from tiers below the pool."""
+
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The end of a generation, and the seconds of its stages; `prefill_seconds` is 0 if the KV was pulled.
 
@@ -65,3 +73,4 @@ class Finished:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     retained: Retained | None = None
+    from_tiers: FromTiers = FromTiers()

@@ -23,6 +23,20 @@ from services.engines.prompt import Embedding, Media, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryTiers:
+    """The tiers below a pool, in blocks, and where the tokens of all prompts since the start were found."""
+
+    host_total: int
+    host_used: int
+    disk_total: int
+    disk_used: int
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The load of an engine. `blocks_used` includes `blocks_held`; blocks that are only cached count as free.
 
@@ -37,6 +51,7 @@ class EngineLoad:
     blocks_used: int = 0
     blocks_held: int = 0
     empty_blocks: float = field(default=0.0, compare=False)
+    memory: MemoryTiers | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
 from baton.errors import Overloaded
-from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.prompt import Prompt, Retained
 
 
@@ -194,6 +194,14 @@ class RetainedPrompt(HeldKv, Protocol):
 
     @property
     def retained(self) -> Retained | None: ...
+
+
+@runtime_checkable
+class TieredPrompt(HeldKv, Protocol):
+    """Held KV of an engine with tiers below its pool."""
+
+    @property
+    def from_tiers(self) -> FromTiers: ...
 
 
 class NoFreeBlocks(Overloaded):

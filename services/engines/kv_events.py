@@ -1,19 +1,32 @@
 """Events of prefix caches, and their delivery to any number of readers in bounded memory."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+import enum
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from runtime.aio import timeout
 
 
+class KvTier(enum.IntEnum):
+    """Where a cached block is; a greater one is slower. Equal to the enum of the protocol."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+
+
 @dataclass(frozen=True, slots=True)
 class KvStored:
-    """Blocks that the prefix cache of a data-parallel rank now contains, by the hash chain of their prompts."""
+    """Blocks that the prefix cache of a data-parallel rank now contains, by the hash chain of their prompts.
+
+    They are in this tier, and no longer in another one.
+    """
 
     rank: int
     block_hashes: tuple[bytes, ...]
+    tier: KvTier = KvTier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +39,10 @@ class KvRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
-    """All blocks that the cache contains; replaces everything that was reported before."""
+    """All blocks that the cache contains; replaces everything that was reported before.
+
+    Those of the pool, that is: if there are tiers below, their blocks follow as stored ones.
+    """
 
     rank: int
     block_hashes: tuple[bytes, ...]
@@ -34,11 +50,12 @@ class KvSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class KvChanged:
-    """The changes of one or several steps. No block is in both lists."""
+    """The changes of one or several steps. No block is in two lists: `moved` are those that are now in a lower tier."""
 
     rank: int
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
+    moved: tuple[KvStored, ...] = ()
 
 
 KvChange = KvStored | KvRemoved | KvSnapshot | KvChanged
@@ -67,11 +84,15 @@ def in_pieces(change: KvChange, most: int = _PIECE) -> Iterator[KvChange]:
     stored blocks.
     """
     match change:
-        case KvChanged(rank, stored, removed) if len(stored) + len(removed) > most:
-            yield from in_pieces(KvRemoved(rank, removed), most)
-            yield from in_pieces(KvStored(rank, stored), most)
-        case KvStored(rank, hashes) | KvSnapshot(rank, hashes) if len(hashes) > most:
-            yield type(change)(rank, hashes[:most])
+        case KvChanged(rank, stored, removed, moved) if _count(change) > most:
+            parts: list[KvChange] = [KvRemoved(rank, removed), KvStored(rank, stored), *moved]
+            for part in parts:
+                yield from in_pieces(part, most)
+        case KvStored(rank, hashes, tier) if len(hashes) > most:
+            for start in range(0, len(hashes), most):
+                yield KvStored(rank, hashes[start : start + most], tier)
+        case KvSnapshot(rank, hashes) if len(hashes) > most:
+            yield KvSnapshot(rank, hashes[:most])
             for start in range(most, len(hashes), most):
                 yield KvStored(rank, hashes[start : start + most])
         case KvRemoved(rank, hashes) if len(hashes) > most:
@@ -81,21 +102,25 @@ def in_pieces(change: KvChange, most: int = _PIECE) -> Iterator[KvChange]:
             yield change
 
 
+def _count(change: KvChanged) -> int:
+    return len(change.stored) + len(change.removed) + sum(len(each.block_hashes) for each in change.moved)
+
+
 class _Reader:
-    """The changes that one reader has not got yet: by rank and hash, whether the block is there."""
+    """The changes that one reader has not got yet: by rank and hash, the tier of the block; None where it is gone."""
 
     def __init__(self, ranks: int) -> None:
-        self.waiting: list[dict[bytes, bool]] = [{} for _ in range(ranks)]
+        self.waiting: list[dict[bytes, KvTier | None]] = [{} for _ in range(ranks)]
         self.has_missed = True
         self.changed = asyncio.Event()
         self.changed.set()
 
-    def record(self, rank: int, block_hash: bytes, is_stored: bool) -> None:
+    def record(self, rank: int, block_hash: bytes, tier: KvTier | None) -> None:
         self.changed.set()
         if self.has_missed:
             return
         waiting = self.waiting[rank]
-        waiting[block_hash] = is_stored
+        waiting[block_hash] = tier
         if len(waiting) > _MAX_WAITING:
             self.has_missed = True
             for each in self.waiting:
@@ -110,21 +135,21 @@ class KvPublisher:
     """
 
     def __init__(self, ranks: int = 1, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
-        self._held: list[dict[bytes, None]] = [{} for _ in range(ranks)]
+        self._held: list[dict[bytes, KvTier]] = [{} for _ in range(ranks)]
         self._readers: dict[_Reader, None] = {}
         self._heartbeat_seconds = heartbeat_seconds
 
-    def stored(self, block_hash: bytes, rank: int = 0) -> None:
-        """Adds a block."""
-        self._held[rank][block_hash] = None
+    def stored(self, block_hash: bytes, rank: int = 0, tier: KvTier = KvTier.DEVICE) -> None:
+        """Adds a block, or notes its move to another tier."""
+        self._held[rank][block_hash] = tier
         for reader in self._readers:
-            reader.record(rank, block_hash, True)
+            reader.record(rank, block_hash, tier)
 
     def removed(self, block_hash: bytes, rank: int = 0) -> None:
         """Removes a block."""
         self._held[rank].pop(block_hash, None)
         for reader in self._readers:
-            reader.record(rank, block_hash, False)
+            reader.record(rank, block_hash, None)
 
     async def changes(self) -> AsyncGenerator[KvChange, None]:
         """Yields snapshots, one for each rank, and then changes, without end."""
@@ -149,14 +174,28 @@ class KvPublisher:
         reader.changed.clear()
         if reader.has_missed:
             reader.has_missed = False
-            return [KvSnapshot(rank, tuple(held)) for rank, held in enumerate(self._held)]
+            return [change for rank, held in enumerate(self._held) for change in _snapshot(rank, held)]
         taken: list[KvChange] = [_changed(rank, waiting) for rank, waiting in enumerate(reader.waiting) if waiting]
         for waiting in reader.waiting:
             waiting.clear()
         return taken or [KvChanged(0, (), ())]
 
 
-def _changed(rank: int, waiting: dict[bytes, bool]) -> KvChanged:
-    stored = tuple(block_hash for block_hash, is_stored in waiting.items() if is_stored)
-    removed = tuple(block_hash for block_hash, is_stored in waiting.items() if not is_stored)
-    return KvChanged(rank, stored, removed)
+def _snapshot(rank: int, held: Mapping[bytes, KvTier]) -> Iterator[KvChange]:
+    tiers = _by_tier(rank, held)
+    yield KvSnapshot(rank, tiers.pop(KvTier.DEVICE, KvStored(rank, ())).block_hashes)
+    yield from tiers.values()
+
+
+def _changed(rank: int, waiting: Mapping[bytes, KvTier | None]) -> KvChanged:
+    removed = tuple(block_hash for block_hash, tier in waiting.items() if tier is None)
+    tiers = _by_tier(rank, {block_hash: tier for block_hash, tier in waiting.items() if tier is not None})
+    stored = tiers.pop(KvTier.DEVICE, KvStored(rank, ())).block_hashes
+    return KvChanged(rank, stored, removed, tuple(tiers.values()))
+
+
+def _by_tier(rank: int, held: Mapping[bytes, KvTier]) -> dict[KvTier, KvStored]:
+    tiers: dict[KvTier, list[bytes]] = {}
+    for block_hash, tier in held.items():
+        tiers.setdefault(tier, []).append(block_hash)
+    return {tier: KvStored(rank, tuple(hashes), tier) for tier, hashes in tiers.items()}

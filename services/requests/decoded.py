@@ -7,7 +7,7 @@ from typing import Any
 from baton.engine.v1 import decode_pb2, handoff_pb2
 from baton.inference.v1 import timing_pb2
 from services.engines.answer import Finished, Tokens
-from services.requests.prompts import FINISH_REASONS, logprob_message, prompt_logprobs_message, set_usage
+from services.requests.prompts import FINISH_REASONS, logprob_message, prompt_logprobs_message, set_tiers, set_usage
 from services.telemetry.timings import Timing, stage_timings
 
 
@@ -60,6 +60,7 @@ def _figures(worker_id: str, end: Finished) -> dict[str, Any]:
     timings.append(Timing(timing_pb2.STAGE_DECODE, end.decode_seconds))
     usage = handoff_pb2.PromptUsage()
     set_usage(usage, end.prompt_tokens, end.cached_tokens, end.retained)
+    set_tiers(usage, end.from_tiers)
     return {
         "usage": usage,
         "timings": stage_timings(timings, worker_id),

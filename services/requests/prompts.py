@@ -7,7 +7,7 @@ from baton.sampling_options import given
 from engine_protocol.sampling_rules import check_params
 from grammars.guide import read_guide
 from rpc.violations import Violations
-from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
 from services.requests.loras import read_lora
@@ -65,6 +65,11 @@ def set_usage(
     if retained is not None:
         message.retained_tokens = retained.tokens
         message.retained_until.FromMilliseconds(round(retained.until * 1000))
+
+
+def set_tiers(message: handoff_pb2.PromptUsage, tiers: FromTiers) -> None:
+    """Sets the cached tokens that were loaded from tiers below the pool, in place."""
+    message.host_cached_tokens, message.disk_cached_tokens = tiers.host, tiers.disk
 
 
 def read_sampling(message: prompt_pb2.Sampling) -> Sampling:

@@ -27,6 +27,15 @@ async def test_workers_shows_role_state_and_load(baton: Baton, cluster: SmallClu
     ]
 
 
+async def test_workers_shows_the_memory_of_engines_with_and_without_tiers(baton: Baton, cluster: SmallCluster) -> None:
+    outcome = await baton("workers", "--memory", "--address", cluster.address)
+    assert outcome.code == 0
+    assert [line.split() for line in outcome.lines[2:]] == [
+        ["decode-0", "0/256", *["-"] * 6],
+        ["prefill-0", "0/256", *["-"] * 6],
+    ]
+
+
 async def test_workers_shows_how_many_answers_are_kept_and_parked(baton: Baton) -> None:
     async with bench(simulated("w", "prefill", "decode", decode_step_seconds=0.01), proxied=False) as running:
         request = generate_pb2.GenerateRequest(

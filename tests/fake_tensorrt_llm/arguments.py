@@ -42,6 +42,12 @@ class _KvCacheConfigMain(KvCacheConfig):
     kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
 
 
+class KvCacheConnectorConfig(Strict):
+    connector_module: str
+    connector_scheduler_class: str
+    connector_worker_class: str
+
+
 class DynamicBatchConfig(Strict):
     enable_batch_size_tuning: bool
     enable_max_num_tokens_tuning: bool
@@ -188,6 +194,7 @@ _PARALLEL: dict[str, Any] = {
     "moe_expert_parallel_size": (int | None, None),
     "enable_attention_dp": (bool, False),
     "scheduler_config": (SchedulerConfig, SchedulerConfig()),
+    "kv_connector_config": (KvCacheConnectorConfig | None, None),
 }
 
 

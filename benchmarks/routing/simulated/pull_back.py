@@ -4,13 +4,10 @@ Nothing in Baton does this. A prefill worker gets the blocks that only the decod
 the rest. The pull costs what a handoff of as many bytes costs, and is taken to be free for both workers.
 """
 
-from collections.abc import Mapping
-
 from benchmarks.routing.simulated.clock import StepCosts
 from router.routing.policy import Candidates, RoutingRequest, W
 from router.routing.prefix.predicted import Option, PredictedSeconds
-from router.routing.prefix.prefix_caches import Cache
-from router.routing.prefix.rank_costs import DecodeRank, PrefillRank
+from router.routing.prefix.rank_costs import DecodeRank, Matched, PrefillRank
 
 
 class PullingBack(PredictedSeconds):
@@ -18,9 +15,7 @@ class PullingBack(PredictedSeconds):
 
     pull = StepCosts(1.0, 1, 1)  # what a pull takes
 
-    def _options(
-        self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
-    ) -> list[Option[W]]:
+    def _options(self, request: RoutingRequest, candidates: Candidates[W], matched: Matched) -> list[Option[W]]:
         options = super()._options(request, candidates, matched)
         size, block_bytes = request.blocks.block_tokens, request.blocks.block_bytes
         # Options have only the decode workers that come first by other terms, or that can run the prompt.

@@ -10,6 +10,7 @@ from cli.commands.benchmarks.progress import Progress
 from cli.commands.benchmarks.reports import check_files, write_steps
 from cli.commands.benchmarks.servers import target_of, warm_up
 from cli.outputs import require_writable, write_text
+from devtools.bench.agents import trace_of_sessions
 from devtools.bench.profile import ProfilePlan, Profiler, profile_table
 from devtools.bench.summary import Summary, Targets, summarize
 from devtools.bench.traces import BLOCK_TOKENS, generate_trace, read_trace
@@ -62,8 +63,12 @@ def _trace(arguments: argparse.Namespace) -> tuple[str, list[Planned]]:
         trace = read_trace(Path(arguments.trace))[: arguments.requests]
         name = Path(arguments.trace).name
     else:
-        trace = generate_trace(arguments.seed, arguments.requests, arguments.seconds, arguments.generate)
         name = arguments.generate
+        seed, requests, seconds = arguments.seed, arguments.requests, arguments.seconds
+        if name == "sessions":
+            trace = trace_of_sessions(seed, requests, seconds)
+        else:
+            trace = generate_trace(seed, requests, seconds, name)
     block_tokens = min(arguments.block_tokens, BLOCK_TOKENS)
     return name, of_trace(trace, arguments.speedup, block_tokens, arguments.max_output)
 

@@ -15,6 +15,8 @@ from runtime.timing_profile import TimingProfile
 _KEPT = 0.97
 # The least weight of the prior: measurements of a single size would leave the line undetermined.
 _LEAST_PRIOR = 0.02
+# What long contexts add is believed once it is so many times its standard error.
+_LEAST_CERTAINTY = 4.0
 # Workers of a group count as equal until the group has so many measurements.
 _BELIEVED = 8
 # A single measurement counts at most as so many times the usual, and at least as the reciprocal.
@@ -33,32 +35,37 @@ _SLOWNESS_LEFT = 0.8
 
 
 class LinearCost:
-    """Seconds as `base + amount * rate`: least squares over the measurements, of which older ones count less.
+    """Seconds as `base + amount * (rate + context * bend)`: least squares, in which older measurements count less.
 
-    It begins with a prior that weighs as much as two measurements, one of amount 0 and one of amount `typical`.
+    `context` is what the work must look back on, for each unit of the amount: the tokens before a prompt's, on average.
+    It begins with a prior that weighs as much as two measurements, one of amount 0 and one of amount `typical`; `bend`
+    is 0 until contexts far beyond `typical` were measured.
     """
 
     def __init__(self, base: float, rate: float, typical: float) -> None:
         self._prior = (base, rate, typical)
         self._weight = 1.0  # of the prior
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        # Sums over (1, amount, amount * context): of each times each, and of each and the seconds times the seconds.
+        self._products = [0.0] * 6
+        self._seconds = [0.0] * 4
         self.count = self._count_seen = 0
         self.bias = 1.0  # recently, what was measured over what was predicted
-        self.base, self.rate = base, rate
+        self.base, self.rate, self.bend = base, rate, 0.0
 
-    def seconds(self, amount: float) -> float:
+    def seconds(self, amount: float, context: float = 0.0) -> float:
         """The predicted time for an amount."""
-        return self.base + amount * self.rate
+        return self.base + amount * (self.rate + context * self.bend)
 
-    def add(self, amount: float, seconds: float) -> None:
+    def add(self, amount: float, seconds: float, context: float = 0.0) -> None:
         """Adds a measurement."""
         self.count += 1
         self._weight = max(_LEAST_PRIOR, self._weight * _KEPT)
-        self._n = self._n * _KEPT + 1.0
-        self._x = self._x * _KEPT + amount
-        self._y = self._y * _KEPT + seconds
-        self._xx = self._xx * _KEPT + amount * amount
-        self._xy = self._xy * _KEPT + amount * seconds
+        # Of the same size as the amount, so that the sums can be compared.
+        bent = amount * context / self._prior[2]
+        new = (1.0, amount, bent, amount * amount, amount * bent, bent * bent)
+        self._products = [kept * _KEPT + each for kept, each in zip(self._products, new, strict=True)]
+        of_seconds = (seconds, amount * seconds, bent * seconds, seconds * seconds)
+        self._seconds = [kept * _KEPT + each for kept, each in zip(self._seconds, of_seconds, strict=True)]
         self._fit()
 
     def fade(self) -> None:
@@ -68,8 +75,8 @@ class LinearCost:
         """
         if self.count == self._count_seen:
             self._weight = 1.0 - _USUAL_LEFT * (1.0 - self._weight)
-            self._n, self._x, self._y = self._n * _USUAL_LEFT, self._x * _USUAL_LEFT, self._y * _USUAL_LEFT
-            self._xx, self._xy = self._xx * _USUAL_LEFT, self._xy * _USUAL_LEFT
+            self._products = [each * _USUAL_LEFT for each in self._products]
+            self._seconds = [each * _USUAL_LEFT for each in self._seconds]
             self.bias = 1.0 + _USUAL_LEFT * (self.bias - 1.0)
             self._fit()
         self._count_seen = self.count
@@ -77,16 +84,49 @@ class LinearCost:
     def _fit(self) -> None:
         base, rate, typical = self._prior
         weight = self._weight
-        n, x = self._n + 2 * weight, self._x + weight * typical
-        y = self._y + weight * (2 * base + rate * typical)
-        xx = self._xx + weight * typical * typical
-        xy = self._xy + weight * typical * (base + rate * typical)
+        n, x, z, xx, xz, zz = self._products
+        y, xy, zy, yy = self._seconds
+        n, x, xx = n + 2 * weight, x + weight * typical, xx + weight * typical * typical
+        last = base + rate * typical
+        y, xy, yy = y + weight * (base + last), xy + weight * typical * last, yy + weight * (base * base + last * last)
+        # Contexts that are not far beyond the typical amount say nothing of what longer ones would add.
+        if zz > typical * typical:
+            bent = [[n, x, z], [x, xx, xz], [z, xz, zz + typical * typical]]
+            if found := _significant(bent, [y, xy, zy], yy):
+                self.base, self.rate, self.bend = found[0], found[1], found[2] / typical
+                return
         spread = n * xx - x * x
         slope = max(0.0, (n * xy - x * y) / spread) if spread > 0 else 0.0
         intercept = (y - slope * x) / n
         if intercept < 0:
             intercept, slope = 0.0, max(0.0, xy / xx)
-        self.base, self.rate = intercept, slope
+        self.base, self.rate, self.bend = intercept, slope, 0.0
+
+
+def _significant(products: list[list[float]], sums: list[float], squares: float) -> list[float] | None:
+    """The three coefficients of least squares, if none is negative, and the last one is not chance."""
+    found = _solve(products, sums)
+    share = _solve(products, [0.0, 0.0, 1.0])
+    if found is None or share is None or min(found) < 0:
+        return None
+    rest = max(0.0, squares - sum(each * other for each, other in zip(found, sums, strict=True)))
+    variance = rest / max(1.0, products[0][0] - len(sums)) * max(0.0, share[2])
+    return found if found[2] * found[2] > _LEAST_CERTAINTY**2 * variance else None
+
+
+def _solve(products: list[list[float]], sums: list[float]) -> list[float] | None:
+    """The solution of linear equations; None if they do not determine it."""
+    rows, size = [[*row, right] for row, right in zip(products, sums, strict=True)], len(sums)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        if abs(rows[column][column]) < 1e-12:
+            return None
+        for row in range(size):
+            if row != column:
+                share = rows[row][column] / rows[column][column]
+                rows[row] = [each - share * other for each, other in zip(rows[row], rows[column], strict=True)]
+    return [rows[row][size] / rows[row][row] for row in range(size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +138,9 @@ class Priors:
     transfer_base_seconds: float = 0.003
     transfer_bytes_per_second: float = 2e9
     entry_seconds: float = 0.005  # until a request with its KV in place joins the decoding batch
+    load_base_seconds: float = 0.003  # of a tier below the pool of a device
+    host_bytes_per_second: float = 25e9
+    disk_bytes_per_second: float = 1.5e9
     stream_seconds: float = 5e-5  # added to each token of the other streams by one more stream
 
 
@@ -124,16 +167,16 @@ class RelativeCost:
         self._latest = _MOST_RATIO  # the last ratio to the usual cost
         self._is_new = False  # whether there was a measurement since the last `fade`
 
-    def seconds(self, amount: float) -> float:
+    def seconds(self, amount: float, context: float = 0.0) -> float:
         """The predicted time for an amount."""
         usual = self.usual
-        return self.slowness * (usual.base + amount * usual.rate)
+        return self.slowness * (usual.base + amount * (usual.rate + context * usual.bend))
 
-    def add(self, amount: float, seconds: float) -> None:
+    def add(self, amount: float, seconds: float, context: float = 0.0) -> None:
         """Adds a measurement, of which an outlier counts only in part."""
-        usual = self.usual.seconds(amount)
+        usual = self.usual.seconds(amount, context)
         seconds = min(seconds, _MOST_RATIO * usual)
-        self.usual.add(amount, seconds)
+        self.usual.add(amount, seconds, context)
         self._is_new = True
         latest = max(1 / _MOST_RATIO, seconds / max(usual, 1e-9))
         # The lesser of two in a row: a single one that took long says nothing about the worker.

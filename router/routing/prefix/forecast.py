@@ -73,7 +73,9 @@ class Forecast(Generic[W]):
         cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
         for computed in self._work.queue.done(self._ticket, self._request.prompt_tokens - cached):
             # Each by itself would look as if the first one had taken all the time, and the others none.
-            self._cost.prefill.add(computed.tokens / computed.prompts, computed.seconds / computed.prompts)
+            tokens, seconds = computed.tokens / computed.prompts, computed.seconds / computed.prompts
+            seconds -= min(self._prediction.load.seconds, seconds)
+            self._cost.prefill.add(tokens, seconds, cached + tokens / 2)
         if cached_tokens is not None:
             self._correct(cached_tokens)
         actual = self._clock() - self._started

@@ -8,18 +8,18 @@ check. The costs are learnt from the requests that this router has sent.
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TypeAlias
 
 from baton.inference.v1 import generate_pb2
 from router.routing.latency import Clock
-from router.routing.policy import Candidates, Placement, Prediction, RoutingRequest, W
+from router.routing.policy import NO_LOAD, Candidates, Placement, Prediction, RoutingRequest, W
 from router.routing.prefix.cost import Costs, Nearness, Priors
 from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
-from router.routing.prefix.rank_costs import DecodeFields, PrefillFields, RankCosts
+from router.routing.prefix.rank_costs import DecodeFields, Matched, PrefillFields, RankCosts
 from router.routing.prefix.work import ArrivalRate
 from runtime.clock import monotonic
 
@@ -63,19 +63,19 @@ class PredictedSeconds:
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
         """The best rank, which counts as busy with the prompt until the placement's progress is closed."""
-        matched = self.caches.match(request.blocks.keys)
+        matched = self._match(request)
         self._arrivals.count()
         self.costs.fade()
         options = self._options(request, candidates, matched)
-        chosen = self._predict(self._pick(options, request.session_key), request)
-        forecast = Forecast(self.caches, self.costs, request, chosen, matched, self._clock)
-        explain = partial(self._explain, chosen, options, request)
+        chosen = self._predict(self._pick(options, request.session_key), request, matched)
+        forecast = Forecast(self.caches, self.costs, request, chosen, matched.blocks, self._clock)
+        explain = partial(self._explain, chosen, options, request, matched)
         return Placement(chosen.decode_worker, chosen.prefill_worker, explain, chosen, forecast)
 
     def predictions(self, request: RoutingRequest, candidates: Candidates[W]) -> list[Prediction[W]]:
         """The predictions for the most promising pairs and, unless prefill is required, each decode worker alone."""
-        matched = self.caches.match(request.blocks.keys)
-        return [self._predict(option, request) for option in self._options(request, candidates, matched)]
+        matched = self._match(request)
+        return [self._predict(option, request, matched) for option in self._options(request, candidates, matched)]
 
     def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
         is_reported = self.caches.reports(process)
@@ -86,6 +86,11 @@ class PredictedSeconds:
         self.caches.drop(process)
         self.costs.forget(process)
         self._rank_costs.forget()
+
+    def _match(self, request: RoutingRequest) -> Matched:
+        keys = request.blocks.keys
+        blocks = self.caches.match(keys)
+        return Matched(blocks, self.caches.below(keys, blocks))
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
         totals = [total for total, _, _ in options]
@@ -106,9 +111,7 @@ class PredictedSeconds:
         pairs = [option for option in equals if option[1] is not None]
         return min(pairs or equals, key=_given)
 
-    def _options(
-        self, request: RoutingRequest, candidates: Candidates[W], matched: Mapping[Cache, int]
-    ) -> list[Option[W]]:
+    def _options(self, request: RoutingRequest, candidates: Candidates[W], matched: Matched) -> list[Option[W]]:
         now, ranks = self._clock(), self._rank_costs
         decodes = ranks.to_decode(candidates.decode, request, matched, now, self._arrivals.per_second)
         options: list[Option[W]] = []
@@ -116,10 +119,12 @@ class PredictedSeconds:
             prefills = ranks.to_prefill(candidates.prefill, request, matched, now)
             best = sorted(decodes)[:_PAIRED]
             if self._looks_at_places:
-                options = [each for decode in best for each in _pairs(_nearest(prefills, decode), [decode], request)]
+                options = [
+                    each for decode in best for each in _pairs(_nearest(prefills, decode), [decode], request, matched)
+                ]
             else:
-                options = _pairs(sorted(prefills)[:_PAIRED], best, request)
-            options = options or _pairs(prefills, decodes, request)
+                options = _pairs(sorted(prefills)[:_PAIRED], best, request, matched)
+            options = options or _pairs(prefills, decodes, request, matched)
         if not candidates.requires_prefill:
             # Where streams wait for memory already, a prompt of its own would only make them wait longer.
             needs_no_memory = not options
@@ -129,14 +134,15 @@ class PredictedSeconds:
                     options.append((here[0] + decode + stall, None, rank))
         return options
 
-    def _predict(self, option: Option[W], request: RoutingRequest) -> Prediction[W]:
+    def _predict(self, option: Option[W], request: RoutingRequest, matched: Matched) -> Prediction[W]:
         _, apart, (joins, _, _, here, stall, _) = option
         first_token, _, _, wait, prefill, cached, worker, cost, work = apart or here
         _, _, _, held_up, _, have, reader, reader_cost, reader_work = here
         transfer = late = distance = 0.0
         if apart is not None:
             link = cost.link_to(reader_cost)
-            transfer, distance = link.seconds(_moved_bytes(have, request)), link.distance
+            have_in_pool = _in_pool(have, matched, reader_work.cache, request)
+            transfer, distance = link.seconds(_moved_bytes(have_in_pool, request)), link.distance
             late = max(0.0, held_up - (first_token + transfer))
         return Prediction(
             prefill_worker=None if apart is None else worker,
@@ -152,11 +158,14 @@ class PredictedSeconds:
             rank=work.cache.rank,
             decode_rank=reader_work.cache.rank,
             distance=distance,
+            load=self._rank_costs.plan(cost.prefill, request, matched, work.cache)[1] if matched.below else NO_LOAD,
         )
 
-    def _explain(self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest) -> list[str]:
+    def _explain(
+        self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest, matched: Matched
+    ) -> list[str]:
         """The chosen rank, then all others, the best first."""
-        found = [self._predict(option, request) for option in sorted(options, key=_total)]
+        found = [self._predict(option, request, matched) for option in sorted(options, key=_total)]
         return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
 
 
@@ -175,11 +184,13 @@ def _given(option: Option[W]) -> tuple[float, float]:
 
 
 def _pairs(
-    prefills: Sequence[PrefillFields[W]], decodes: Sequence[DecodeFields[W]], request: RoutingRequest
+    prefills: Sequence[PrefillFields[W]], decodes: Sequence[DecodeFields[W]], request: RoutingRequest, matched: Matched
 ) -> list[Option[W]]:
     options: list[Option[W]] = []
     for decode in decodes:
-        joins, _, _, (_, _, _, wait, _, cached, _, reader, _), _, _ = decode
+        joins, _, _, (_, _, _, wait, _, cached, _, reader, work), _, _ = decode
+        if work.cache in matched.below:
+            cached = _in_pool(cached, matched, work.cache, request)
         moved, process = _moved_bytes(cached, request), reader.process
         for prefill in prefills:
             first_token, _, _, _, _, _, _, cost, _ = prefill
@@ -196,6 +207,15 @@ def _moved_bytes(cached_tokens: int, request: RoutingRequest) -> float:
     """The bytes that a handoff moves to a decode worker that has `cached_tokens`: the blocks that it does not have."""
     blocks = request.blocks
     return (request.prompt_tokens - cached_tokens) / blocks.block_tokens * blocks.block_bytes
+
+
+def _in_pool(cached_tokens: int, matched: Matched, cache: Cache, request: RoutingRequest) -> int:
+    """Of the tokens that a decode worker has, those in the pool of its device: only they are not moved."""
+    below = matched.below.get(cache)
+    if below is None:
+        return cached_tokens
+    in_pool = matched.blocks[cache] - below.host - below.disk
+    return min(cached_tokens, in_pool * request.blocks.block_tokens)
 
 
 def _affinity(session_key: str, option: Option[W]) -> bytes:

@@ -1,6 +1,6 @@
 """A router's view of its workers' prefix caches: reported by them, or estimated from what it has sent there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,8 +28,15 @@ class Cache(NamedTuple):
     rank: int = 0
 
 
+class Below(NamedTuple):
+    """The number of a prompt's cached blocks, the last ones, that are below the pool of the device, by tier."""
+
+    host: int = 0
+    disk: int = 0
+
+
 class PrefixCaches:
-    """The index of all workers' blocks.
+    """The index of all workers' blocks, in whatever tier, and of those that are below the pool of the device.
 
     The blocks of a prompt count as cached as soon as the router has sent it. If the worker reports its cache, they do
     beside the index, until it confirms them or should have done so. If it does not, they are in the index for a while,
@@ -38,6 +45,9 @@ class PrefixCaches:
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._index: KvIndex[Cache] = KvIndex()
+        self._below: KvIndex[Cache] = KvIndex()  # on host memory or disk
+        self._on_disk: KvIndex[Cache] = KvIndex()
+        self._tiered: set[Cache] = set()  # those that have ever told of another tier
         self._clock = clock
         # Of workers that report: what was sent there and is not reported yet.
         self._expected: dict[Cache, ExpectedBlocks] = {}
@@ -75,6 +85,22 @@ class PrefixCaches:
                         self._add_expected(matched, cache, expected, keys, now)
         return matched
 
+    def below(self, keys: Sequence[int], matched: Mapping[Cache, int]) -> Mapping[Cache, Below]:
+        """The blocks of each cache that must be loaded; only caches of which there are any.
+
+        A prefix leaves a tier with its end first, so its beginning is in the fastest one.
+        """
+        if not self._tiered:
+            return {}
+        found = {}
+        for cache in self._tiered.intersection(matched):
+            count = matched[cache]
+            on_device = _first(keys, count, partial(self._below.holds, cache))
+            if on_device < count:
+                not_on_disk = _first(keys, count, partial(self._on_disk.holds, cache))
+                found[cache] = Below(max(0, not_on_disk - on_device), count - max(not_on_disk, on_device))
+        return found
+
     def _add_expected(
         self, matched: dict[Cache, int], cache: Cache, expected: ExpectedBlocks, keys: Sequence[int], now: float
     ) -> None:
@@ -92,14 +118,26 @@ class PrefixCaches:
         self._reporting.add(cache.process)
         self._cacheless.discard(cache.process)
         self._index.clear(cache)
+        self._below.clear(cache)
+        self._on_disk.clear(cache)
         for key in self._estimated.pop(cache, ()):
             # It has not reported before: what was sent there may be on its way.
             self.expect(cache, [key], 0.0)
         self.store(cache, keys)
 
-    def store(self, cache: Cache, keys: Sequence[int]) -> None:
-        """Notes a report of new blocks."""
+    def move(self, cache: Cache, keys: Sequence[int], *, on_disk: bool) -> None:
+        """Notes a report of blocks that are now below the pool of the device."""
+        self._tiered.add(cache)
         self._index.store(cache, keys)
+        self._below.store(cache, keys)
+        (self._on_disk.store if on_disk else self._on_disk.remove)(cache, keys)
+
+    def store(self, cache: Cache, keys: Sequence[int]) -> None:
+        """Notes a report of blocks that are now in the pool of the device."""
+        self._index.store(cache, keys)
+        if cache in self._tiered:
+            self._below.remove(cache, keys)
+            self._on_disk.remove(cache, keys)
         expected = self._expected.get(cache)
         if expected:
             expected.reported(keys, partial(self._index.holds, cache))
@@ -107,6 +145,9 @@ class PrefixCaches:
     def remove(self, cache: Cache, keys: Sequence[int]) -> None:
         """Notes a report of blocks that are gone."""
         self._index.remove(cache, keys)
+        if cache in self._tiered:
+            self._below.remove(cache, keys)
+            self._on_disk.remove(cache, keys)
 
     def expect(
         self, cache: Cache, keys: Sequence[int], seconds: float, most_blocks: int = 0, *, start: int = 0
@@ -171,6 +212,9 @@ class PrefixCaches:
         self._misses.pop(process, None)
         for cache in [cache for cache in self._index.holders if cache.process == process]:
             self._index.drop(cache)
+            self._below.drop(cache)
+            self._on_disk.drop(cache)
+            self._tiered.discard(cache)
         for known in (self._expected, self._estimated):
             for cache in [cache for cache in known if cache.process == process]:
                 del known[cache]
@@ -199,6 +243,18 @@ class PrefixCaches:
 def _forget(estimated: dict[int, float], keys: Sequence[int]) -> None:
     for key in keys:
         estimated.pop(key, None)
+
+
+def _first(keys: Sequence[int], count: int, holds: Callable[[int], bool]) -> int:
+    """The number of keys before those that a tier holds, which are the last of the first `count`."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if holds(keys[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _pop_first(estimated: dict[int, float], count: int) -> list[int]:

@@ -5,9 +5,9 @@ from typing import Any, Generic, TypeAlias
 
 from typing_extensions import NamedTuple
 
-from router.routing.policy import RoutingRequest, W
+from router.routing.policy import NO_LOAD, LoadPlan, RoutingRequest, W
 from router.routing.prefix.cost import Costs, RelativeCost, WorkerCost
-from router.routing.prefix.prefix_caches import Cache
+from router.routing.prefix.prefix_caches import Below, Cache
 from router.routing.prefix.work import PromptQueue, RankWork
 
 # The longest answer that counts where it is decoded: it may be much shorter than the limit.
@@ -24,6 +24,13 @@ _MOST_LISTS = 64
 # of an object. `PrefillRank(*fields)` gives them their names.
 PrefillFields: TypeAlias = tuple[float, float, int, float, float, int, W, WorkerCost, RankWork]
 DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool]
+
+
+class Matched(NamedTuple):
+    """The number of a prompt's blocks that each cache has, and those of them that it would have to load."""
+
+    blocks: Mapping[Cache, int]
+    below: Mapping[Cache, Below]
 
 
 class PrefillRank(NamedTuple, Generic[W]):
@@ -87,19 +94,26 @@ class RankCosts:
         self._known.clear()
 
     def to_prefill(
-        self, workers: Sequence[W], request: RoutingRequest, matched: Mapping[Cache, int], now: float
+        self, workers: Sequence[W], request: RoutingRequest, matched: Matched, now: float
     ) -> list[PrefillFields[W]]:
         """Each rank of each worker, with what the prompt costs there."""
         size, tokens = request.blocks.block_tokens, request.prompt_tokens
         # The last token is always computed.
         most_blocks = (tokens - 1) // size
+        have, below = matched
         ranks: list[PrefillFields[W]] = []
         for number, worker, cost, relative, work, queue, cache, num_ranks in self._ranks(workers):
             slowness, usual, wait, cached = relative.slowness, relative.usual, 0.0, 0
-            if cache in matched:
-                blocks = matched[cache]
+            if cache in have:
+                blocks = have[cache]
                 cached = (blocks if blocks < most_blocks else most_blocks) * size
-            prefill = slowness * (usual.base + (tokens - cached) * usual.rate)
+            # As `relative.seconds(computed, cached + computed / 2)`.
+            computed = tokens - cached
+            prefill = slowness * (usual.base + computed * (usual.rate + (cached + computed / 2) * usual.bend))
+            if cache in below:
+                cached, load = self.plan(relative, request, matched, cache)
+                computed = tokens - cached
+                prefill = relative.seconds(computed, cached + computed / 2) + load.seconds
             if queue.seconds:  # as `queue.wait_at(now)`
                 passed = now - queue.head_since
                 wait = queue.seconds - (passed if passed < queue.head_seconds else queue.head_seconds)
@@ -109,8 +123,39 @@ class RankCosts:
             ranks.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
         return ranks
 
+    def plan(
+        self, prefill: RelativeCost, request: RoutingRequest, matched: Matched, cache: Cache
+    ) -> tuple[int, LoadPlan]:
+        """The tokens that a worker will not compute, and what it loads for that: what takes the least time together."""
+        size, tokens = request.blocks.block_tokens, request.prompt_tokens
+        have = min(matched.blocks.get(cache, 0), (tokens - 1) // size)
+        below = matched.below.get(cache)
+        if below is None:
+            return have * size, NO_LOAD
+        on_device = max(0, min(have, matched.blocks[cache] - below.host - below.disk))
+        on_host = max(0, min(have - on_device, below.host))
+        plans = [
+            (on_device, NO_LOAD),
+            (on_device + on_host, self._load(request, on_host, 0)),
+            (have, self._load(request, on_host, have - on_device - on_host)),
+        ]
+
+        def seconds(plan: tuple[int, LoadPlan]) -> float:
+            computed = tokens - plan[0] * size
+            return prefill.seconds(computed, plan[0] * size + computed / 2) + plan[1].seconds
+
+        blocks, load = min(plans, key=seconds)
+        return blocks * size, load
+
+    def _load(self, request: RoutingRequest, host: int, disk: int) -> LoadPlan:
+        if not host + disk:
+            return NO_LOAD
+        priors, size, tokens = self._costs.priors, request.blocks.block_bytes, request.blocks.block_tokens
+        loading = host * size / priors.host_bytes_per_second + disk * size / priors.disk_bytes_per_second
+        return LoadPlan(host * tokens, disk * tokens, priors.load_base_seconds + loading)
+
     def to_decode(
-        self, workers: Sequence[W], request: RoutingRequest, matched: Mapping[Cache, int], now: float, arrivals: float
+        self, workers: Sequence[W], request: RoutingRequest, matched: Matched, now: float, arrivals: float
     ) -> list[DecodeFields[W]]:
         """Each rank of each worker, with what it costs to decode there, and to run the prompt there, too.
 

@@ -7,6 +7,7 @@ validation.py     checks of a request before the engine takes it
 engine_loop.py    the engine's thread: takes commands, runs steps, delivers results
 core.py           one step of the engine: schedule, run the model, hand out tokens
 scheduler.py      which sequences take part in a step
+tier_loads.py     sequences that wait for blocks of tiers below the pool
 sequence.py       one request: its tokens, its blocks, its progress
 event_queue.py    events of a request that wait for their reader
 stream.py         the generator that `decode` returns

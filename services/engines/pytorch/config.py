@@ -11,6 +11,7 @@ from runtime.config import Section
 from services.engines.context import EngineConfig
 from services.engines.lora.options import LoraOptions
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE
+from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 
 
 class SpeculationOptions(Section):
@@ -108,6 +109,8 @@ class PyTorchConfig(EngineConfig):
     """Adapters; null serves none. Steps are then computed by transformers' modules."""
     speculation: SpeculationOptions | None = None
     """Speculative decoding; null turns it off. Steps are then computed by transformers' modules."""
+    tiers: TierOptions | None = None
+    """Host memory, and perhaps a disk, for blocks that the pool evicts; null drops them."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for one operation; PyTorch's own choice if unset."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
@@ -131,6 +134,12 @@ class PyTorchConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
+    def _tiers_have_a_prefix_cache(self) -> Self:
+        if self.tiers is not None and not self.prefix_cache:
+            raise ValueError("tiers: prefix_cache must not be false, because tiers keep what it evicts")
+        return self
+
+    @model_validator(mode="after")
     def _rank_is_one_of_the_group(self) -> Self:
         if self.multi_node is None:
             return self
@@ -144,7 +153,7 @@ class PyTorchConfig(EngineConfig):
     def _can_be_split(self) -> Self:
         if self.tensor_parallel_size == 1:
             return self
-        others = {"lora": self.lora, "speculation": self.speculation}
+        others = {"lora": self.lora, "speculation": self.speculation, "tiers": self.tiers}
         if unsupported := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"tensor_parallel_size: a split model does not support {', '.join(unsupported)}")
         if self.multi_node is None and self.device.startswith("cuda:"):

@@ -2,12 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from baton.errors import BatonError, ComputeFailed, HandoffLost, InvalidRequest
 from services.engines import metrics
 from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.base import EngineLoad
+from services.engines.kv import KvLayout
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Retained, Sampling
 from services.engines.pytorch.config import PyTorchConfig
@@ -18,6 +19,7 @@ from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
 from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import NO_SLOT, LoraLayers
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.loading import LoadedModel, load_model
@@ -34,6 +36,8 @@ from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, S
 from services.engines.pytorch.speculation.drafting import Drafter
 
 _MASK_POLL_SECONDS = 0.002
+_LOAD_POLL_SECONDS = 0.001
+_UNENDED = (State.NEW, State.WAITING, State.LOADING, State.RUNNING)
 
 
 class EngineCore:
@@ -56,6 +60,7 @@ class EngineCore:
         self.device: str = model.device.type
         self.memory: HostMemory | DeviceMemory = open_memory(layout, blocks, model.device)
         self._pool = BlockPool(blocks, listener, config.retained_share)
+        self.tiers = self._open_tiers(config, layout, listener)
         self.module = model.module
         self._prefix_cache = config.prefix_cache
         self._max_context_tokens = min(model.shape.max_context_tokens, self._pool.total * layout.block_tokens)
@@ -66,7 +71,7 @@ class EngineCore:
         self._rules = rules
         self._stuck_since: float | None = None
         drafter = Drafter(config.speculation, self._max_context_tokens) if config.speculation else None
-        self.scheduler = Scheduler(self._pool, limits, rules, drafter)
+        self.scheduler = Scheduler(self._pool, limits, rules, drafter, self.tiers)
         self._inflight: InflightStep | None = None
         # Sequences that ended while a step in flight still writes into their blocks, with the event to send afterwards.
         self._leaving: list[tuple[TokenSequence, Event]] = []
@@ -99,7 +104,16 @@ class EngineCore:
             if isinstance(self.runner, FusedRunner):
                 self.runner.free_graphs()
             self.followers.close()
+        if self.tiers is not None:
+            self.tiers.close()
         self.memory.close()
+
+    def _open_tiers(self, config: PyTorchConfig, layout: KvLayout, listener: CacheListener | None) -> KvTiers | None:
+        if config.tiers is None:
+            return None
+        tiers = KvTiers(config.tiers, layout, self.memory.tensor, listener or (lambda _: None))
+        self._pool.lower = tiers
+        return tiers
 
     def _open_runner(self, config: PyTorchConfig, model: LoadedModel, limits: SchedulerLimits) -> StepRunner:
         sizes = Sizes(limits.max_sequences, limits.max_context_tokens, limits.block_tokens, graphs=config.cuda_graphs)
@@ -205,6 +219,8 @@ class EngineCore:
 
     def _start(self, chunks: list[Chunk]) -> InflightStep | None:
         """Starts a step. If it runs out of memory, only the request that needs the most memory fails."""
+        if self.tiers is not None:
+            self.tiers.settle(_written(chunks, self._layout.block_tokens))
         try:
             inflight = self.runner.start(chunks)
         except RuntimeError as error:
@@ -256,6 +272,8 @@ class EngineCore:
         """When to step again even if nothing happens; None for never."""
         if any(sequence.awaits_mask for sequence in self.scheduler.running):
             return _MASK_POLL_SECONDS
+        if self.tiers is not None and self.tiers.is_busy:
+            return _LOAD_POLL_SECONDS
         if self._stuck_since is None:
             return None
         return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
@@ -268,7 +286,7 @@ class EngineCore:
         """
         stuck = {block for sequence in self.scheduler.running for block in sequence.blocks}
         is_going_on = any(sequence.awaits_mask for sequence in self.scheduler.running)
-        if not stuck or self.scheduler.reserved or is_going_on:
+        if not stuck or self.scheduler.reserved or self.scheduler.loading or is_going_on:
             self._stuck_since = None
             return False
         if self._pool.used > len(stuck):
@@ -286,7 +304,7 @@ class EngineCore:
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with `error`. The step in flight is lost."""
         self._inflight = None
-        for item in [*self.scheduler.running, *self.scheduler.waiting]:
+        for item in [*self.scheduler.running, *self.scheduler.loading, *self.scheduler.waiting]:
             self.abort(item)
             if isinstance(item, TokenSequence):
                 item.sink(Failed(error))
@@ -296,16 +314,17 @@ class EngineCore:
     def load(self) -> EngineLoad:
         """Returns the current load."""
         waiting = [item for item in self.scheduler.waiting if isinstance(item, TokenSequence)]
-        own = [sequence for sequence in (*self.scheduler.running, *self._held) if isinstance(sequence, TokenSequence)]
+        own = [*self.scheduler.running, *self.scheduler.loading, *self._held]
         filled = sum(sequence.computed for sequence in own) / self._layout.block_tokens
         return EngineLoad(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
             waiting_prefill_tokens=sum(s.remaining for s in [*waiting, *self.scheduler.running] if s.remaining > 1),
             blocks_total=self._pool.total,
             blocks_used=self._pool.used,
             blocks_held=sum(len(sequence.blocks) for sequence in self._held),
             empty_blocks=max(0.0, sum(len(sequence.blocks) for sequence in own) - filled),
+            memory=self.tiers.sizes() if self.tiers is not None else None,
         )
 
     def _advance(self, chunk: Chunk, chosen: Chosen | None) -> None:
@@ -352,7 +371,7 @@ class EngineCore:
         sequence.tokens.append(token_id)
         sequence.sampler.append(token_id)
         if not sequence.first_token_at:
-            sequence.first_token_at = time.monotonic()
+            self._note_first_token(sequence)
             self._retain(sequence)
         reason = sequence.finish_reason(self.eos_token_ids, self._max_context_tokens)
         if sequence.hold:
@@ -369,10 +388,19 @@ class EngineCore:
 
     def _yield_waiting(self) -> None:
         """Ends the sequences that are to go on elsewhere and have no blocks."""
-        self._yielding = {one for one in self._yielding if one.state in (State.NEW, State.WAITING, State.RUNNING)}
+        self._yielding = {one for one in self._yielding if one.state in _UNENDED}
         for sequence in [one for one in self._yielding if one.state is State.WAITING]:
             self.scheduler.remove(sequence)
             sequence.sink(HeldDecode(sequence.finished(FinishReason.YIELDED), None))
+
+    def _note_first_token(self, sequence: TokenSequence) -> None:
+        sequence.first_token_at = time.monotonic()
+        if self.tiers is None or sequence.pulled:
+            return
+        self.tiers.found(len(sequence.prompt.token_ids), sequence.cached_tokens, sequence.loaded_tokens)
+        if not sequence.loaded_tokens:
+            tokens = sequence.computed - sequence.cached_tokens
+            self.tiers.rates.computed(tokens, sequence.first_token_at - sequence.started)
 
     def _hold(self, sequence: TokenSequence, chosen: Chosen, reason: FinishReason | None) -> None:
         if reason is None:
@@ -398,6 +426,7 @@ class EngineCore:
             compute_seconds=sequence.first_token_at - sequence.started,
             prompt_logprobs=sequence.pop_prompt_logprobs(),
             retained=sequence.retained,
+            from_tiers=sequence.from_tiers,
         )
 
     def _ended_already(self, sequence: TokenSequence) -> bool:
@@ -437,6 +466,8 @@ class EngineCore:
     def _fail(self, sequence: TokenSequence) -> None:
         """Fails a request whose numbers overflowed, and zeroes its blocks: NaN would spread even through a mask."""
         blocks = self._pool.forget(sequence.blocks)
+        if self.tiers is not None:
+            self.tiers.settle(blocks)
         self.memory.tensor[blocks] = 0
         if self.followers is not None:
             self.followers.zero(blocks)
@@ -451,5 +482,13 @@ class EngineCore:
         while self.step():
             pass
         self._pool.clear_cache()
+        if self.tiers is not None:
+            self.tiers.begin()
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
+
+
+def _written(chunks: Sequence[Chunk], block_tokens: int) -> Iterator[int]:
+    """Yields the blocks that a step writes."""
+    for chunk in chunks:
+        yield from chunk.sequence.blocks[chunk.start // block_tokens : -(-chunk.end // block_tokens)]

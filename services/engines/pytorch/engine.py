@@ -23,7 +23,7 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
-from services.engines.pytorch.kv_cache.blocks import BlockRemoved, BlockStored
+from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, ReservedBlocks
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT
@@ -338,8 +338,14 @@ class _CacheEvents:
         self._publisher = publisher
         self.loop: EngineLoop | None = None
 
-    def __call__(self, event: BlockStored | BlockRemoved) -> None:
+    def __call__(self, event: BlockStored | BlockRemoved | BlockMoved) -> None:
         """Call it on the engine's thread."""
-        if self.loop is not None:
-            publish = self._publisher.stored if isinstance(event, BlockStored) else self._publisher.removed
-            self.loop.notify(partial(publish, event.block_hash))
+        if self.loop is None:
+            return
+        match event:
+            case BlockStored(block_hash):
+                self.loop.notify(partial(self._publisher.stored, block_hash))
+            case BlockMoved(block_hash, tier):
+                self.loop.notify(partial(self._publisher.stored, block_hash, tier=tier))
+            case BlockRemoved(block_hash):
+                self.loop.notify(partial(self._publisher.removed, block_hash))

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.errors import BatonError, Overloaded
 from services.engines import metrics
@@ -11,9 +12,12 @@ from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
+from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
+from services.engines.pytorch.tier_loads import TierLoads
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +97,9 @@ class Scheduler:
     block is free, the newest running sequence is preempted: it frees all its blocks and waits at the front of the queue
     to be computed again. A sequence that was pulled without the embeddings of its media cannot be computed again: it
     keeps its blocks and pauses. Held and reserved blocks are never taken away.
+
+    With `tiers`, a sequence whose prefix is in one of them gets its blocks, waits while they are loaded, and then runs.
+    A preempted one is loaded again, too, with its unfinished block, and computes nothing twice.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class Scheduler:
         limits: SchedulerLimits,
         rules: AllocationRules = UNSHARED,
         drafter: Drafter | None = None,
+        tiers: KvTiers | None = None,
     ) -> None:
         self.running: list[TokenSequence] = []
         self.waiting: deque[TokenSequence | BlockReservation] = deque()
@@ -109,7 +117,13 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._drafter = drafter
+        self._loads = TierLoads(tiers if limits.prefix_cache else None, pool, limits.block_tokens)
         self._last_wait_seconds = 0.0
+
+    @property
+    def loading(self) -> Sequence[TokenSequence]:
+        """The sequences that have their blocks, and wait for content of tiers below the pool."""
+        return self._loads.sequences
 
     def enqueue(self, item: TokenSequence | BlockReservation) -> None:
         """Appends a request to the queue. Raises Overloaded if the queue is full."""
@@ -132,6 +146,10 @@ class Scheduler:
             self.running.remove(item)
         elif item.state is State.RESERVED:
             self.reserved -= 1
+        elif item.state is State.LOADING and isinstance(item, TokenSequence):
+            self._loads.give_up(item)
+        if isinstance(item, TokenSequence):
+            self._loads.unpark(item)
         item.state = State.DONE
         freed = self._free(item)
         if freed and isinstance(item, TokenSequence) and item.prompt.session and self._limits.prefix_cache:
@@ -187,6 +205,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Returns the chunks of the next step; none if nothing can run now."""
+        self._finish_loads()
         able = [s for s in self.running if not s.awaits_mask]
         ready = [s for s in able if s.state is State.RUNNING and self._grow(s)]
         return self._chunks(ready)
@@ -196,6 +215,7 @@ class Scheduler:
 
         Nothing is preempted meanwhile: blocks that are being written must not get another owner.
         """
+        self._finish_loads()
         able = [s for s in self.running if not s.awaits_mask]
         going_on = [s for s in able if not s.ends_in_flight(self._limits.max_context_tokens)]
         if sum(max(0, self._missing(sequence)) for sequence in going_on) > self._pool.available:
@@ -248,6 +268,7 @@ class Scheduler:
         metrics.PREEMPTIONS.inc()
         self.running.remove(sequence)
         sequence.report_lost()
+        self._loads.park(sequence)
         self._free(sequence)
         sequence.computed = sequence.stored_blocks = 0
         sequence.state = State.WAITING
@@ -258,14 +279,14 @@ class Scheduler:
 
         def grant(item: TokenSequence | BlockReservation) -> Grant:
             nonlocal budget
-            if len(self.running) + self.reserved >= self._limits.max_sequences:
+            if len(self.running) + len(self.loading) + self.reserved >= self._limits.max_sequences:
                 return Grant.LATER
             if isinstance(item, BlockReservation):
                 return self._reserve(item)
             if budget <= 0:
                 return Grant.LATER
             granted = self._start(item)
-            if granted is Grant.GRANTED:
+            if item.state is State.RUNNING:
                 chunks.append(Chunk.next_of(item, item.chunk_tokens(budget)))
                 budget -= chunks[-1].count
             return granted
@@ -281,29 +302,48 @@ class Scheduler:
         reservation.granted_ids = packed_ids(reservation.blocks)
         reservation.state = State.RESERVED
         self.reserved += 1
-        reservation.settled(None)
+        self._loads.when_settled(reservation.blocks, partial(reservation.settled, None))
         return Grant.GRANTED
 
     def _start(self, sequence: TokenSequence) -> Grant:
         # Compute the last token always: its logits are needed, and the cache has none.
         # To report on the prompt, all of it: log probabilities are not cached either.
         cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
-        need = self._find(len(sequence.tokens), sequence.chain.upto(sequence.tokens, cacheable))
+        hashes = sequence.chain.upto(sequence.tokens, cacheable)
+        need = self._find(len(sequence.tokens), hashes)
+        contents = self._loads.contents_for(sequence, hashes[len(need.cached) :])
+        if contents is None:
+            return Grant.LATER
         if sequence.hold and not self.kept.may_add(need.cached, need.missing):
             return Grant.HELD
         if not self._allocate(sequence, need):
             return need.state(self.kept)
         if sequence.hold:
             self.kept.add(sequence.blocks)
-        sequence.computed = len(need.cached) * self._limits.block_tokens
-        # After a preemption keep the count of the first time: that is what the cache saved the request.
-        sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
-        sequence.stored_blocks = len(need.cached)
-        self.join(sequence)
+        self._begin(sequence, len(need.cached), contents)
+        return Grant.GRANTED
+
+    def _begin(self, sequence: TokenSequence, cached: int, contents: Sequence[BlockContents]) -> None:
+        """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""
+        sequence.computed = cached * self._limits.block_tokens
+        sequence.stored_blocks = cached
+        if contents:
+            self._loads.begin(sequence, contents, cached)
+        else:
+            # After a preemption keep the count of the first time: that is what the cache saved the request.
+            sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
+            self.join(sequence)
+        self._note_start(sequence)
+
+    def _note_start(self, sequence: TokenSequence) -> None:
         if not sequence.started:
             sequence.started = time.monotonic()
             self._last_wait_seconds = sequence.queue_seconds
-        return Grant.GRANTED
+
+    def _finish_loads(self) -> None:
+        """Lets the sequences run whose loads have ended: with all that they waited for, or with less."""
+        for sequence in self._loads.finished():
+            self.join(sequence)
 
     def _find(self, num_tokens: int, hashes: list[bytes]) -> _Need:
         cached = self._pool.match(hashes) if self._limits.prefix_cache else []

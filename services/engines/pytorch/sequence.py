@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.errors import BatonError
-from services.engines.answer import Finished, FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.answer import Finished, FinishReason, FromTiers, PromptLogprobs, TokenLogprob
+from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.tiers.moves import Load
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
 from services.engines.pytorch.sampling.sampling import SamplerState
@@ -41,6 +44,7 @@ class Held:
     compute_seconds: float
     prompt_logprobs: PromptLogprobs | None = None
     retained: Retained | None = None
+    from_tiers: FromTiers = field(default_factory=FromTiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,13 @@ Computed = Callable[[Sequence[int]], None]
 
 
 class State(enum.Enum):
-    """The state of a sequence. Only a running one takes part in steps; a held or reserved one keeps its blocks."""
+    """The state of a sequence. Only a running one takes part in steps; a loading, held or reserved one keeps its
+    blocks.
+    """
 
     NEW = "new"
     WAITING = "waiting"
+    LOADING = "loading"
     RESERVED = "reserved"
     RUNNING = "running"
     HELD = "held"
@@ -109,6 +116,9 @@ class TokenSequence:
     in_flight: "InFlight" = field(default_factory=lambda: InFlight())
     stored_blocks: int = 0
     cached_tokens: int = 0
+    loaded_tokens: dict[KvTier, int] = field(default_factory=dict)  # of cached_tokens, those that were below the pool
+    load: Load | None = None  # of blocks from a tier below the pool
+    parked: BlockContents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False
     yields: bool = False  # ends at its next token, and goes on elsewhere
     passed: int = 0
@@ -193,6 +203,11 @@ class TokenSequence:
         """The time from arrival to the first step."""
         return max(0.0, self.started - self.arrived)
 
+    @property
+    def from_tiers(self) -> FromTiers:
+        """Of the cached tokens, those that were loaded."""
+        return FromTiers(self.loaded_tokens.get(KvTier.HOST, 0), self.loaded_tokens.get(KvTier.DISK, 0))
+
     def finish_reason(self, eos_token_ids: frozenset[int], max_context_tokens: int) -> FinishReason | None:
         """Returns the reason if the newest token is the last one; else None."""
         newest = self.tokens[-1]
@@ -222,6 +237,7 @@ class TokenSequence:
             prefill_seconds=0.0 if self.pulled else max(0.0, first - (self.started or now)),
             decode_seconds=now - (self.started or now) if self.pulled else now - first,
             retained=self.retained,
+            from_tiers=self.from_tiers,
         )
 
 

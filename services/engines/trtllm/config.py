@@ -76,6 +76,14 @@ class TransceiverArguments(Section):
     kv_transfer_sender_future_timeout_ms: int | None = Field(default=None, ge=1)
 
 
+class KvConnectorArguments(Section):
+    """`KvCacheConnectorConfig`: classes that keep blocks beyond TensorRT-LLM's own caches, in memory of their own."""
+
+    connector_module: str = Field(min_length=1)
+    connector_scheduler_class: str = Field(min_length=1)
+    connector_worker_class: str = Field(min_length=1)
+
+
 class CudaGraphArguments(Section):
     """`CudaGraphConfig`."""
 
@@ -127,6 +135,7 @@ class EngineArguments(Section):
     kv_cache_config: KvCacheArguments = KvCacheArguments()
     scheduler_config: SchedulerArguments = SchedulerArguments()
     cache_transceiver_config: TransceiverArguments | None = None
+    kv_connector_config: KvConnectorArguments | None = None
     cuda_graph_config: CudaGraphArguments | None = None
     speculative_config: SpeculativeArguments | None = None
     enable_lora: bool = False

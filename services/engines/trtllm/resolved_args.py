@@ -62,6 +62,9 @@ def check(config: TrtllmConfig, environment: Environment) -> CheckedArgs:
     if _must_not_overlap(environment):
         faults += _of_overlap(effective)
         effective = effective.forced("disable_overlap_scheduler", True)
+    if effective.value.kv_connector_config is not None:
+        faults += _of_connector(config, effective)
+        effective = effective.forced("kv_cache_config.enable_partial_reuse", False)
     warnings = [*_warnings(config, effective, environment)]
     if config.backend == "autodeploy" and effective.value.kv_cache_config.event_buffer_max_size:
         warnings.append("kv_cache_config.event_buffer_max_size: set to 0, because AutoDeploy reports no KV events")
@@ -80,6 +83,16 @@ def _of_engine(args: EngineArguments, environment: Environment) -> Iterator[str]
         yield f"max_beam_width: is {args.max_beam_width}; only 1 can be served"
     if args.kv_cache_config.event_buffer_max_size and not args.kv_cache_config.enable_block_reuse:
         yield "kv_cache_config.event_buffer_max_size: KV events need enable_block_reuse"
+
+
+def _of_connector(config: TrtllmConfig, effective: ResolvedArgs) -> Iterator[str]:
+    cache = effective.value.kv_cache_config
+    if config.backend == "autodeploy":
+        yield "kv_connector_config: only with backend: pytorch"
+    if not cache.enable_block_reuse:
+        yield "kv_connector_config: needs kv_cache_config.enable_block_reuse"
+    if cache.enable_partial_reuse and _is_given(effective, "kv_cache_config.enable_partial_reuse"):
+        yield "kv_cache_config.enable_partial_reuse: must be false with kv_connector_config"
 
 
 def _of_autodeploy(args: EngineArguments, environment: Environment) -> Iterator[str]:

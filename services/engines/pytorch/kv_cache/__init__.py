@@ -8,5 +8,6 @@ memory.py         the pool's memory, which other processes can map
 pool_size.py      the layout and the number of blocks
 memory_plan.py    how much GPU memory the pool may take
 held_kv.py        held prefills and reservations
+tiers/            host memory and disk, for blocks that the pool evicts
 cuda_ipc.py       CUDA memory handles, and the copy from another process's pool
 """

@@ -3,7 +3,9 @@
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from services.engines.kv_events import KvTier
 from services.engines.prompt import Retain, Session
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder
 from services.engines.pytorch.kv_cache.sessions import Sessions
@@ -26,7 +28,28 @@ class BlockRemoved:
     block_hash: bytes
 
 
-CacheListener = Callable[[BlockStored | BlockRemoved], None]
+@dataclass(frozen=True, slots=True)
+class BlockMoved:
+    """Notes that the block with this hash is now in a tier below the pool."""
+
+    block_hash: bytes
+    tier: KvTier
+
+
+CacheListener = Callable[[BlockStored | BlockRemoved | BlockMoved], None]
+
+
+class LowerTiers(Protocol):
+    """The tiers below the pool."""
+
+    def demote(self, block: int, block_hash: bytes) -> bool:
+        """Takes over the content of a block that is evicted, and reports it; False if it is lost."""
+
+    def stored(self, block_hash: bytes) -> None:
+        """Notes that the pool has a block, so that no tier below need have it."""
+
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        """Drops blocks that nobody will read again, and reports them. Returns how many were here."""
 
 
 class BlockPool:
@@ -40,6 +63,7 @@ class BlockPool:
         self, num_blocks: int, listener: CacheListener | None = None, retained_share: float = RETAINED_SHARE
     ) -> None:
         self.total = num_blocks - 1
+        self.lower: LowerTiers | None = None
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))
@@ -101,6 +125,8 @@ class BlockPool:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        if self.lower is not None:
+            self.lower.stored(block_hash)
         self._emit(BlockStored(block_hash))
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
@@ -122,12 +148,15 @@ class BlockPool:
 
     def end_session(self, key: bytes) -> int:
         """Lets blocks be evicted first that no session has but this one. Returns how many."""
-        return self._idle.mark_dead(self._sessions.end(key))
+        links = list(self._sessions.end(key))
+        return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
 
     def clear_cache(self) -> None:
         """Removes all unused blocks from the cache."""
         while self._idle:
-            heapq.heappush(self._empty, self._evict())
+            block = self._idle.pop()
+            self._forget(block)
+            heapq.heappush(self._empty, block)
 
     def _retire(self, block: int) -> None:
         if block in self._hash_of:
@@ -136,8 +165,14 @@ class BlockPool:
             heapq.heappush(self._empty, block)
 
     def _evict(self) -> int:
+        is_dead = self._idle.has_dead
         block = self._idle.pop()
-        self._forget(block)
+        block_hash = self._hash_of[block]
+        if not is_dead and self.lower is not None and self.lower.demote(block, block_hash):
+            self._idle.forget(block_hash)
+            del self._hash_of[block], self._block_of[block_hash]
+        else:
+            self._forget(block)
         return block
 
     def _forget(self, block: int) -> None:

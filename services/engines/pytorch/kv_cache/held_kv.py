@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
+from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.kv import HeldKv, LentKv, Reservation
 from services.engines.prompt import Retained
 from services.engines.pytorch.engine_loop import EngineLoop
@@ -64,6 +64,11 @@ class HeldPrompt(HeldKv):
     def retained(self) -> Retained | None:
         """The beginning of the prompt that stays in the prefix cache."""
         return self._held.retained
+
+    @property
+    def from_tiers(self) -> FromTiers:
+        """Of the cached tokens, those that were loaded from tiers below the pool."""
+        return self._held.from_tiers
 
     @property
     def queue_seconds(self) -> float:

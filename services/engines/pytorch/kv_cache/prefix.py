@@ -36,3 +36,12 @@ class HashChain:
         """Returns the last hash of those blocks, or the root if there is none."""
         links = self.upto(token_ids, num_tokens)
         return links[-1] if links else self._root
+
+    def unfinished(self, token_ids: Sequence[int], num_tokens: int) -> bytes | None:
+        """Returns the name of the block that the first `num_tokens` tokens fill in part; None with media, which would
+        have to be in it.
+        """
+        if self._media:
+            return None
+        links = self.upto(token_ids, num_tokens)
+        return block_hash(links[-1] if links else self._root, token_ids[len(links) * self._block_tokens : num_tokens])

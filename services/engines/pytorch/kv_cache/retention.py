@@ -51,6 +51,11 @@ class EvictionOrder:
     def __len__(self) -> int:
         return len(self._dead) + len(self._idle) + sum(map(len, self._retained.values()))
 
+    @property
+    def has_dead(self) -> bool:
+        """True if the block to be evicted is of an ended session."""
+        return bool(self._dead)
+
     def add(self, block: int) -> None:
         """Adds a block that has become unused."""
         kept = self._kept.get(self._hash_of[block])

@@ -30,6 +30,25 @@ def test_a_line_is_learnt_from_noisy_measurements_whatever_was_assumed_before() 
             assert cost.seconds(tokens) == pytest.approx(base + rate * tokens, rel=0.15)
 
 
+def test_what_long_contexts_add_is_learnt() -> None:
+    source, cost = random.Random(1), LinearCost(0.01, 5e-5, 4096.0)
+    rate, bend = 2.5e-5, 2.5e-5 / 30_500
+    for _ in range(300):
+        cached, tokens = source.randrange(0, 120_000), source.randrange(100, 20_000)
+        context = cached + tokens / 2
+        cost.add(tokens, 0.01 + tokens * (rate + context * bend), context)
+    for tokens, context in ((1000, 500.0), (1000, 100_000.0), (100_000, 50_000.0)):
+        assert cost.seconds(tokens, context) == pytest.approx(0.01 + tokens * (rate + context * bend), rel=0.1)
+
+
+def test_short_prompts_say_nothing_of_long_contexts() -> None:
+    source, cost = random.Random(1), LinearCost(0.01, 5e-5, 4096.0)
+    for _ in range(300):
+        tokens = source.randrange(10, 1000)
+        cost.add(tokens, (0.01 + 5e-5 * tokens) * source.uniform(0.8, 1.2), tokens / 2)
+    assert cost.seconds(1000, 100_000.0) == pytest.approx(0.06, rel=0.3)
+
+
 def test_measurements_of_one_size_leave_a_line_that_is_right_there_and_rises() -> None:
     cost = LinearCost(0.01, 5e-5, 4096.0)
     for _ in range(100):

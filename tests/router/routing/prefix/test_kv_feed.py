@@ -11,9 +11,9 @@ from support.clock import ManualClock
 from baton.engine.v1 import worker_pb2
 from router.placement.kv_events import KvFeed
 from router.routing.prefix.kv_index import block_keys
-from router.routing.prefix.prefix_caches import Cache, PrefixCaches
+from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
 from services.control import kv_event
-from services.engines.kv_events import KvPublisher, in_pieces
+from services.engines.kv_events import KvChanged, KvPublisher, KvStored, KvTier, in_pieces
 
 CACHE = Cache("worker@1")
 
@@ -144,3 +144,64 @@ def test_a_worker_that_has_gone_is_forgotten() -> None:
     caches.drop(CACHE.process)
     assert caches.match(keys) == {}
     assert not caches.reports(CACHE.process)
+
+
+async def test_the_tiers_of_blocks_are_known_from_the_snapshot_on() -> None:
+    publisher, caches = KvPublisher(heartbeat_seconds=0.001), PrefixCaches(ManualClock())
+    for number in range(10):
+        tier = KvTier.DEVICE if number < 4 else KvTier.HOST if number < 7 else KvTier.DISK
+        publisher.stored(name(number), tier=tier)
+    keys = block_keys([name(number) for number in range(10)])
+    feed, sequence = KvFeed(CACHE.process, 1, caches), 0
+    async with aclosing(publisher.changes()) as changes:
+        for _ in range(3):
+            for piece in in_pieces(await anext(changes), most=2):
+                feed.apply(kv_event(1, sequence, piece))
+                sequence += 1
+    assert caches.match(keys) == {CACHE: 10}
+    assert caches.below(keys, {CACHE: 10}) == {CACHE: Below(3, 3)}
+
+
+async def test_blocks_that_move_between_tiers_are_followed() -> None:
+    publisher, caches = KvPublisher(heartbeat_seconds=0.001), PrefixCaches(ManualClock())
+    keys = block_keys([name(number) for number in range(6)])
+    feed, sequence = KvFeed(CACHE.process, 1, caches), 0
+    async with aclosing(publisher.changes()) as changes:
+
+        async def follow_one() -> None:
+            nonlocal sequence
+            for piece in in_pieces(await anext(changes)):
+                feed.apply(kv_event(1, sequence, piece))
+                sequence += 1
+
+        await follow_one()
+        for number in range(6):
+            publisher.stored(name(number))
+        await follow_one()
+        assert caches.below(keys, caches.match(keys)) == {}
+        publisher.stored(name(5), tier=KvTier.DISK)
+        publisher.stored(name(4), tier=KvTier.HOST)
+        await follow_one()
+        assert caches.below(keys, caches.match(keys)) == {CACHE: Below(1, 1)}
+        publisher.stored(name(4))
+        publisher.removed(name(5))
+        await follow_one()
+        assert caches.match(keys) == {CACHE: 5}
+        assert caches.below(keys, {CACHE: 5}) == {}
+
+
+def test_blocks_without_a_tier_are_in_the_pool() -> None:
+    caches = PrefixCaches(ManualClock())
+    stored = worker_pb2.KvBlocksStored(block_hashes=[name(1)])
+    KvFeed(CACHE.process, 1, caches).apply(worker_pb2.SubscribeKvEventsResponse(epoch=1, stored=stored))
+    keys = block_keys([name(1)])
+    assert caches.match(keys) == {CACHE: 1}
+    assert caches.below(keys, {CACHE: 1}) == {}
+
+
+def test_a_reader_without_tiers_still_counts_a_block_that_moved_as_cached() -> None:
+    """Such a reader knows the fields `stored` and `removed` of a change alone."""
+    change = KvChanged(0, (), (), (KvStored(0, (name(1),), KvTier.HOST),))
+    message = kv_event(1, 0, change)
+    assert list(message.changed.stored) == list(message.changed.removed) == []
+    assert kv_event(1, 0, KvStored(0, (name(1),), KvTier.HOST)).stored.block_hashes == [name(1)]

@@ -1,6 +1,6 @@
 """What a prompt costs at each place that could run it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from support.clock import ManualClock
@@ -11,8 +11,8 @@ from discovery.record import WorkerRecord
 from router.routing.known_loras import KnownLoras
 from router.routing.policy import PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Costs, Priors
-from router.routing.prefix.prefix_caches import Cache
-from router.routing.prefix.rank_costs import DecodeRank, PrefillRank, RankCosts
+from router.routing.prefix.prefix_caches import Below, Cache
+from router.routing.prefix.rank_costs import DecodeRank, Matched, PrefillRank, RankCosts
 
 SIZE = 16
 COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25, stream_seconds=0.001)
@@ -49,15 +49,20 @@ def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs
     """The place that a worker of one rank is for decoding, with 0.001 s more of each token for each stream."""
     matched = {Cache(one.record.process): cached_blocks}
     places = RankCosts(costs or Costs(COSTS))
-    (fields,) = places.to_decode([one], request(tokens), matched, now=0.0, arrivals=0.0)
+    (fields,) = places.to_decode([one], request(tokens), Matched(matched, {}), now=0.0, arrivals=0.0)
     return DecodeRank(*fields)
 
 
 def computing(
-    workers: list[Seen], matched: dict[Cache, int], costs: Costs | None = None, now: float = 0.0
+    workers: list[Seen],
+    matched: dict[Cache, int],
+    costs: Costs | None = None,
+    now: float = 0.0,
+    below: dict[Cache, Below] | None = None,
 ) -> list[PrefillRank[Seen]]:
     """The places that the workers' ranks are for a prompt of 1600 tokens."""
-    places = RankCosts(costs or Costs(COSTS)).to_prefill(workers, request(1600), matched, now)
+    found = Matched(matched, below or {})
+    places = RankCosts(costs or Costs(COSTS)).to_prefill(workers, request(1600), found, now)
     return [PrefillRank(*fields) for fields in places]
 
 
@@ -68,6 +73,26 @@ def test_the_tokens_that_are_not_cached_are_computed_and_always_the_last_one() -
     assert [place.cached_tokens for place in places] == [0, 800, 1584]
     assert [place.prefill for place in places] == pytest.approx([16.5, 8.5, 0.66])
     assert [place.first_token for place in places] == [place.prefill for place in places]
+
+
+@pytest.mark.parametrize(
+    ("host_rate", "disk_rate", "cached", "prefill"),
+    [
+        # Of 100 blocks 20 are in the pool, 50 in host memory and 30 on disk. Computing one takes 0.16 s.
+        (4096.0, 4096.0, 320, 0.5 + 12.8),
+        (4096e3, 4096e3, 1600 - 16, 0.5 + 0.16 + 0.079),
+        (4096e3, 4096.0 * 5, 1600 - 16 - 29 * 16, 0.5 + (16 + 29 * 16) / 100 + 0.05),
+        (4096.0 * 5, 4096e3, 1600 - 16, 0.5 + 0.16 + 10.0 + 0.029),
+    ],
+)
+def test_of_what_is_below_the_pool_only_what_is_sooner_loaded_than_computed_is_loaded(
+    host_rate: float, disk_rate: float, cached: int, prefill: float
+) -> None:
+    priors = replace(COSTS, load_base_seconds=0.0, host_bytes_per_second=host_rate, disk_bytes_per_second=disk_rate)
+    cache = Cache("w@1")
+    [place] = computing([worker("w")], {cache: 100}, Costs(priors), below={cache: Below(50, 30)})
+    assert place.cached_tokens == cached
+    assert place.prefill == pytest.approx(prefill)
 
 
 def test_every_rank_is_a_place_with_a_cache_and_a_queue_of_its_own() -> None:

@@ -112,7 +112,18 @@ async def test_every_argument_that_is_set_reaches_the_engine(version: str, check
         "scheduler_config": {"capacity_scheduler_policy": policy, "dynamic_batch_config": dynamic},
         "cuda_graph_config": {"enable_padding": True, "batch_sizes": [1, 2]},
         "lora_config": {"lora_dir": ["/lora"], "max_lora_rank": 8},
-        "kv_cache_config": {"dtype": "fp8", "free_gpu_memory_fraction": 0.5, "tokens_per_block": 64},
+        "kv_cache_config": {
+            "dtype": "fp8",
+            "free_gpu_memory_fraction": 0.5,
+            "tokens_per_block": 64,
+            "host_cache_size": 1 << 30,
+            "enable_partial_reuse": False,
+        },
+        "kv_connector_config": {
+            "connector_module": "kvbm",
+            "connector_scheduler_class": "A",
+            "connector_worker_class": "B",
+        },
         "cache_transceiver_config": TRANSCEIVER,
     }
     async with trtllm.open_engine(checkpoint, {**plain, **sections}):

@@ -280,3 +280,30 @@ def test_all_faults_are_told_at_once() -> None:
 def test_the_shipped_files_pass(path: Path, version: str) -> None:
     config = TrtllmConfig(model=Path("/model"), extra_engine_args=path, whole_requests=path.stem == "agg")
     check(config, Environment(ROLES[path.stem], Version(version), gpus=8, lease_seconds=10.0))
+
+
+CONNECTOR = {"connector_module": "kvbm", "connector_scheduler_class": "Leader", "connector_worker_class": "Worker"}
+
+
+def test_partial_reuse_is_off_under_a_connector() -> None:
+    cache = checked(kv_connector_config=CONNECTOR).effective.value.kv_cache_config
+    assert (cache.enable_partial_reuse, cache.enable_block_reuse) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_cache_config": {"enable_partial_reuse": True}}, "enable_partial_reuse: must be false"),
+        ({"kv_cache_config": {"enable_block_reuse": False}}, "needs kv_cache_config.enable_block_reuse"),
+    ],
+)
+def test_a_connector_with_settings_that_it_does_not_work_with_is_refused(
+    flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(kv_connector_config=CONNECTOR, **flags)
+
+
+def test_a_connector_without_its_classes_is_refused() -> None:
+    with pytest.raises(ValidationError, match="connector_worker_class"):
+        checked(kv_connector_config={"connector_module": "kvbm", "connector_scheduler_class": "Leader"})

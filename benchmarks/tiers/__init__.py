@@ -1,0 +1,12 @@
+"""KV tiers in simulated time: the pool, the tiers' directory, the rates, and the router's policy and index are real.
+
+    python -m benchmarks.tiers agents [--pools 0.1 0.25] [--seeds 1 ...]
+    python -m benchmarks.tiers trace --trace FILE [--speedup 2] [--pools 0.25]
+    python -m benchmarks.tiers.gpu                    (on a machine with a GPU, in real time)
+
+worker.py      a worker: a real pool and directory, simulated computing and links
+cluster.py     four workers behind the router's policy
+traffic.py     agents in a closed loop, and a trace in an open one
+__main__.py    tables
+gpu.py         loads on a GPU: bandwidth, resuming, other streams' inter-token latency, the cost of digests
+"""

@@ -1,0 +1,147 @@
+"""Four workers behind the router's policy, and what is measured of their requests."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.v1 import prompt_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from benchmarks.routing.simulated.clock import Time
+from benchmarks.tiers.worker import BLOCK_BYTES, BLOCK_TOKENS, Hardware, Job, Sizes, Worker, hash_of
+from discovery.record import WorkerRecord
+from router.routing.known_loras import KnownLoras
+from router.routing.policy import Candidates, PromptBlocks, RoutingRequest
+from router.routing.prefix.cost import Priors
+from router.routing.prefix.predicted import PredictedSeconds
+
+WORKERS = 4
+_MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Prompt()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept: the pool alone, or also host memory and disk, in pools; and whether clients say `end`."""
+
+    name: str
+    host: float = 0.0
+    disk: float = 0.0
+    ends: bool = False
+
+
+POLICIES = (
+    Policy("pool alone"),
+    Policy("+ host", host=2),
+    Policy("+ host, disk", host=2, disk=16),
+    Policy("+ host, end", host=2, ends=True),
+    Policy("+ host, end, disk", host=2, disk=16, ends=True),
+)
+INFINITE = Policy("infinite")
+
+
+class _View:
+    """A worker as the policy sees it."""
+
+    problem = embedding_layout = encoder = ""
+    requests = waiting_tokens = others_tokens = 0
+    token_seconds = None
+    loras = KnownLoras()
+
+    def __init__(self, record: WorkerRecord, worker: Worker | None = None) -> None:
+        self.record = record
+        self.load = cluster_service_pb2.WorkerLoad()
+        self.worker = worker
+
+
+@dataclass
+class Measured:
+    """The requests after the warm-up, in blocks and seconds."""
+
+    prompts: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    first_tokens: list[float] = field(default_factory=list)  # of follow-up turns
+
+    @property
+    def hit(self) -> float:
+        """The share of prompts that was not computed."""
+        return self.found.total() / max(1, self.prompts)
+
+    def quantile(self, share: float) -> float:
+        """Of the times to the first token."""
+        times = sorted(self.first_tokens) or [0.0]
+        return times[min(len(times) - 1, int(share * len(times)))]
+
+
+class Cluster:
+    """Places requests by the real policy; `measured` has those that came after `warm_seconds`."""
+
+    def __init__(self, time: Time, policy: Policy, hardware: Hardware, pool_blocks: int, warm_seconds: float) -> None:
+        self.time, self.policy, self._warm_seconds = time, policy, warm_seconds
+        priors = Priors(
+            prefill_base_seconds=0.0,
+            prefill_tokens_per_second=hardware.tokens_per_second,
+            load_base_seconds=0.0,
+            host_bytes_per_second=hardware.host_bytes_per_second,
+            disk_bytes_per_second=hardware.disk_read,
+        )
+        self._router = PredictedSeconds(priors=priors, clock=time, seed=1)
+        sizes = Sizes(pool_blocks, int(policy.host * pool_blocks), int(policy.disk * pool_blocks))
+        self.workers = [Worker(f"p{n}", time, hardware, sizes, self._router.caches) for n in range(WORKERS)]
+        decode = WorkerRecord("d", 1, "x:2", ("decode",), "m", "simulated", "a" * 64, 1 << 20)
+        self._candidates = Candidates(
+            (_View(decode),), tuple(_View(worker.record, worker) for worker in self.workers), requires_prefill=True
+        )
+        self.measured = Measured()
+        self.live_blocks: list[int] = []  # samples of all sessions' blocks, once it has run
+        self.refused = 0
+        self._last_sent = 0.0
+
+    def submit(
+        self, session: str, blocks: Sequence[int], answered: Callable[[], None], *, follows: bool, output: float
+    ) -> None:
+        """Sends a prompt, unless no pool can hold it. `answered` is called after so many seconds of decoding."""
+        if len(blocks) > self.workers[0].pool.total:
+            self.refused += 1
+            self.time.later(output, answered)
+            return
+        tokens = len(blocks) * BLOCK_TOKENS
+        request = RoutingRequest(
+            _MODEL,
+            _PROMPT,
+            _ROUTING,
+            answer_tokens=1,
+            blocks=PromptBlocks(list(blocks), BLOCK_TOKENS, BLOCK_BYTES),
+            token_ids=range(tokens),
+        )
+        placement = self._router.choose(request, self._candidates)
+        assert placement.prefill is not None
+        assert placement.prefill.worker is not None
+        sent = self._last_sent = self.time.now
+
+        def computed(job: Job) -> None:
+            placement.progress.first_token(job.found.total() * BLOCK_TOKENS)
+            placement.progress.close()
+            if sent >= self._warm_seconds:
+                self.measured.prompts += len(blocks)
+                self.measured.found += job.found
+                if follows:
+                    self.measured.first_tokens.append(self.time.now - sent)
+            self.time.later(output, answered)
+
+        placement.prefill.worker.run(Job(session, [hash_of(each) for each in blocks], computed))
+
+    def end(self, session: str) -> None:
+        """Ends a session, if the policy lets clients say so."""
+        if self.policy.ends:
+            for worker in self.workers:
+                worker.end(session)
+
+    @property
+    def unread(self) -> float:
+        """Of the blocks that were demoted, the share that was never read."""
+        moved = sum((worker.moved for worker in self.workers), Counter())
+        return 1 - moved["read"] / moved["demoted"] if moved["demoted"] else 0.0
+
+    @property
+    def busy(self) -> float:
+        """The share of time in which workers computed, until the last request."""
+        return sum(worker.busy_seconds for worker in self.workers) / WORKERS / self._last_sent

@@ -1,0 +1,167 @@
+"""A prefill worker: a real block pool, directory and rates, with simulated computing, host link and disk."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.routing.simulated.clock import Time
+from discovery.record import WorkerRecord
+from router.routing.prefix.prefix_caches import Cache, PrefixCaches
+from services.engines.kv_events import KvTier
+from services.engines.prompt import Session
+from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
+from services.engines.pytorch.kv_cache.tiers.directory import Place, TierDirectory
+from services.engines.pytorch.kv_cache.tiers.rates import Rates
+
+BLOCK_TOKENS = 512
+BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024
+# Until a decode worker has read a prompt's KV.
+_HANDOFF_SECONDS = 0.05
+_RETRY_SECONDS = 0.25
+_DISK_QUEUE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """An 8B model on an H200-like worker: tokens and bytes a second, and the context that doubles a token's work."""
+
+    tokens_per_second: float = 40_000.0
+    host_bytes_per_second: float = 55e9
+    disk_read: float = 1.6e9
+    disk_write: float = 0.65e9
+    context_tokens: float = float("inf")
+
+    def compute_seconds(self, tokens: int, before: int) -> float:
+        """The time to compute so many tokens after others."""
+        return tokens / self.tokens_per_second * (1 + (before + tokens / 2) / self.context_tokens)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Blocks of the pool, of host memory, and of the disk."""
+
+    pool: int
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt, and where its blocks were found."""
+
+    session: str
+    hashes: Sequence[bytes]
+    computed: Callable[["Job"], None]
+    expected_at: float = 0.0
+    found: Counter[str] = field(default_factory=Counter)
+    blocks: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """Computes prompts in order. Tells the router's picture of its cache of every change."""
+
+    def __init__(self, name: str, time: Time, hardware: Hardware, sizes: Sizes, caches: PrefixCaches) -> None:
+        self.record = WorkerRecord(name, 1, "x:1", ("prefill",), "m", "simulated", "a" * 64, 1 << 20)
+        self._time, self._hardware, self._caches = time, hardware, caches
+        self._cache = Cache(self.record.process)
+        self._caches.replace(self._cache, ())
+        self.directory = TierDirectory(sizes.host, sizes.disk, self._tell, time)
+        self.pool = BlockPool(sizes.pool + 1, self._tell)
+        self.pool.lower = self if sizes.host else None
+        self.rates = Rates(BLOCK_BYTES, BLOCK_TOKENS)
+        self.rates.loaded(KvTier.HOST, 100, 100 * BLOCK_BYTES / hardware.host_bytes_per_second)
+        self.rates.loaded(KvTier.DISK, 100, 100 * BLOCK_BYTES / hardware.disk_read)
+        self.rates.computed(4096, hardware.compute_seconds(4096, 0))
+        self._free_at = self._link_at = self._disk_read_at = self._disk_write_at = 0.0
+        self.busy_seconds = 0.0
+        self.moved: Counter[str] = Counter()
+
+    def demote(self, block: int, block_hash: bytes) -> bool:
+        """As KvTiers.demote, with a disk that takes only what it can write soon."""
+        del block
+        may_spill = self._disk_write_at - self._time.now < _DISK_QUEUE_SECONDS
+        placed = self.directory.place(block_hash, may_spill=may_spill)
+        if placed is None:
+            return False
+        self.moved["demoted"] += 1
+        if placed.spill is not None:
+            self.moved["written"] += 1
+            start = max(self._disk_write_at, self._time.now)
+            self._disk_write_at = start + BLOCK_BYTES / self._hardware.disk_write
+        return True
+
+    def stored(self, block_hash: bytes) -> None:
+        """As KvTiers.stored."""
+        self.directory.drop(block_hash)
+
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        """As KvTiers.lose."""
+        return sum(self.directory.lose(block_hash) for block_hash in hashes)
+
+    def run(self, job: Job) -> None:
+        """Loads and computes a prompt, once there is memory for it."""
+        cached = self.pool.match(job.hashes[:-1])
+        rest = job.hashes[len(cached) : -1]
+        if self.pool.available_beside(cached) < len(job.hashes) - len(cached):
+            self._time.later(_RETRY_SECONDS, partial(self.run, job))
+            return
+        loaded = self.rates.worth_loading(*self.directory.following(rest)) if rest else 0
+        self.pool.share(cached)
+        # Taken before the allocation evicts others into these tiers.
+        places = [self.directory.take(block_hash) for block_hash in rest[:loaded]]
+        job.blocks = cached + self.pool.allocate(len(job.hashes) - len(cached))
+        job.found["device"] = len(cached)
+        self._start(job, places)
+
+    def _start(self, job: Job, places: Sequence[Place]) -> None:
+        now = self._time.now
+        from_disk = sum(place.tier is KvTier.DISK for place in places)
+        job.found["host"], job.found["disk"] = len(places) - from_disk, from_disk
+        self.moved["read"] += len(places)
+        self.directory.write_rule.read(from_disk)
+        loaded_at = now
+        if from_disk:
+            seconds = from_disk * BLOCK_BYTES / self._hardware.disk_read
+            self._disk_read_at = loaded_at = max(self._disk_read_at, now) + seconds
+        if places:
+            seconds = len(places) * BLOCK_BYTES / self._hardware.host_bytes_per_second
+            self._link_at = max(self._link_at, now) + seconds
+            loaded_at = max(loaded_at, self._link_at)
+        have = job.found.total()
+        seconds = self._hardware.compute_seconds((len(job.hashes) - have) * BLOCK_TOKENS, have * BLOCK_TOKENS)
+        self.busy_seconds += seconds
+        self._free_at = max(self._free_at, loaded_at) + seconds
+        self._time.later(self._free_at - now, partial(self._finish, job, places))
+
+    def _finish(self, job: Job, places: Sequence[Place]) -> None:
+        for place in places:
+            self.directory.free(place)
+        for block, block_hash in zip(job.blocks, job.hashes, strict=True):
+            self.pool.store(block, block_hash)
+        job.computed(job)
+        self._time.later(_HANDOFF_SECONDS, partial(self._release, job))
+
+    def _release(self, job: Job) -> None:
+        self.pool.release(job.blocks)
+        if job.session:
+            self.pool.record(Session(job.session.encode()), job.hashes)
+
+    def end(self, session: str) -> None:
+        """Ends a session."""
+        self.pool.end_session(session.encode())
+
+    def _tell(self, event: BlockStored | BlockRemoved | BlockMoved) -> None:
+        keys = [int.from_bytes(event.block_hash[:8], "little")]
+        match event:
+            case BlockStored():
+                self._caches.store(self._cache, keys)
+            case BlockRemoved():
+                self._caches.remove(self._cache, keys)
+            case BlockMoved(_, tier):
+                self._caches.move(self._cache, keys, on_disk=tier is KvTier.DISK)
+
+
+def hash_of(number: int) -> bytes:
+    """The hash of a block of a simulated prompt, given by its number."""
+    return number.to_bytes(8, "little") * 2

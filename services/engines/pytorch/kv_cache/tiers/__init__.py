@@ -1,0 +1,16 @@
+"""Tiers below the device pool: blocks that the pool evicts go to host memory, and from there to a disk.
+
+directory.py   which block is in which tier and slot, and which one leaves next
+write_rule.py  when the disk is written: only while it is read
+seal.py        the seal of a block outside of the pool, and the digest of its bytes
+host.py        the tier in host memory, and the copies between it and the pool
+disk.py        the tier in a file
+moves.py       demotions, spills and loads, and the threads that run them
+rates.py       how fast loading and computing are, and which is sooner
+tiers.py       all of it, for the engine's thread
+options.py     the key `engine.tiers`
+
+A block is in one tier only. It is copied out in the background while its place in the pool is already given away: a
+step that writes there waits for the copy, which is ten times quicker than computing. A load that fails, is late or is
+damaged is a miss: the blocks are computed.
+"""

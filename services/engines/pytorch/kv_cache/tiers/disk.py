@@ -1,0 +1,105 @@
+"""The tier in a file: slots of a block and its seal, written once and read at most once.
+
+The file is of one process: it is locked, emptied at start, and removed at the end. What an earlier process has left in
+it is never read, and would not be believed, because the seals name the process.
+"""
+
+import fcntl
+import mmap
+import os
+
+import torch
+
+from baton.errors import ConfigError
+from services.engines.pytorch.kv_cache.tiers.host import pin, unpin
+from services.engines.pytorch.kv_cache.tiers.options import DiskOptions
+from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES
+
+_SECTOR = 4096
+
+
+class Buffer:
+    """Host memory for a slot: the block, and in a sector of its own the seal."""
+
+    def __init__(self, block_bytes: int, device: torch.device) -> None:
+        self._data_bytes = -(-block_bytes // _SECTOR) * _SECTOR
+        self.memory = mmap.mmap(-1, self._data_bytes + _SECTOR)
+        self.words = torch.frombuffer(self.memory, dtype=torch.int32)[: block_bytes // 4]
+        self.data = memoryview(self.memory)[: self._data_bytes]
+        self.tail = memoryview(self.memory)[self._data_bytes :]
+        self._pinned = device.type == "cuda" and pin(self.words)
+
+    @property
+    def seal(self) -> bytes:
+        """The seal of the block."""
+        return bytes(self.tail[:SEAL_BYTES])
+
+    def set_seal(self, seal: bytes) -> None:
+        """Sets the seal."""
+        self.tail[:SEAL_BYTES] = seal
+
+    def close(self) -> None:
+        """Gives pinned memory back; all of it is freed with its last view."""
+        if self._pinned:
+            unpin(self.words)
+            self._pinned = False
+
+
+class DiskFile:
+    """The file, by slots. Each call is blocking, and raises OSError; threads may call it at the same time."""
+
+    def __init__(self, options: DiskOptions, block_bytes: int) -> None:
+        self._slot_bytes = -(-block_bytes // _SECTOR) * _SECTOR + _SECTOR
+        self.num_slots = int(options.bytes) // self._slot_bytes
+        if not self.num_slots:
+            raise ConfigError(f"engine.tiers.disk.bytes: less than one block, {self._slot_bytes} bytes")
+        self._path = options.path
+        self._file = _open(options)
+
+    def write(self, slot: int, buffer: Buffer) -> None:
+        """Writes a block, and then its seal: a write that was interrupted has none, or an old one."""
+        start = slot * self._slot_bytes
+        _write(self._file, buffer.data, start)
+        _write(self._file, buffer.tail, start + len(buffer.data))
+
+    def read(self, slot: int, buffer: Buffer) -> None:
+        """Reads a slot."""
+        start = slot * self._slot_bytes
+        count = os.preadv(self._file, [buffer.data, buffer.tail], start)
+        if count < self._slot_bytes:
+            raise OSError(f"read {count} of {self._slot_bytes} bytes")
+
+    def close(self) -> None:
+        """Closes and removes the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            if self._path.is_file():
+                self._path.unlink(missing_ok=True)
+
+
+def _open(options: DiskOptions) -> int:
+    """Opens the file past the page cache where the file system can, locks it and empties it. Raises ConfigError."""
+    key = "engine.tiers.disk.path"
+    try:
+        try:
+            file = os.open(options.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        except OSError:
+            file = os.open(options.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{key}: {options.path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if options.path.is_file():
+            os.ftruncate(file, 0)
+    except OSError as error:
+        os.close(file)
+        reason = "another worker uses it" if isinstance(error, BlockingIOError) else error.strerror
+        raise ConfigError(f"{key}: {options.path}: {reason}") from error
+    return file
+
+
+def _write(file: int, data: memoryview, start: int) -> None:
+    count = os.pwrite(file, data, start)
+    if count < len(data):
+        raise OSError(f"wrote {count} of {len(data)} bytes")

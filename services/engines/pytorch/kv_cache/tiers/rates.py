@@ -1,0 +1,60 @@
+"""The measured speeds of loading and of computing, and which of both is sooner."""
+
+from services.engines.kv_events import KvTier
+
+# The weight of a new measurement.
+_STEP = 0.2
+# What is assumed before anything is measured, in bytes a second.
+_PRIORS = {KvTier.HOST: 5e9, KvTier.DISK: 1e9}
+# A load takes so long however little it loads.
+_LOAD_BASE_SECONDS = 0.002
+# A load that takes no longer than this is never late.
+_LEAST_PATIENCE_SECONDS = 0.05
+
+
+class Rates:
+    """Seconds of loads, by tier, and of prompts; moving averages of what was measured."""
+
+    def __init__(self, block_bytes: int, block_tokens: int) -> None:
+        self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
+        self._bytes_per_second = dict(_PRIORS)
+        self._measured: set[KvTier] = set()
+        self._token_seconds: float | None = None
+
+    def loaded(self, tier: KvTier, blocks: int, seconds: float) -> None:
+        """Notes a load."""
+        rate = blocks * self._block_bytes / max(seconds, 1e-6)
+        before = self._bytes_per_second[tier] if tier in self._measured else rate
+        self._bytes_per_second[tier] = before + _STEP * (rate - before)
+        self._measured.add(tier)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Notes a prompt that was computed."""
+        if tokens <= 0:
+            return
+        latest = seconds / tokens
+        before = latest if self._token_seconds is None else self._token_seconds
+        self._token_seconds = before + _STEP * (latest - before)
+
+    def load_seconds(self, tier: KvTier, blocks: int) -> float:
+        """The predicted seconds of a load."""
+        return _LOAD_BASE_SECONDS + blocks * self._block_bytes / self._bytes_per_second[tier] if blocks else 0.0
+
+    def compute_seconds(self, blocks: int) -> float | None:
+        """The predicted seconds to compute blocks; None before anything was measured."""
+        return None if self._token_seconds is None else blocks * self._block_tokens * self._token_seconds
+
+    def worth_loading(self, host: int, disk: int) -> int:
+        """Returns how many of the next blocks are sooner loaded than computed: none, those in host memory, or all."""
+        whole, part = self.compute_seconds(host + disk), self.compute_seconds(host)
+        if whole is None or part is None:
+            return host + disk
+        from_host, from_disk = self.load_seconds(KvTier.HOST, host), self.load_seconds(KvTier.DISK, disk)
+        seconds = {0: whole, host: from_host + (whole - part), host + disk: from_host + from_disk}
+        return min(seconds, key=lambda blocks: (seconds[blocks], -blocks))
+
+    def patience_seconds(self, blocks: int) -> float:
+        """The longest wait for a load of blocks: as long as it takes to compute them."""
+        seconds = self.compute_seconds(blocks)
+        return float("inf") if seconds is None else max(_LEAST_PATIENCE_SECONDS, seconds)

@@ -1,0 +1,291 @@
+"""The tiers below the device pool, for the engine's thread: what leaves the pool, and what a request loads."""
+
+import os
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from services.engines import metrics
+from services.engines.base import MemoryTiers
+from services.engines.kv import KvLayout
+from services.engines.kv_events import KvTier
+from services.engines.pytorch.kv_cache.blocks import BlockRemoved
+from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener
+from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
+from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
+from services.engines.pytorch.kv_cache.tiers.moves import Demotion, Load, LoadItem, Movers, Write
+from services.engines.pytorch.kv_cache.tiers.options import TierOptions
+from services.engines.pytorch.kv_cache.tiers.rates import Rates
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, Digester, Sealer
+
+log = structlog.get_logger(__name__)
+
+# The longest wait of a step for blocks that leave the pool.
+_SETTLE_SECONDS = 30.0
+# So many failures of a tier within so many seconds take it out of use.
+_MOST_FAILURES = 3
+_FAILURE_SECONDS = 60.0
+_AUTO_POOLS = 2
+_AUTO_SHARE_OF_MEMORY = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call to make once blocks have left the pool."""
+
+    demotions: Sequence[Demotion]
+    call: Callable[[], None]
+
+
+class KvTiers:
+    """Host memory and disk, their threads, and the decision between loading and computing.
+
+    For the engine's thread only. `listener` hears of blocks that are in a tier, or in none any more.
+    """
+
+    def __init__(self, options: TierOptions, layout: KvLayout, pool: torch.Tensor, listener: TierListener) -> None:
+        self._layout = layout
+        self._patience_seconds = options.load_patience_seconds
+        self.disk = DiskFile(options.disk, layout.block_bytes) if options.disk else None
+        self.host = HostRegion(layout, _host_slots(options, layout, len(pool)), pool.device)
+        self.directory = TierDirectory(self.host.memory.num_blocks, self.disk.num_slots if self.disk else 0, listener)
+        self._listener = listener
+        queued = int(options.disk.write_queue_bytes) // layout.block_bytes if options.disk else 0
+        self._buffers = [Buffer(layout.block_bytes, pool.device) for _ in range(max(1, queued) if options.disk else 0)]
+        self._free_buffers = list(self._buffers)
+        digester = Digester(layout.block_bytes, pool.device)
+        self.sealer = Sealer(layout, secrets.randbits(64))
+        self._movers = Movers(lambda: Copier(pool, digester), self.host, self.disk, self.sealer)
+        self.rates = Rates(layout.block_bytes, layout.block_tokens)
+        self._leaving: dict[int, Demotion] = {}  # by the block of the pool
+        self._arriving: dict[bytes, Demotion] = {}
+        self._demotions: deque[Demotion] = deque()
+        self._writes: deque[Write] = deque()
+        self._waiting: list[_Waiting] = []
+        self._loading: set[bytes] = set()
+        self._failures: dict[KvTier, deque[float]] = {KvTier.HOST: deque(), KvTier.DISK: deque()}
+        self._tokens: Counter[str] = Counter()
+        metrics.watch_tiers(self.directory)
+
+    def close(self) -> None:
+        """Ends the threads, and frees memory and file."""
+        self._movers.close()
+        for buffer in self._buffers:
+            buffer.close()
+        self.host.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a request waits for blocks to come or to go."""
+        return bool(self._loading or self._waiting)
+
+    def demote(self, block: int, block_hash: bytes) -> bool:
+        """Takes over a block that the pool evicts; False if it cannot be kept. Its content stays until `settle`."""
+        return self._demote(block, BlockContents(block_hash, self._layout.block_tokens))
+
+    def park(self, block: int, contents: BlockContents) -> bool:
+        """Takes over the unfinished last block of a preempted sequence."""
+        self.directory.drop(contents.block_hash)
+        return self._demote(block, contents)
+
+    def stored(self, block_hash: bytes) -> None:
+        """Drops a copy, since the pool has the block again."""
+        self.directory.drop(block_hash)
+
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        """Drops blocks that nobody will read again. Returns how many were here."""
+        return sum(self.directory.lose(block_hash) for block_hash in hashes)
+
+    def settle(self, blocks: Iterable[int]) -> None:
+        """Waits until blocks of the pool may be written, because what they contained has left."""
+        leaving = self._leaving
+        if not leaving:
+            return
+        jobs = [leaving[block] for block in blocks if block in leaving]
+        if jobs and not self._movers.demotions.wait(jobs, _SETTLE_SECONDS):
+            raise RuntimeError(f"KV blocks have not left the pool within {_SETTLE_SECONDS:g} s")
+
+    def when_settled(self, blocks: Sequence[int], call: Callable[[], None]) -> None:
+        """Calls at once, or in a later `poll`, when these blocks of the pool may be written."""
+        jobs = [self._leaving[block] for block in blocks if block in self._leaving]
+        if all(job.is_done for job in jobs):
+            call()
+        else:
+            self._waiting.append(_Waiting(jobs, call))
+
+    def is_loading(self, block_hash: bytes) -> bool:
+        """True if another request loads this block now: wait for it."""
+        return block_hash in self._loading
+
+    def worth_loading(self, hashes: Sequence[bytes]) -> int:
+        """Returns how many of the next blocks of a chain are sooner loaded than computed."""
+        return self.rates.worth_loading(*self.directory.following(hashes))
+
+    def load(self, contents: Sequence[BlockContents], blocks: Sequence[int]) -> Load:
+        """Starts to load blocks that are in the tiers into blocks of the pool."""
+        items = []
+        after = [self._leaving[block] for block in blocks if block in self._leaving]
+        for content, block in zip(contents, blocks, strict=True):
+            if content.block_hash in self._arriving:
+                after.append(self._arriving[content.block_hash])
+            items.append(LoadItem(self.directory.take(content.block_hash), content, block))
+            self._loading.add(content.block_hash)
+        patience = min(self._patience_seconds, self.rates.patience_seconds(len(items)))
+        load = Load(items, after, time.monotonic() + patience)
+        self._movers.start(load)
+        return load
+
+    def has_ended(self, load: Load) -> bool:
+        """True if a load is complete, has failed, or is late, and is then given up."""
+        if not load.is_done and time.monotonic() > load.late_at:
+            load.failure = "late"
+            self._movers.cancel(load)
+            load.is_done = True
+        return load.is_done
+
+    def finish(self, load: Load) -> Sequence[LoadItem]:
+        """Ends a load, and returns the items that are in the pool now; the caller stores those there.
+
+        Of the others, damaged ones are lost, and the rest stay where they were.
+        """
+        if not load.is_done:
+            self._movers.cancel(load)
+        loaded = load.items[: load.checked]
+        for index, item in enumerate(load.items):
+            self._loading.discard(item.contents.block_hash)
+            if index < load.checked:
+                self.directory.free(item.place)
+            elif index == load.checked and load.is_damaged:
+                self.directory.free(item.place)
+                self._listener(BlockRemoved(item.contents.block_hash))
+                self._note_failure(item.place.tier, load.failure, is_damage=True)
+            else:
+                self.directory.put_back(item.contents.block_hash, item.place)
+        self._count(load, loaded)
+        return loaded
+
+    def give_back(self, load: Load) -> None:
+        """Ends a load whose request is gone: its blocks stay where they were."""
+        if not load.is_done:
+            self._movers.cancel(load)
+        for item in load.items:
+            self._loading.discard(item.contents.block_hash)
+            self.directory.put_back(item.contents.block_hash, item.place)
+
+    def begin(self) -> None:
+        """Forgets what was counted and measured, since the warm-up is no client's work."""
+        self._tokens.clear()
+        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens)
+
+    def found(self, prompt_tokens: int, cached_tokens: int, loaded: Mapping[KvTier, int]) -> None:
+        """Counts a prompt, and how much of it was cached, of which some was loaded."""
+        self._tokens["prompt"] += prompt_tokens
+        self._tokens["device"] += cached_tokens - sum(loaded.values())
+        for tier, tokens in loaded.items():
+            self._tokens[tier.name.lower()] += tokens
+
+    def sizes(self) -> MemoryTiers:
+        """The sizes of the tiers, and the tokens that were found in them."""
+        directory, tokens = self.directory, self._tokens
+        return MemoryTiers(
+            host_total=directory.total(KvTier.HOST),
+            host_used=directory.used(KvTier.HOST),
+            disk_total=directory.total(KvTier.DISK),
+            disk_used=directory.used(KvTier.DISK),
+            prompt_tokens=tokens["prompt"],
+            device_tokens=tokens["device"],
+            host_tokens=tokens["host"],
+            disk_tokens=tokens["disk"],
+        )
+
+    def poll(self) -> None:
+        """Notes what the threads have done since the last call."""
+        while self._demotions and self._demotions[0].is_done:
+            self._note_demoted(self._demotions.popleft())
+        while self._writes and self._writes[0].is_done:
+            self._note_written(self._writes.popleft())
+        if self._waiting:
+            ready = [each for each in self._waiting if all(job.is_done for job in each.demotions)]
+            self._waiting = [each for each in self._waiting if each not in ready]
+            for each in ready:
+                each.call()
+
+    def _demote(self, block: int, contents: BlockContents) -> bool:
+        self.poll()
+        placed = self.directory.place(contents.block_hash, may_spill=bool(self._free_buffers))
+        if placed is None:
+            return False
+        job = Demotion(block, placed.slot, contents, self._write_of(placed))
+        self._leaving[block] = self._arriving[contents.block_hash] = job
+        self._demotions.append(job)
+        self._movers.demotions.submit(job)
+        return True
+
+    def _write_of(self, placed: Placed) -> Write | None:
+        if placed.spill is None:
+            return None
+        write = Write(placed.spill, self._free_buffers.pop())
+        self._writes.append(write)
+        self.directory.unwritten.add(placed.spill.block_hash)
+        return write
+
+    def _note_demoted(self, job: Demotion) -> None:
+        block_hash = job.contents.block_hash
+        if self._leaving.get(job.block) is job:
+            del self._leaving[job.block]
+        if self._arriving.get(block_hash) is job:
+            del self._arriving[block_hash]
+        if job.failure:
+            self.directory.lose(block_hash)
+            self._note_failure(KvTier.HOST, job.failure)
+        metrics.TIER_BYTES.labels("host", "out").inc(self._layout.block_bytes)
+
+    def _note_written(self, write: Write) -> None:
+        self._free_buffers.append(write.buffer)
+        self.directory.unwritten.discard(write.spill.block_hash)
+        if write.failure:
+            self.directory.lose(write.spill.block_hash)
+            self._note_failure(KvTier.DISK, write.failure)
+        metrics.TIER_BYTES.labels("disk", "out").inc(self._layout.block_bytes)
+
+    def _note_failure(self, tier: KvTier, reason: str, *, is_damage: bool = False) -> None:
+        """Counts and logs a failure; the third in a minute takes the tier out of use."""
+        name = tier.name.lower()
+        counter = metrics.DAMAGED_BLOCKS if is_damage else metrics.TIER_FAILURES
+        counter.labels(name).inc()
+        log.warning("kv block is damaged" if is_damage else "kv tier has failed", tier=name, reason=reason)
+        times, now = self._failures[tier], time.monotonic()
+        times.append(now)
+        while times[0] < now - _FAILURE_SECONDS:
+            times.popleft()
+        if len(times) >= _MOST_FAILURES and self.directory.total(tier):
+            log.error("kv tier is out of use", tier=name, failures=len(times), seconds=_FAILURE_SECONDS)
+            self.directory.close(tier)
+
+    def _count(self, load: Load, loaded: Sequence[LoadItem]) -> None:
+        for tier in (KvTier.HOST, KvTier.DISK):
+            found = [item for item in loaded if item.place.tier is tier]
+            metrics.TIER_BYTES.labels(tier.name.lower(), "in").inc(len(found) * self._layout.block_bytes)
+            metrics.TIER_HIT_TOKENS.labels(tier.name.lower()).inc(sum(item.contents.tokens for item in found))
+            if tier is KvTier.DISK and found:
+                self.directory.write_rule.read(len(found))
+        if load.failure and not load.is_damaged:
+            metrics.FAILED_LOADS.labels("late" if load.failure == "late" else "error").inc()
+            if load.failure != "late":
+                self._note_failure(load.tier, load.failure)
+        elif load.seconds:
+            self.rates.loaded(load.tier, len(load.items), load.seconds)
+
+
+def _host_slots(options: TierOptions, layout: KvLayout, pool_blocks: int) -> int:
+    if options.host_bytes != "auto":
+        return max(1, int(options.host_bytes) // layout.block_bytes)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(_AUTO_POOLS * pool_blocks, int(available * _AUTO_SHARE_OF_MEMORY) // layout.block_bytes))

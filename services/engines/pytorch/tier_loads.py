@@ -1,0 +1,98 @@
+"""The sequences that wait for blocks of tiers below the pool, and the unfinished blocks of those that are preempted."""
+
+from collections.abc import Callable, Sequence
+
+from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
+from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
+from services.engines.pytorch.sequence import State, TokenSequence
+
+
+class TierLoads:
+    """Loads the prefixes of sequences that have their blocks. Without tiers there is nothing to load."""
+
+    def __init__(self, tiers: KvTiers | None, pool: BlockPool, block_tokens: int) -> None:
+        self.sequences: list[TokenSequence] = []
+        self._tiers = tiers
+        self._pool = pool
+        self._block_tokens = block_tokens
+
+    def contents_for(self, sequence: TokenSequence, hashes: Sequence[bytes]) -> list[BlockContents] | None:
+        """Returns the first of these blocks that are to be loaded; None if another sequence is loading them: wait for
+        it. `hashes` are those that the pool does not have.
+        """
+        tiers = self._tiers
+        if tiers is None:
+            return []
+        if hashes and tiers.is_loading(hashes[0]):
+            return None
+        count = tiers.worth_loading(hashes) if hashes else 0
+        contents = [BlockContents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
+        parked = sequence.parked
+        if parked is not None and count == len(hashes) and parked.block_hash in tiers.directory:
+            contents.append(parked)
+        return contents
+
+    def begin(self, sequence: TokenSequence, contents: Sequence[BlockContents], first: int) -> None:
+        """Starts to load into the blocks of a sequence, from `first` on."""
+        assert self._tiers is not None
+        sequence.load = self._tiers.load(contents, sequence.blocks[first : first + len(contents)])
+        sequence.state = State.LOADING
+        self.sequences.append(sequence)
+
+    def finished(self) -> list[TokenSequence]:
+        """Ends the loads that are complete, have failed or are late, and returns their sequences."""
+        tiers = self._tiers
+        if tiers is None:
+            return []
+        tiers.poll()
+        ended = [sequence for sequence in self.sequences if sequence.load and tiers.has_ended(sequence.load)]
+        for sequence in ended:
+            self._finish(sequence, tiers)
+        return ended
+
+    def give_up(self, sequence: TokenSequence) -> None:
+        """Ends the load of a sequence that is gone."""
+        assert self._tiers is not None
+        assert sequence.load is not None
+        self.sequences.remove(sequence)
+        self._tiers.give_back(sequence.load)
+        sequence.load = None
+
+    def when_settled(self, blocks: Sequence[int], call: Callable[[], None]) -> None:
+        """Calls once these blocks may be written: at once without tiers."""
+        if self._tiers is None:
+            call()
+        else:
+            self._tiers.when_settled(blocks, call)
+
+    def park(self, sequence: TokenSequence) -> None:
+        """Keeps the unfinished block of a sequence that is preempted; the others are in the prefix cache."""
+        filled, tokens = divmod(sequence.computed, self._block_tokens)
+        if self._tiers is None or not tokens:
+            return
+        name = sequence.chain.unfinished(sequence.tokens, sequence.computed)
+        if name is not None and self._tiers.park(sequence.blocks[filled], BlockContents(name, tokens)):
+            sequence.parked = BlockContents(name, tokens)
+
+    def unpark(self, sequence: TokenSequence) -> None:
+        """Drops the unfinished block of a sequence that ends."""
+        if sequence.parked is not None and self._tiers is not None:
+            self._tiers.directory.lose(sequence.parked.block_hash)
+            sequence.parked = None
+
+    def _finish(self, sequence: TokenSequence, tiers: KvTiers) -> None:
+        load, sequence.load, sequence.parked = sequence.load, None, None
+        assert load is not None
+        items = tiers.finish(load)
+        for item in items:
+            sequence.computed += item.contents.tokens
+            if item.contents.tokens == self._block_tokens:
+                self._pool.store(item.block, item.contents.block_hash)
+        sequence.stored_blocks = sequence.computed // self._block_tokens
+        if not sequence.first_token_at:
+            sequence.cached_tokens, sequence.loaded_tokens = sequence.computed, {}
+            for item in items:
+                tier = item.place.tier
+                sequence.loaded_tokens[tier] = sequence.loaded_tokens.get(tier, 0) + item.contents.tokens
+        self.sequences.remove(sequence)

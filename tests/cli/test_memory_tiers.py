@@ -1,0 +1,65 @@
+"""A worker of the embedded engine with host memory below its pool, behind a router that knows its tiers."""
+
+import asyncio
+import random
+
+from support.clients.baton_command import Baton
+from support.cluster.in_process import FAST_ROUTER, Bench, bench
+from support.engines.checkpoints import DEMO
+from support.eventually import PATIENCE_SECONDS
+
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
+from router.config import RoutingConfig
+from runtime.aio import timeout
+from services.config import HandoffConfig, WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
+
+ROUTER = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
+# A block of the demo is 48 KiB: the pool holds two prompts.
+ENGINE = PyTorchConfig.model_validate(
+    {"model": DEMO, "name": "demo", "threads": 1, "kv_cache_bytes": 2 << 20, "tiers": {"host_bytes": 64 << 20}}
+)
+WORKER = WorkerConfig(
+    worker_id="d1", roles=("decode",), engine=ENGINE, handoff=HandoffConfig(lease_seconds=5.0), drain_seconds=0
+)
+
+
+def request(seed: int) -> dict[str, object]:
+    ids = random.Random(seed).choices(range(8, 250), k=300)
+    return {
+        "model": "demo",
+        "token_ids": generate_pb2.TokenIds(ids=ids),
+        "sampling": sampling_pb2.SamplingParams(temperature=0.0),
+        "stopping": sampling_pb2.StoppingOptions(max_tokens=8, ignore_eos=True),
+    }
+
+
+async def candidate(running: Bench, seed: int) -> cluster_service_pb2.RouteCandidate:
+    """What the only place for a prompt is predicted to cost."""
+    asked = cluster_service_pb2.ExplainRouteRequest(request=generate_pb2.GenerateRequest(**request(seed)))  # type: ignore[arg-type]
+    [found] = (await running.operators.ExplainRoute(asked)).candidates
+    return found
+
+
+async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted(baton: Baton) -> None:
+    async with bench(WORKER, router=ROUTER) as running:
+        first = await running.generate(**request(0))
+        assert (await candidate(running, 0)).host_tokens == 0
+        for seed in range(1, 5):
+            await running.generate(**request(seed))
+
+        async def is_below() -> bool:
+            found = await candidate(running, 0)
+            return found.host_tokens == 288 and found.cached_tokens == 288 and found.load_seconds > 0
+
+        async with timeout(PATIENCE_SECONDS):
+            while not await is_below():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        again = await running.generate(**request(0))
+        assert again.token_ids == first.token_ids
+        assert again.finished.usage.cached_tokens == again.finished.usage.host_cached_tokens == 288
+        listed = await baton("workers", "--memory", "--address", running.address)
+    assert listed.code == 0
+    columns = listed.lines[2].split()
+    assert columns[0] == "d1"
+    assert columns[2].split("/")[1] == str((64 << 20) // (48 << 10))
