@@ -61,6 +61,7 @@ class AsyncClient:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._routers = Routers([_open(address, settings.tls) for address in settings.addresses])
+        self._questions = _Questions(self._routers, settings)
         self._stopping: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
@@ -88,11 +89,11 @@ class AsyncClient:
 
     @requests.takes(requests.generate)
     def generate(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._routers, self._settings, call, self._stop)
+        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._questions)
 
     @requests.takes(requests.resume)
     def resume(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._routers, self._settings, call, self._stop)
+        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._questions)
 
     @requests.takes(requests.generate)
     async def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
@@ -118,6 +119,9 @@ class AsyncClient:
     server_info = _unary(requests.server_info)
     workers = _unary(requests.workers)
     tenants = _unary(requests.tenants)
+    move_streams = _unary(requests.move_streams)
+    drain_worker = _unary(requests.drain_worker)
+    change_role = _unary(requests.change_role)
     loras = _unary(requests.loras)
     load_lora = _unary(requests.load_lora)
     unload_lora = _unary(requests.unload_lora)
@@ -163,8 +167,14 @@ class AsyncGeneration:
     """
 
     def __init__(
-        self, routers: Routers, settings: Settings, made: requests.GenerateCall, stop: Callable[[str], None]
+        self,
+        routers: Routers,
+        settings: Settings,
+        made: requests.GenerateCall,
+        stop: Callable[[str], None],
+        questions: "_Questions",
     ) -> None:
+        self._questions = questions
         self.request_id = made.request.request_id
         self.trace_id = ""
         self._routers = routers
@@ -226,7 +236,7 @@ class AsyncGeneration:
                     name, message = received.next_call()
                     call = self._routers.method(name)(message, timeout=attempts.seconds_left, metadata=metadata)
                     try:
-                        async with self._watching(call), aclosing(stream(call)) as events:
+                        async with self._watching(call, present), aclosing(stream(call)) as events:
                             async for event in events:
                                 is_shown = received.add(event)
                                 if not has_started:
@@ -256,32 +266,49 @@ class AsyncGeneration:
         return Unavailable("the router says nothing, and does not answer")
 
     @asynccontextmanager
-    async def _watching(self, call: Any) -> AsyncGenerator[None, None]:
+    async def _watching(self, call: Any, router: int) -> AsyncGenerator[None, None]:
         """Watches for a router that hangs while the context is open, if answers can be resumed."""
         resume = self._settings.resume
         if resume is None:
             yield
             return
-        watching = asyncio.ensure_future(self._watch(call, resume.stall_seconds / 4))
+        watching = asyncio.ensure_future(self._watch(call, router, resume.look_seconds))
         try:
             yield
         finally:
             watching.cancel()
 
-    async def _watch(self, call: Any, seconds: float) -> None:
+    async def _watch(self, call: Any, router: int, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
-            if self._received.is_silent() and not await self._answers() and self._received.is_silent():
+            # Silent still, once the router has not answered: it may have sent something meanwhile.
+            if self._received.is_silent() and not await self._questions.answers(router) and self._received.is_silent():
                 self._is_lost = True
                 call.cancel()
                 return
 
-    async def _answers(self) -> bool:
-        """True if the router answers a question."""
-        method = self._routers.method("InferenceService/GetServerInfo")
+
+class _Questions:
+    """Asks routers whether they still answer. Streams of one router that ask at the same time ask once."""
+
+    def __init__(self, routers: Routers, settings: Settings) -> None:
+        self._routers = routers
+        self._settings = settings
+        self._asked: dict[int, asyncio.Future[bool]] = {}
+
+    async def answers(self, router: int) -> bool:
+        """True if this router answers."""
+        if router not in self._asked:
+            self._asked[router] = asyncio.ensure_future(self._ask(router))
+            self._asked[router].add_done_callback(lambda _asked: self._asked.pop(router, None))
+        return await asyncio.shield(self._asked[router])
+
+    async def _ask(self, router: int) -> bool:
+        method = self._routers.method("InferenceService/GetServerInfo", router)
+        seconds = self._settings.question_seconds
         try:
             metadata = self._settings.bare_metadata
-            await unary(method(server_info_pb2.GetServerInfoRequest(), timeout=1.0, metadata=metadata))
+            await unary(method(server_info_pb2.GetServerInfoRequest(), timeout=seconds, metadata=metadata))
         except (Unavailable, DeadlineExceeded):
             return False
         except BatonError:

@@ -121,6 +121,9 @@ class Client:
     server_info = _unary(requests.server_info)
     workers = _unary(requests.workers)
     tenants = _unary(requests.tenants)
+    move_streams = _unary(requests.move_streams)
+    drain_worker = _unary(requests.drain_worker)
+    change_role = _unary(requests.change_role)
     loras = _unary(requests.loras)
     load_lora = _unary(requests.load_lora)
     unload_lora = _unary(requests.unload_lora)
@@ -185,6 +188,7 @@ class Generation:
         self._received = Received(made.request, settings.resume, made.handle)
         self._stop = stop
         self._is_lost = False
+        self._router = 0  # the number of the one that `_running` is a call of
         self.resume = settings.resume
         self._running: Any = None
         self._settings = settings
@@ -246,6 +250,7 @@ class Generation:
                     present = self._routers.present
                     name, message = received.next_call()
                     method = self._routers.method(name)
+                    self._router = present
                     self._running = call = method(message, timeout=attempts.seconds_left, metadata=metadata)
                     try:
                         for event in call:
@@ -284,9 +289,10 @@ class Generation:
         """Leaves a router that has said nothing for too long, and does not answer either; called by a thread."""
         if not self._received.is_silent():
             return
-        call, method = self._running, self._routers.method("InferenceService/GetServerInfo")
+        call, method = self._running, self._routers.method("InferenceService/GetServerInfo", self._router)
+        seconds = self._settings.question_seconds
         try:
-            method(server_info_pb2.GetServerInfoRequest(), timeout=1.0, metadata=self._settings.bare_metadata)
+            method(server_info_pb2.GetServerInfoRequest(), timeout=seconds, metadata=self._settings.bare_metadata)
         except grpc.RpcError as error:
             if isinstance(_error_of(error), (Unavailable, DeadlineExceeded)) and self._received.is_silent():
                 self._is_lost = True
@@ -303,7 +309,7 @@ def _watching(generation: Generation) -> Iterator[None]:
     is_over, watched = threading.Event(), weakref.ref(generation)
 
     def watch() -> None:
-        while not is_over.wait(resume.stall_seconds / 4):
+        while not is_over.wait(resume.look_seconds):
             found = watched()
             if found is None:
                 return

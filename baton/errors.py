@@ -98,6 +98,12 @@ class StaleAttempt(BatonError):
     reason = "STALE_ATTEMPT"
 
 
+class StreamDiverged(BatonError):
+    """The answer was computed again, and its text is not the one that its client has: send the request again."""
+
+    reason = "STREAM_DIVERGED"
+
+
 class RequestExists(BatonError):
     """A request of this id is running: choose another id."""
 

@@ -316,6 +316,38 @@ def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[c
     return UnaryCall("ClusterService/ListWorkers", message, lambda it: list(it.workers), timeout_seconds)
 
 
+def move_streams(worker_id: str, *, streams: int = 0, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[int]:
+    """Moves answers that a worker decodes to others, all of them if `streams` is 0, and returns how many it will be.
+
+    Nothing is computed again, and their readers notice nothing. Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.MoveStreamsRequest(worker_id=worker_id, streams=streams)
+    return UnaryCall("ClusterService/MoveStreams", message, lambda it: it.streams, timeout_seconds)
+
+
+def drain_worker(
+    worker_id: str, *, grace_seconds: float | None = None, timeout_seconds: float | None = None
+) -> UnaryCall[None]:
+    """Gives a worker no more work, moves its answers to others, and returns when its process ends.
+
+    What still runs after the grace, or after the worker's `drain_seconds`, is stopped there and continued elsewhere.
+    Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.DrainWorkerRequest(worker_id=worker_id)
+    if grace_seconds is not None:
+        message.grace.FromNanoseconds(int(grace_seconds * 1e9))
+    return UnaryCall("ClusterService/DrainWorker", message, lambda _: None, timeout_seconds)
+
+
+def change_role(worker_id: str, role: str, *, timeout_seconds: float | None = None) -> UnaryCall[None]:
+    """Changes a worker's role to prefill or decode while it serves, and returns when nothing of the other is left.
+
+    No request ends by it. Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.ChangeRoleRequest(worker_id=worker_id, role=role)
+    return UnaryCall("ClusterService/ChangeRole", message, lambda _: None, timeout_seconds)
+
+
 def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:
     """The usage of each tenant, at all routers of the fleet; for operators."""
     message = cluster_service_pb2.ListTenantsRequest()

@@ -99,7 +99,7 @@ class Received:
             self._resume is not None
             and bool(self.handle)
             and not self.is_complete
-            and time.monotonic() - self.heard_at > self._resume.stall_seconds
+            and time.monotonic() - self.heard_at > self._resume.silent_seconds
         )
 
     def _note(self, started: generate_pb2.Started) -> None:

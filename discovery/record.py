@@ -37,6 +37,9 @@ BAD_WORDS = "bad_words"
 # The capability of workers whose decodes go on, if that was asked for, when the router that reads them is gone.
 KEEPS_STREAMS = "keeps_streams"
 
+# The capability of workers whose running decodes can go on on another one, with their KV.
+MOVES_DECODES = "moves_decodes"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

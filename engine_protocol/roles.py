@@ -68,7 +68,7 @@ _BUILT_IN = (
         LANGUAGE_MODEL,
         "services.decode:open_service",
         completes=True,
-        fault_points=("early", "reserve", "pull", "confirm", "decode"),
+        fault_points=("early", "reserve", "pull", "confirm", "decode", "lend", "warm", "yield"),
     ),
     RoleKind(
         "embed",

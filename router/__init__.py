@@ -20,6 +20,7 @@ peers/       the other routers of a fleet, which share quotas and places with th
 processes/   a router of several processes behind the same ports
 kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP
+moving/      running decodes that go to other workers with their KV
 anthropic/   Anthropic's, beside it
 sessions/    what requests say of prefix caches: retention, sessions and their ends
 stream/      the answer: messages, unary responses, trailing timings

@@ -6,6 +6,7 @@ workers whose prefix cache has the prompt, so that only what is left of its last
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,12 @@ from runtime.entropy import token_hex
 def keep_together(request: generate_pb2.GenerateRequest) -> None:
     """Makes the answers to a request one session, unless it belongs to one."""
     request.routing.session_key = request.routing.session_key or token_hex(16)
+
+
+def draw_seed(request: generate_pb2.GenerateRequest, model: ServedModel) -> None:
+    """Draws the seed that all answers' seeds follow from, so that any of them can be computed again."""
+    if not request.sampling.HasField("seed") and "seed" not in model.capabilities.unsupported_sampling:
+        request.sampling.seed = random.getrandbits(64)
 
 
 @dataclass(slots=True)

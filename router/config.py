@@ -145,6 +145,12 @@ class RoutingConfig(Section):
     )
 
 
+class MovingConfig(Section):
+    """Running decodes that are moved to other workers, with their KV."""
+
+    at_once: int = Field(default=8, ge=0, description="Of each worker; 0 moves none.")
+
+
 class EmbeddingsConfig(Section):
     """The cache of embeddings."""
 
@@ -170,6 +176,18 @@ class ClientConnections(ConnectionLimits):
     max_streams: int = Field(default=256, ge=1, description="Calls at once; more wait on the caller's side.")
 
 
+class StoredResponsesConfig(Section):
+    """The key `openai.responses`: responses that are kept in the router's memory (docs/openai.md)."""
+
+    max_bytes: int = Field(default=64 * 2**20, ge=0, description="Of all together; the least recently used go first.")
+    tenant_bytes: int = Field(default=16 * 2**20, ge=0, description="Of one tenant.")
+    seconds: float = Field(default=3600.0, ge=0, description="How long one that has ended stays.")
+    max_running: int = Field(default=256, ge=0, description="Responses in the background at once.")
+    keep_seconds: float = Field(
+        default=60.0, ge=0, description="How long one in the background outlives its router, on its decode worker."
+    )
+
+
 class OpenAIConfig(Section):
     """OpenAI's and Anthropic's APIs over HTTP. They need the extra `openai`."""
 
@@ -177,6 +195,7 @@ class OpenAIConfig(Section):
     tls: TlsConfig | None = None
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_connections: int = Field(default=4096, ge=1)
+    responses: StoredResponsesConfig = StoredResponsesConfig()
 
 
 class PickerConfig(Section):
@@ -234,6 +253,7 @@ class RouterConfig(Section):
     peers: PeersConfig = PeersConfig()
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
+    moving: MovingConfig = MovingConfig()
     probe: ProbeConfig = ProbeConfig()
     multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
     worker_streams: ServerKind | None = Field(

@@ -20,6 +20,8 @@ from baton.errors import (
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
+from router.moving.decodes import ReadDecode, ReadDecodes
+from router.moving.yielded import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.placement.placer import Placer
 from router.resume.record import resumption, stream_keep
@@ -36,7 +38,7 @@ from router.workers.destinations import Destination, DestinationLost, allocates_
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
-from router.workers.replies import Suspects, check_handoff, reported_logprobs
+from router.workers.replies import Suspects, check_handoff, check_yielded, reported_logprobs
 from router.workers.spans import set_routing_attributes
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
@@ -61,9 +63,10 @@ class _HeldHandoff:
 
 
 class Executor:
-    """Runs requests on workers that `placer` chooses."""
+    """Runs requests on workers that `placer` chooses. Those in `decodes` can be moved."""
 
-    def __init__(self, placer: Placer, retries: Retries, metrics: RequestMetrics) -> None:
+    def __init__(self, placer: Placer, retries: Retries, metrics: RequestMetrics, decodes: ReadDecodes) -> None:
+        self.decodes = decodes
         self.placer = placer
         self.retries = retries
         self.metrics = metrics
@@ -87,6 +90,8 @@ class RequestExecution(Waiting):
         stream: StreamWriter,
     ) -> None:
         self._placer = executor.placer
+        self._decodes = executor.decodes
+        self._yielded: Yielded | None = None  # by the last decode, until the next one has given a token
         self._retries = executor.retries
         self._meter = TokenMeter(ctx.stats, ctx.timings, executor.metrics.latencies(ctx.stats), completion.token_ids)
         self._stats = ctx.stats
@@ -109,6 +114,7 @@ class RequestExecution(Waiting):
         self._calls = WorkerCalls(ctx, prompt.model, completion.sampling)
         self._has_started = False
         self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
+        self._has_moved = False  # a decode that knew what was cached of the prompt has yielded
         self._held: _HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self._destination: Destination | None = None
@@ -244,7 +250,11 @@ class RequestExecution(Waiting):
         while True:
             prompt = self._prompt.without_embeddings if self._held else await self._prompt.with_embeddings()
             try:
-                return await self._decode(placement, prompt)
+                yielded = await self._decode(placement, prompt)
+                if yielded is None or self._completion.finished:
+                    return None
+                attempts = self._attempts = self._retries.attempts("decode")
+                placement = await self._move_on(yielded)
             except (*RETRYABLE, *_LEASE_LOST) as error:
                 if self._completion.finished:
                     # Only the worker's last message is missing, or more came than was asked for.
@@ -255,6 +265,10 @@ class RequestExecution(Waiting):
         """The placement, without prefill, of a request that its decode worker has failed."""
         self._progress.close()
         self._suspect(placement.decode, "decode", error)
+        if self._held and self._yielded:
+            is_lost = isinstance(error, _LEASE_LOST)
+            if (found := self._yielded.next_reader(placement.decode, is_lost=is_lost)) is not None:
+                return self._follow(Placement(found))
         attempts.allow(error, has_tokens=bool(self._completion.token_ids))
         if isinstance(error, EmbeddingLost):
             self._prompt.invalidate()
@@ -267,10 +281,22 @@ class RequestExecution(Waiting):
         self._count_migration("decode")
         return placement
 
-    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> None:
+    async def _move_on(self, yielded: Yielded) -> _Placement:
+        """The placement of a decode that has yielded: with its KV, or, if it had none, from its ids."""
+        self._progress.close()
+        found = yielded.reader() or (self._held.owner if self._held else None)
+        if found is None:
+            unmoved = Unavailable("the decode has yielded without KV, and no other worker can take it over")
+            return self._follow(await self._another_decode(unmoved, frozenset()))
+        return self._follow(Placement(found))
+
+    async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> Yielded | None:
+        """Decodes to the end, or until the decode has yielded, to go on elsewhere."""
         worker = placement.decode
         handoff = self._held.handoff if self._held else None
         emitted = len(self._completion.token_ids)
+        if self._yielded is not None:
+            self._yielded.has_kv = handoff is not None
         self._ctx.stats.decoding_on(worker.record.worker_id, has_handoff=handoff is not None)
         tokens = len(prompt.token_ids)
         timer = DecodeTimer(worker.latency, 0 if handoff else tokens, emitted)
@@ -282,6 +308,7 @@ class RequestExecution(Waiting):
         await self._calls.decode(placement, prompt, handoff, self._completion.token_ids, read, self, destination)
         if self._ctx.keep is not None:
             await self._settle(worker)
+        return self._yielded
 
     # Kept answers: see router/resume.
 
@@ -308,6 +335,8 @@ class RequestExecution(Waiting):
         """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self._completion.finished is not None:
             return True
+        if self._held and self._yielded:
+            return worker is not self._held.owner
         attempts = self._attempts
         if attempts is None or not attempts.has_another or _is_disaggregated(self._routing_request):
             return False
@@ -324,14 +353,18 @@ class RequestExecution(Waiting):
     async def _read_call(self, timer: DecodeTimer, emitted: int, worker: WorkerHandle, call: DecodeCall) -> None:
         self._meter.begin_call(timer)
         self._stream.lane.attach(self._completion, self._meter, partial(self._answer_ended, call))
+        decode = ReadDecode(
+            worker, self._ctx, self._routing_request, self._prompt.without_embeddings, self._completion, self._calls
+        )
         try:
-            await self._read_stream(call, timer, worker)
+            with self._decodes.reading(decode):
+                await self._read_stream(call, timer, decode)
         finally:
             self._stream.lane.detach()
             self._meter.end_call()
             current_span().set({"baton.completion_tokens": len(self._completion.token_ids) - emitted})
 
-    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, worker: WorkerHandle) -> None:
+    async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, decode: ReadDecode) -> None:
         """Reads a decode stream to its end, or to a stop string, which the worker does not see.
 
         The tokens after the first ones are pushed into the lane, unless something is looked for in their text.
@@ -342,9 +375,9 @@ class RequestExecution(Waiting):
                 raise InvalidReply("the decode stream goes on after its last message")
             match response.WhichOneof("event"):
                 case "tokens":
-                    await self._read_tokens(response.tokens)
+                    await self._read_tokens(response.tokens, decode.worker)
                     if self._suspects is not None:
-                        self._suspects.answered(worker)
+                        self._suspects.answered(decode.worker)
                     if self._completion.finished is not None:
                         if self._ends_here:
                             return
@@ -361,15 +394,9 @@ class RequestExecution(Waiting):
                     call.timing.report(response.finished.timings)
                     if not self._completion.token_ids:
                         raise InvalidReply("the decode stream ended without a token")
-                    cached_tokens = response.finished.usage.cached_tokens
-                    if cached_tokens > self._stats.prompt_tokens:
-                        cached_tokens = self._stats.prompt_tokens
-                    self._stats.decoded(cached_tokens)
-                    if not self._stats.prefill_worker_id:
-                        self._stats.found_in_caches(response.finished.usage)
+                    self._found_cached(response.finished.usage)
                     if response.finished.drafted_tokens:
                         self._stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
-                    self._progress.found_cached(cached_tokens)
                     self._completion.finish(response.finished.reason)
                     call.timing.is_complete = True
                     if not self.awaits_answer:
@@ -377,8 +404,38 @@ class RequestExecution(Waiting):
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
                     call.responses.set_sink(None)
+                case "yielded":
+                    self._end_of_yielded(decode, response.yielded)
+                    call.timing.report(response.yielded.timings)
+                    has_ended = call.timing.is_complete = True
+                    call.responses.set_sink(None)
         if not has_ended and not self._ends_here:
             raise Unavailable("the decode stream ended before its last message")
+
+    def _found_cached(self, usage: handoff_pb2.PromptUsage) -> None:
+        """Notes what a decode worker had in its caches; a later one has the KV that another computed there."""
+        cached_tokens = min(usage.cached_tokens, self._stats.prompt_tokens)
+        if not self._has_moved:
+            self._stats.decoded(cached_tokens)
+            if not self._stats.prefill_worker_id:
+                self._stats.found_in_caches(usage)
+        self._progress.found_cached(cached_tokens)
+
+    def _end_of_yielded(self, decode: ReadDecode, end: decode_pb2.DecodeYielded) -> None:
+        """Takes over the KV of a decode that goes on elsewhere. Raises InvalidReply."""
+        record, ids = decode.worker.record, self._completion.token_ids
+        if end.HasField("handoff"):
+            if not ids:
+                raise InvalidReply("the decode yields KV before its first token")
+            check_yielded(end.handoff, record, decode.num_tokens, ids[-1])
+            self._held = _HeldHandoff(decode.worker, end.handoff)
+            self._found_cached(end.usage)
+            self._has_moved = True
+        self._yielded = Yielded(decode, self._placer)
+        if end.drafted_tokens:
+            self._stats.speculated(end.drafted_tokens, end.accepted_tokens)
+        if not self.awaits_answer:
+            self._await_end()
 
     @property
     def _ends_here(self) -> bool:
@@ -391,11 +448,14 @@ class RequestExecution(Waiting):
         else:
             self._await_end()
 
-    async def _read_tokens(self, tokens: decode_pb2.DecodedTokens) -> None:
+    async def _read_tokens(self, tokens: decode_pb2.DecodedTokens, worker: WorkerHandle) -> None:
         count = len(tokens.token_ids)
         if count:
             # Before the client is waited for, which is not the worker's time.
             self.awaits_answer = False
+            if self._yielded is not None:
+                self._stats.moves += self._yielded.went_on(worker)
+                self._yielded = None
         self._meter.arrived(count)
         self._progress.first_token(None)
         self._prompt.release()

@@ -15,7 +15,7 @@ from baton_http2.server.reply import Reply
 from router import validation
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
-from router.answers import SeveralAnswers, keep_together
+from router.answers import SeveralAnswers, draw_seed, keep_together
 from router.config import LimitsConfig
 from router.context import RequestContext
 from router.execution import Executor
@@ -132,6 +132,8 @@ class Pipeline:
         ctx.stats.prompt_tokens = prompt.num_tokens
         if ctx.request.sampling.n > 1:
             keep_together(ctx.request)
+            if ctx.keep is not None:
+                draw_seed(ctx.request, model)
             answers = SeveralAnswers(self.executor, self.admission, self.limits, ctx, model, _estimate(ctx, model))
             await answers.run(prompt, reply)
             return

@@ -14,6 +14,8 @@ from router.embedding.calls import EmbedCalls
 from router.embedding.pipeline import EmbedPipeline
 from router.execution import Executor
 from router.explain import RouteExplainer, RoutingRequests
+from router.moving.decodes import ReadDecodes
+from router.moving.mover import Mover
 from router.multimodal.cache import EmbeddingCache
 from router.multimodal.encode import Embedder
 from router.multimodal.processor import MultimodalProcessor
@@ -83,7 +85,11 @@ async def open_request_path(
         running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
         contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies))
         placer, workers = Placer(cluster, config.routing, policy), RoleWorkers(cluster)
-        executor = Executor(placer, retries, running.metrics)
+        decodes = ReadDecodes()
+        executor = Executor(placer, retries, running.metrics, decodes)
+        if config.moving.at_once:
+            following = {"moves": Mover(cluster, placer, decodes, config.moving).follow}
+            await stack.enter_async_context(lasting_tasks(following))
         routing_requests = RoutingRequests(cluster, placer, limits)
         yield RequestPath(
             cluster,

@@ -23,6 +23,7 @@ from router.explain import RouteExplainer
 from router.kserve.service import NAME as KSERVE
 from router.kserve.service import KServeServicer, add_kserve
 from router.openai.app import OPENAI, OpenAIApp
+from router.openai.stored.service import ResponseService
 from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.server import serve_picker
@@ -175,18 +176,20 @@ async def _open_openai(config: RouterConfig, path: RequestPath, edge: _Edge) -> 
     # An extra: not every router has it.
     from router.openai.server import serve_openai
 
-    app = OpenAIApp(
-        path,
-        access=edge.access,
-        tracer=edge.tracer,
-        texts=edge.texts,
-        max_body_bytes=config.openai.max_body_bytes,
-        input=edge.shared.input,
-        beside=(MessagesEndpoints,),
-    )
-    serving = serve_openai(config.openai, app, edge.shared, config.drain_seconds, shares_port=edge.shares_port)
-    async with serving as server:
-        yield _Facade(server.address, partial(server.stop_after, config.announce_seconds))
+    async with ResponseService(path, config.openai.responses) as responses:
+        app = OpenAIApp(
+            path,
+            access=edge.access,
+            tracer=edge.tracer,
+            texts=edge.texts,
+            max_body_bytes=config.openai.max_body_bytes,
+            input=edge.shared.input,
+            responses=responses,
+            beside=(MessagesEndpoints,),
+        )
+        serving = serve_openai(config.openai, app, edge.shared, config.drain_seconds, shares_port=edge.shares_port)
+        async with serving as server:
+            yield _Facade(server.address, partial(server.stop_after, config.announce_seconds))
 
 
 @asynccontextmanager

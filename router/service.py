@@ -30,6 +30,7 @@ from router.stream.collector import UnaryCollector
 from router.workers.handle import WorkerHandle
 from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
+from router.workers.worker_operations import WorkerOperations
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
 
@@ -120,6 +121,7 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._path = path
         self._cluster, self._explainer = path.cluster, path.explainer
         self._loras = LoraOperations(path.cluster)
+        self._workers = WorkerOperations(path.cluster)
 
     async def ExplainRoute(
         self, request: cluster_service_pb2.ExplainRouteRequest, _context: Context
@@ -139,6 +141,21 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         self, _request: cluster_service_pb2.ListTenantsRequest, _context: Context
     ) -> cluster_service_pb2.ListTenantsResponse:
         return await all_tenants(self._path.admission, self._path.peers.links if self._path.peers else ())
+
+    async def MoveStreams(
+        self, request: cluster_service_pb2.MoveStreamsRequest, context: Context
+    ) -> cluster_service_pb2.MoveStreamsResponse:
+        return await self._workers.move(request, remaining_seconds(context))
+
+    async def DrainWorker(
+        self, request: cluster_service_pb2.DrainWorkerRequest, context: Context
+    ) -> cluster_service_pb2.DrainWorkerResponse:
+        return await self._workers.drain(request, remaining_seconds(context))
+
+    async def ChangeRole(
+        self, request: cluster_service_pb2.ChangeRoleRequest, context: Context
+    ) -> cluster_service_pb2.ChangeRoleResponse:
+        return await self._workers.change_role(request, remaining_seconds(context))
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
         return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))

@@ -11,6 +11,7 @@ config.py                        the configuration
 
 requests/     calls, prompts and sampling parameters, fault injection
 multimodal/   media of prompts and their embeddings
+moving/       decodes that go on elsewhere, and changes of role
 handoff/      leases on KV: the owner's side and the reader's
 transports/   how blocks move between workers: shm, tcp, nixl, and those of other distributions
 engines/      pytorch, simulated, vllm, trtllm, and the Protocols that they fulfil

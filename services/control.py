@@ -14,8 +14,11 @@ from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, Imag
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
+from services.moving.roles import RoleChanger
+from services.moving.shedding import Shedding
 from services.requests.calls import Calls, aborted
 from services.requests.loras import inventory_message, loras_of
+from services.resume.streams import KeptStreams, KeptUsage
 from services.telemetry.timings import as_seconds
 from services.worker import Drainer, DrainProgress, poll_changes
 from services.worker_engines import WorkerEngines
@@ -32,10 +35,22 @@ _QUEUES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The parts by which a worker gives some of its decodes away, or a role, and the answers that it keeps."""
+
+    shedding: Shedding
+    roles: RoleChanger
+    kept: KeptStreams
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService."""
 
-    def __init__(self, epoch: int, engines: WorkerEngines, aborter: "Aborter", drainer: Drainer) -> None:
+    def __init__(
+        self, epoch: int, engines: WorkerEngines, aborter: "Aborter", drainer: Drainer, moving: "Moving"
+    ) -> None:
+        self._moving = moving
         self._epoch = epoch
         self._engines = engines
         self._aborter = aborter
@@ -45,15 +60,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.GetModelResponse(card=_model_card(self._engines.facts))
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
-        return worker_pb2.GetLoadResponse(load=_load_message(self._engines.load()))
+        return worker_pb2.GetLoadResponse(load=self._load())
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchLoadResponse, None]:
-        loads_of = poll_changes(self._engines.load, _interval_seconds(request), _repeat_seconds(request))
+        loads_of = poll_changes(self._load, _interval_seconds(request), _repeat_seconds(request))
         async with aclosing(loads_of) as loads:
             async for load in loads:
-                yield worker_pb2.WatchLoadResponse(load=_load_message(load))
+                yield worker_pb2.WatchLoadResponse(load=load)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         return _abort_response(await self._aborter.abort(request.request_id))
@@ -66,6 +81,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield _drain_response(progress)
         # The process may end once the last message has been sent, and not before.
         context.add_done_callback(self._drainer.finish)
+
+    async def Shed(self, request: worker_pb2.ShedRequest, context: Any) -> worker_pb2.ShedResponse:
+        return worker_pb2.ShedResponse(streams=self._moving.shedding.shed(request.streams))
+
+    async def ChangeRole(
+        self, request: worker_pb2.ChangeRoleRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.ChangeRoleResponse, None]:
+        changing = self._moving.roles.change(request.role, self._engines.engine, self._moving.shedding)
+        async with aclosing(changing) as stages:
+            async for progress in stages:
+                yield worker_pb2.ChangeRoleResponse(
+                    running=progress.running, handoffs_held=progress.handoffs_held, changed=progress.changed
+                )
+
+    def _load(self) -> cluster_service_pb2.WorkerLoad:
+        load = self._engines.load()
+        return _load_message(load, self._moving.shedding.wanted(load), self._moving.kept.usage)
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
@@ -219,7 +251,7 @@ def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
     )
 
 
-def _load_message(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
+def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_service_pb2.WorkerLoad:
     return cluster_service_pb2.WorkerLoad(
         running=load.running,
         waiting=load.waiting,
@@ -227,6 +259,9 @@ def _load_message(load: EngineLoad) -> cluster_service_pb2.WorkerLoad:
         blocks_total=load.blocks_total,
         blocks_used=load.blocks_used,
         blocks_held=load.blocks_held,
+        shed=shed,
+        kept_streams=kept.attached + kept.parked,
+        parked_streams=kept.parked,
     )
 
 

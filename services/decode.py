@@ -1,7 +1,7 @@
 """The decode role: runs a request to its end, from KV that another worker holds, or from its prompt."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,40 +10,41 @@ from baton.engine.v1 import decode_pb2, decode_pb2_grpc
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
+from rpc.auth.caller import certificate
 from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
-from services.engines.answer import Finished, Tokens
+from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine
 from services.engines.generation import Generation
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
+from services.handoff.leases import LeaseTable
 from services.handoff.prefetch import Followed, read_followed
 from services.handoff.pull import Puller
 from services.handoff.remote_handoff import Handoff, read_handoff
+from services.handoff.service import release_if_undelivered
 from services.identity import Identity
+from services.moving.running import RunningDecode, RunningDecodes
 from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
+from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import (
-    FINISH_REASONS,
     check_limits,
-    logprob_message,
-    prompt_logprobs_message,
     read_prompt,
     read_sampling,
-    set_usage,
 )
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
 from services.telemetry import metrics
-from services.telemetry.timings import CallClock, DecodeClock, Timing, stage_timings
+from services.telemetry.timings import CallClock, DecodeClock
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
@@ -58,8 +59,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         media: MediaResolver,
         decoder: "Decoder | None",
         kept: KeptStreams,
+        decodes: RunningDecodes,
+        leases: LeaseTable,
     ) -> None:
         self._kept = kept
+        self._decodes = decodes
+        self._leases = leases
         self._identity = identity
         self._calls = calls
         self._media = media
@@ -81,18 +86,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> None:  # type: ignore[override]
-        current_span().link(request.handoff.traceparent, "prefill")
+        relation = "decode" if request.handoff.is_yielded else "prefill"
+        current_span().link(request.handoff.traceparent, relation)
         if request.HasField("keep"):
             await self._decode_kept(request, context)
             return
-        with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
+        with self._run(request, context.invocation_metadata()) as call:
             assert self._decoder is not None
             work = await self._read(request, call.clock)
             reply: TokenReply = context.reply()
-            send = partial(reply.write_from, message_of=_tokens_response)
+            send = partial(reply.write_from, message_of=tokens_response)
             async with aclosing(self._decoder.decode(work, call, send)) as events:
                 async for event in events:
-                    await reply.write(_response(self._identity.worker_id, event))
+                    if isinstance(event, Yielded) and event.handoff is not None:
+                        release_if_undelivered(context, [event.handoff.handoff_id], self._leases)
+                    await reply.write(response(self._identity.worker_id, event))
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> None:  # type: ignore[override]
         stream = self._kept.authorized(request)
@@ -114,6 +122,36 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def FindStreams(self, request: decode_pb2.FindStreamsRequest, context: Any) -> decode_pb2.FindStreamsResponse:
         return decode_pb2.FindStreamsResponse(found=self._kept.find(request.request_ids))
 
+    async def Yield(self, request: decode_pb2.YieldRequest, context: Any) -> decode_pb2.YieldResponse:
+        self._kept.require_reader(request.request_id, request.attachment)
+        running = await self._decodes.yield_next(request.request_id, self._readers(request))
+        return decode_pb2.YieldResponse(is_running=running)
+
+    async def LendBlocks(self, request: decode_pb2.LendBlocksRequest, context: Any) -> decode_pb2.LendBlocksResponse:
+        self._kept.require_reader(request.request_id, request.attachment)
+        readers = self._readers(request)
+        handoff = await self._decodes.lend(request.request_id, request.num_tokens, readers)
+        if handoff is not None:
+            release_if_undelivered(context, [handoff.handoff_id], self._leases)
+        return decode_pb2.LendBlocksResponse(handoff=handoff)
+
+    async def Warm(self, request: decode_pb2.WarmRequest, context: Any) -> decode_pb2.WarmResponse:
+        metadata = context.invocation_metadata()
+        with optional_attempt(), self._calls.run("warm", request.request_id, request.model, metadata) as call:
+            assert self._decoder is not None
+            await call.faults.inject("warm")
+            call.faults = NO_FAULTS  # the others are planned for the decode
+            prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
+            handoff = read_handoff(request.handoff)
+            num_bytes = await self._decoder.warm(handoff, _lent(prompt, handoff.num_tokens), call)
+        return decode_pb2.WarmResponse(num_bytes=num_bytes)
+
+    def _readers(self, request: decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest) -> frozenset[str]:
+        """The certificates that may read a decode's KV, this worker's too; any caller may, if there are none."""
+        if not certificate():
+            return frozenset()
+        return frozenset({certificate(), self._identity.certificate, *request.readers} - {""})
+
     async def _decode_kept(self, request: decode_pb2.DecodeRequest, context: Any) -> None:
         """Reads a decode that goes on, for a while, when this call does not."""
         run = partial(self._run_kept, request, context.invocation_metadata())
@@ -122,7 +160,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await reader.write_to(context.reply())
 
     async def _run_kept(self, request: decode_pb2.DecodeRequest, metadata: Metadata, stream: KeptStream) -> None:
-        with self._calls.run("decode", request.request_id, request.model, metadata) as call:
+        with self._run(request, metadata) as call:
             assert self._decoder is not None
             work = await self._read(request, call.clock)
             async with aclosing(self._decoder.decode(work, call, stream.send)) as events:
@@ -131,9 +169,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         case Tokens():
                             stream.add(event)
                         case Accepted():
-                            stream.accept(_response(self._identity.worker_id, event))
-                        case Finished():
-                            stream.finished = _response(self._identity.worker_id, event)
+                            stream.accept(response(self._identity.worker_id, event))
+                        case Finished() | Yielded():
+                            stream.finished = response(self._identity.worker_id, event)
+
+    def _run(self, request: decode_pb2.DecodeRequest, metadata: Metadata) -> AbstractContextManager[RunningCall]:
+        own = self._identity.worker_id, self._identity.epoch
+        is_return = request.HasField("handoff") and (request.handoff.worker_id, request.handoff.epoch) == own
+        return self._calls.run("decode", request.request_id, request.model, metadata, is_return=is_return)
 
     async def _read(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> "DecodeWork":
         given, spans = read_prompt(request), read_spans(request.prompt)
@@ -141,10 +184,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if request.HasField("handoff"):
             prompt = self._media.with_inline_embeddings(given, spans)
             handoff = read_handoff(request.handoff)
-            return DecodeWork(prompt, sampling, handoff, request.request_id, request.destination_id)
+            return DecodeWork(request.request_id, prompt, sampling, handoff, request.destination_id)
         if request.destination_id:
             raise InvalidRequest.of("destination_id", "comes without a handoff")
-        return DecodeWork(await self._media.with_embeddings(given, spans, clock), sampling, handoff=None)
+        prompt = await self._media.with_embeddings(given, spans, clock)
+        return DecodeWork(request.request_id, prompt, sampling, handoff=None)
 
 
 @asynccontextmanager
@@ -157,8 +201,11 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
             puller = await stack.enter_async_context(Puller(engine, parts.peers, parts.transports))
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, parts.peers) if transfer else None
-            decoder = Decoder(engine, puller, fetcher, Allocator(engine, worker.identity, worker.leases))
-        servicer = DecodeServicer(worker.identity, parts.calls, parts.media, decoder, worker.kept)
+            allocator = Allocator(engine, worker.identity, worker.leases)
+            decoder = Decoder(engine, puller, fetcher, allocator, parts.decodes)
+        servicer = DecodeServicer(
+            worker.identity, parts.calls, parts.media, decoder, worker.kept, parts.decodes, worker.leases
+        )
         yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
 
 
@@ -166,18 +213,11 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
 class DecodeWork:
     """A request to decode. Without a handoff its prompt is computed here."""
 
+    request_id: str
     prompt: Prompt
     sampling: Sampling
     handoff: Handoff | None
-    request_id: str = ""
     destination_id: str = ""  # blocks that were allocated for it before; empty without them
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The first event: the KV is here and confirmed, or the prompt is queued. `timings` are the stages until then."""
-
-    timings: tuple[Timing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +231,10 @@ class _Prepared:
 class Decoder:
     """Runs decodes on an engine. KV from elsewhere is pulled, or fetched by an engine that transfers KV itself."""
 
-    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None, allocator: Allocator) -> None:
+    def __init__(
+        self, engine: Engine, puller: Puller, fetcher: Fetcher | None, allocator: Allocator, decodes: RunningDecodes
+    ) -> None:
+        self._decodes = decodes
         self.allocator = allocator
         self._engine = engine
         self._puller = puller
@@ -203,10 +246,20 @@ class Decoder:
         require_lora(self._engine, prompt)
         return await self._puller.prefetcher.run(followed, prompt, call)
 
+    async def warm(self, handoff: Handoff, prompt: Prompt, call: RunningCall) -> int:
+        """Pulls what another worker has lent of a prompt into the prefix cache. Returns how many bytes.
+
+        Raises as Puller.pull.
+        """
+        check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
+        async with using_lora(self._engine, prompt), self._puller.pull(handoff, prompt, call) as pulled:
+            await pulled.kv.reservation.cache()
+            return sum(timing.num_bytes for timing in pulled.timings)
+
     async def decode(
         self, work: DecodeWork, call: RunningCall, send: SendTokens
-    ) -> AsyncGenerator[Accepted | Tokens | Finished, None]:
-        """Yields Accepted, tokens, Finished. Raises what Puller.pull, Fetcher.decode_remote and the engine raise.
+    ) -> AsyncGenerator[Accepted | Tokens | Finished | Yielded, None]:
+        """Yields Accepted, tokens, and Finished or Yielded. Raises what Puller, Fetcher and the engine raise.
 
         Tokens of which nothing is known but their ids, and between which nothing has to be done, go to `send` instead.
 
@@ -219,26 +272,24 @@ class Decoder:
             yield prepared.accepted
             clock = DecodeClock(call.clock, is_pulled=work.handoff is not None)
             async with aclosing(prepared.generate()) as generation:
-                if _is_plain(work, call):
-                    source = TimedTokens(generation, clock)
-                    await send(source)
-                    metrics.observe_decode(source.finished, is_pulled=clock.is_pulled)
-                    traces.decoded(source.finished, clock, source.generated)
-                    yield source.finished
-                    return
-                generated = len(work.prompt.emitted)
-                async for event in generation:
-                    timed = clock.observe(event)
-                    if not isinstance(timed, Tokens):
-                        metrics.observe_decode(timed, is_pulled=clock.is_pulled)
-                        traces.decoded(timed, clock, generated - len(work.prompt.emitted))
-                        yield timed
-                        continue
-                    metrics.GENERATED_TOKENS.inc(len(timed.ids))
-                    for piece in _split_at_faults(timed, generated, call.faults):
-                        yield piece
-                        generated += len(piece.ids)
-                        await _inject(call.faults, generated, clock)
+                with self._decodes.running(work.request_id, work.prompt, generation, call) as decode:
+                    if _is_plain(work, call):
+                        source = TimedTokens(decode, clock)
+                        await send(source)
+                        yield _end(decode, source.finished, clock, source.generated)
+                        return
+                    generated = len(work.prompt.emitted)
+                    async for event in generation:
+                        timed = clock.observe(event)
+                        if not isinstance(timed, Tokens):
+                            decode.ended(timed)
+                            yield _end(decode, timed, clock, generated - len(work.prompt.emitted))
+                            continue
+                        metrics.GENERATED_TOKENS.inc(len(timed.ids))
+                        for piece in _split_at_faults(timed, generated, call.faults):
+                            yield piece
+                            generated += len(piece.ids)
+                            await _inject(call.faults, generated, clock)
 
     @asynccontextmanager
     async def _prepared(self, work: DecodeWork, call: RunningCall) -> AsyncIterator[_Prepared]:
@@ -270,15 +321,15 @@ class TimedTokens:
 
     finished: Finished
 
-    def __init__(self, generation: Generation, clock: DecodeClock) -> None:
-        self.subscribe = generation.subscribe
+    def __init__(self, decode: RunningDecode, clock: DecodeClock) -> None:
+        self.subscribe = decode.generation.subscribe
         self.generated = 0
-        self._generation = generation
+        self._decode = decode
         self._clock = clock
 
     def pull(self) -> tuple[Sequence[int], bool]:
         """The new ids, and whether they were the last. Raises what ended the generation, if it failed."""
-        ids, end = self._generation.pull()
+        ids, end = self._decode.generation.pull()
         if ids:
             if not self.generated:
                 self._clock.note_tokens()
@@ -287,7 +338,15 @@ class TimedTokens:
             return ids, False
         metrics.GENERATED_TOKENS.inc(self.generated)
         self.finished = self._clock.completed(end)
+        self._decode.ended(end)
         return ids, True
+
+
+def _end(decode: RunningDecode, finished: Finished, clock: DecodeClock, generated: int) -> Finished | Yielded:
+    """The last event of a decode, which is recorded."""
+    metrics.observe_decode(finished, is_pulled=clock.is_pulled)
+    traces.decoded(finished, clock, generated)
+    return Yielded(finished, decode.hand_over()) if finished.reason is FinishReason.YIELDED else finished
 
 
 def _is_plain(work: DecodeWork, call: RunningCall) -> bool:
@@ -316,36 +375,16 @@ def _split_at_faults(tokens: Tokens, generated: int, faults: Faults) -> list[Tok
     return [replace(pieces[0], prompt_logprobs=tokens.prompt_logprobs), *pieces[1:]]
 
 
-def _tokens_response(ids: Sequence[int]) -> decode_pb2.DecodeResponse:
-    return decode_pb2.DecodeResponse(tokens=decode_pb2.DecodedTokens(token_ids=ids))
+def _lent(prompt: Prompt, num_tokens: int) -> Prompt:
+    """The part of a prompt and its answer that was lent, as a prompt of which the next id is known.
 
-
-def _response(worker_id: str, event: Accepted | Tokens | Finished) -> decode_pb2.DecodeResponse:
-    match event:
-        case Tokens(ids, logprobs, prompt_logprobs):
-            tokens = decode_pb2.DecodedTokens(
-                token_ids=ids,
-                logprobs=[logprob_message(one) for one in logprobs],
-                prompt_logprobs=prompt_logprobs_message(prompt_logprobs),
-            )
-            return decode_pb2.DecodeResponse(tokens=tokens)
-        case Accepted(timings):
-            accepted = decode_pb2.DecodeAccepted(timings=stage_timings(timings, worker_id))
-            return decode_pb2.DecodeResponse(accepted=accepted)
-        case Finished():
-            return decode_pb2.DecodeResponse(finished=_finished(worker_id, event))
-
-
-def _finished(worker_id: str, event: Finished) -> decode_pb2.DecodeFinished:
-    timings = [Timing(timing_pb2.STAGE_DECODE_QUEUE, event.queue_seconds)]
-    if event.prefill_seconds:
-        timings.append(Timing(timing_pb2.STAGE_PREFILL_COMPUTE, event.prefill_seconds))
-    timings.append(Timing(timing_pb2.STAGE_DECODE, event.decode_seconds))
-    message = decode_pb2.DecodeFinished(
-        reason=FINISH_REASONS[event.reason],
-        timings=stage_timings(timings, worker_id),
-        drafted_tokens=event.drafted_tokens,
-        accepted_tokens=event.accepted_tokens,
-    )
-    set_usage(message.usage, event.prompt_tokens, event.cached_tokens, event.retained)
-    return message
+    Raises InvalidRequest if it has no such id, or if it ends within the media.
+    """
+    context = prompt.context
+    if not 0 < num_tokens < len(context):
+        raise InvalidRequest.of(
+            "handoff.num_tokens", f"{num_tokens} is not within the {len(context)} ids that are given"
+        )
+    if any(span.start + span.num_tokens > num_tokens for span in prompt.media):
+        raise InvalidRequest.of("handoff.num_tokens", f"{num_tokens} ids do not contain the prompt's media")
+    return replace(prompt, token_ids=context[:num_tokens], emitted=(context[num_tokens],))

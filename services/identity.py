@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from baton.errors import ModelNotFound, RoleMismatch, StaleEpoch
+from baton.errors import Draining, ModelNotFound, RoleMismatch, StaleEpoch
 from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
 from discovery.registry import Registration, Registry, WorkerRecord
@@ -20,7 +20,7 @@ _PAIRING_SECONDS = 3.0
 
 @dataclass(slots=True)
 class Identity:
-    """A worker's names. `address`, `offers` and `reads` are set before it registers; everything else is constant."""
+    """A worker's names. `address`, `offers` and `reads` are set before it registers, and roles may change later."""
 
     worker_id: str
     roles: tuple[Role, ...]
@@ -34,11 +34,20 @@ class Identity:
     reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
     location: Location = UNKNOWN
     keeps_streams: bool = False  # whether its decodes may go on without their readers
+    leaving: tuple[Role, ...] = ()  # roles that it loses: it takes work by them, and no router is to send any
+    left: frozenset[Role] = frozenset()  # roles that it has lost
 
     def require_role(self, role: Role) -> None:
-        """Raises RoleMismatch naming the worker's roles."""
-        if role not in self.roles:
-            raise RoleMismatch(f"worker {self.worker_id} does not {role}: its roles are {', '.join(self.roles)}")
+        """Raises RoleMismatch naming the worker's roles; Draining for one that it has lost: others have it."""
+        if role in self.roles or role in self.leaving:
+            return
+        if role in self.left:
+            raise Draining(f"worker {self.worker_id} does not {role} any more: its roles are {', '.join(self.roles)}")
+        raise RoleMismatch(f"worker {self.worker_id} does not {role}: its roles are {', '.join(self.roles)}")
+
+    def leave(self, roles: tuple[Role, ...]) -> None:
+        """Ends these roles, which it was leaving."""
+        self.leaving, self.left = (), self.left | set(roles)
 
     def require_model(self, model: str) -> None:
         """Raises ModelNotFound for another model; an empty name stands for any."""
@@ -71,6 +80,13 @@ class WorkerRegistration:
         if self._registration is None or self._record is None or self._record.draining:
             return
         self._record = dataclasses.replace(self._record, draining=True)
+        await self._registration.update(self._record)
+
+    async def update(self, record: WorkerRecord) -> None:
+        """Replaces the record of a worker that is registered; one that drains goes on to."""
+        if self._registration is None or self._record is None:
+            return
+        self._record = dataclasses.replace(record, draining=self._record.draining)
         await self._registration.update(self._record)
 
     async def withdraw(self) -> None:

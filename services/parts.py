@@ -13,6 +13,7 @@ from services.handoff.early import PromptsInProgress
 from services.handoff.peers import Peers
 from services.handoff.service import ExposedPool, HandoffOwner
 from services.identity import Identity
+from services.moving.running import RunningDecodes
 from services.multimodal.embedding_pull import EmbeddingPuller
 from services.multimodal.media_resolver import MediaResolver
 from services.requests.calls import Calls
@@ -36,6 +37,7 @@ class WorkerParts:
     peers: Peers
     media: MediaResolver
     prompts: PromptsInProgress
+    decodes: RunningDecodes
 
 
 @asynccontextmanager
@@ -53,7 +55,8 @@ async def open_parts(config: WorkerConfig, worker: Worker, calls: Calls) -> Asyn
         facts = engine.facts if engine is not None else engines.facts
         media = MediaResolver(facts, EmbeddingPuller(facts, peers, transports))
         prompts = PromptsInProgress(worker.leases, facts.layout.digest)
-        yield WorkerParts(config, worker, calls, transports, pools, peers, media, prompts)
+        decodes = RunningDecodes(HandoffOwner(worker.identity, facts.layout), worker.leases)
+        yield WorkerParts(config, worker, calls, transports, pools, peers, media, prompts, decodes)
 
 
 def _pools(engines: WorkerEngines) -> list[tuple[KvLayout, BlockMemory]]:

@@ -37,7 +37,7 @@ from services.requests.prompts import (
     set_usage,
 )
 from services.telemetry import metrics
-from services.telemetry.timings import Timing, duration, stage_timings
+from services.telemetry.timings import Timing, stage_timings
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
@@ -185,21 +185,9 @@ def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillR
 
 
 def _handoff(owner: HandoffOwner, prefilled: Prefilled) -> handoff_pb2.KvHandoff:
-    message = handoff_pb2.KvHandoff(
-        worker_id=owner.identity.worker_id,
-        epoch=owner.identity.epoch,
-        address=owner.identity.address,
-        layout_digest=owner.layout.digest,
-    )
+    message, kv = owner.handoff(prefilled.lease, prefilled.prompt.lora), prefilled.kv
     if prefilled.lease:
-        kv = prefilled.kv
-        message.handoff_id = prefilled.lease.handoff_id
-        message.lease.CopyFrom(duration(prefilled.lease.remaining_seconds))
-        message.num_tokens = kv.num_tokens
-        message.num_bytes = len(kv.block_ids) * owner.layout.block_bytes
-        message.block_ids.extend(kv.block_ids)
         message.prefix_hash = kv.prefix_hash
-        message.lora_digest = prefilled.prompt.lora.digest if prefilled.prompt.lora else ""
         message.engine_state = kv.engine_state if isinstance(kv, EngineHeldKv) else b""
     return message
 

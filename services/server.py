@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 
 import structlog
 
@@ -18,12 +19,14 @@ from rpc.server import Service, serve
 from rpc.tracing.tracer import configure_tracing
 from services import control
 from services.config import WorkerConfig
-from services.control import Aborter, WorkerServicer
+from services.control import Aborter, Moving, WorkerServicer
 from services.handoff import service as handoff
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
 from services.handoff.opening import PoolOpener
 from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
+from services.moving.roles import RoleChanger
+from services.moving.shedding import Shedding
 from services.parts import WorkerParts, open_parts
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
@@ -46,11 +49,13 @@ _ACCESS_RULES: Rules = {
     "/baton.engine.v1.": _WORKER,
     "/baton.engine.v1.HandoffService/List": _BOTH,
     "/baton.engine.v1.WorkerService/Abort": _BOTH,
+    "/baton.engine.v1.WorkerService/ChangeRole": _BOTH,
     "/baton.engine.v1.WorkerService/Drain": _OPERATOR,
     "/baton.engine.v1.WorkerService/GetLoad": _BOTH,
     "/baton.engine.v1.WorkerService/GetModel": _BOTH,
     "/baton.engine.v1.WorkerService/ListLoras": _BOTH,
     "/baton.engine.v1.WorkerService/LoadLora": _BOTH,
+    "/baton.engine.v1.WorkerService/Shed": _BOTH,
     "/baton.engine.v1.WorkerService/UnloadLora": _BOTH,
     "/baton.engine.v1.WorkerService/WatchLoad": _BOTH,
 }
@@ -78,7 +83,7 @@ async def host_worker(
         kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load))
         worker = Worker(identity, engines, leases, drainer, Health(), kept)
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
-        services = await stack.enter_async_context(_open_services(parts))
+        services = await stack.enter_async_context(_open_services(parts, registration))
         await stack.enter_async_context(_serve(config, worker, services))
         await stack.enter_async_context(_opening_ahead(parts, registry))
         await stack.enter_async_context(_registered(worker, registration))
@@ -91,7 +96,7 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     epoch = await registry.next_epoch(config.worker_id)
     identity = Identity(config.worker_id, config.roles, engines.facts.name, epoch, certificate=certificate)
     identity.location = config.location.labels
-    identity.keeps_streams = config.keep.max_seconds > 0 and "decode" in config.roles
+    identity.keeps_streams = config.keep.max_seconds > 0
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:
@@ -100,15 +105,20 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
 
 
 @asynccontextmanager
-async def _open_services(parts: WorkerParts) -> AsyncIterator[list[Service]]:
+async def _open_services(parts: WorkerParts, registration: WorkerRegistration) -> AsyncIterator[list[Service]]:
     """Yields all services. Every worker has all of them; the service of a missing role answers RoleMismatch."""
     worker = parts.worker
     async with AsyncExitStack() as stack:
         opened = [load(kind.worker)(parts) for kind in role_kinds().values()]
         services = [await stack.enter_async_context(opening) for opening in opened]
         holder = HandoffServicer(worker.identity, parts.pools, worker.leases, parts.prompts)
+        moving = Moving(
+            Shedding(parts.decodes, parts.calls),
+            RoleChanger(worker.identity, registration, partial(_record, worker), parts.calls, worker.leases),
+            worker.kept,
+        )
         aborter = Aborter(parts.calls, worker.leases)
-        control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer)
+        control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer, moving)
         yield [
             *services,
             Service(handoff.SERVICE_NAME, handoff_pb2_grpc.add_HandoffServiceServicer_to_server, holder),
@@ -192,7 +202,7 @@ def _fetch_seconds(engines: WorkerEngines) -> float:
 
 def _record(worker: Worker) -> WorkerRecord:
     facts = worker.engines.facts
-    kept = (KEEPS_STREAMS,) if worker.identity.keeps_streams else ()
+    kept = (KEEPS_STREAMS,) if worker.identity.keeps_streams and "decode" in worker.identity.roles else ()
     return WorkerRecord(
         worker_id=worker.worker_id,
         epoch=worker.epoch,

@@ -22,7 +22,7 @@ from services.engines.base import Engine, EngineLoad
 from services.handoff.leases import LeaseTable
 from services.identity import Identity, WorkerRegistration
 from services.requests.calls import Calls
-from services.resume.streams import KeptStreams
+from services.resume.streams import NOTHING_KEPT, KeptStreams, KeptUsage
 from services.telemetry import metrics
 from services.worker_engines import WorkerEngines
 
@@ -114,6 +114,7 @@ class _State:
     is_healthy: bool
     is_responsive: bool
     load: EngineLoad
+    kept: KeptUsage
     held: int
     embedding_blocks: int
     embedding_blocks_used: int
@@ -161,6 +162,10 @@ class Worker:
         async with aclosing(poll_changes(self._state, _STATE_SECONDS)) as states:
             async for state in states:
                 metrics.observe_load(state.load)
+                kept = state.kept
+                metrics.observe_kept(kept.attached, kept.parked, kept.finished)
+                # Looked at while something is kept, as often as anything changes.
+                metrics.KEPT_BYTES.set(0 if kept == NOTHING_KEPT else self.kept.num_bytes)
                 metrics.HANDOFFS_HELD.set(state.held)
                 if self.engine is not None:
                     metrics.observe_blocks(state.load)
@@ -183,6 +188,7 @@ class Worker:
             is_healthy=self.engines.healthy,
             is_responsive=self.engines.responsive,
             load=self.engines.load(),
+            kept=self.kept.usage,
             held=len(self.leases),
             embedding_blocks=pool.total if pool else 0,
             embedding_blocks_used=pool.used if pool else 0,

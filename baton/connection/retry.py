@@ -45,13 +45,29 @@ class Resume:
     """Answers that survive the loss of a connection, or of a router: they go on, and the client asks for the rest.
 
     `keep_seconds` is how long an answer goes on without its client, and how long the client tries; the router's limit
-    may be lower. A router that says nothing for `stall_seconds`, and does not answer a question either, is lost too.
+    may be lower. A router that says nothing for `stall_seconds`, and does not answer a question in the second half of
+    that time, is lost too; while no token comes, a client asks each router at most a few times in that time.
     A client that ends without closing its answers leaves them to run for `keep_seconds`.
     """
 
     keep_seconds: float = 10.0
-    stall_seconds: float = 5.0
+    stall_seconds: float = 2.0
 
     def __post_init__(self) -> None:
         if self.keep_seconds <= 0 or self.stall_seconds <= 0:
             raise ValueError("Resume needs times above 0")
+
+    @property
+    def silent_seconds(self) -> float:
+        """After so long without a message a router is asked whether it is there."""
+        return self.stall_seconds / 2
+
+    @property
+    def question_seconds(self) -> float:
+        """The time that it has to answer."""
+        return self.stall_seconds / 2
+
+    @property
+    def look_seconds(self) -> float:
+        """The time between two looks at a stream."""
+        return self.stall_seconds / 8

@@ -31,7 +31,7 @@ class Routers:
         if present == self._present:
             self._present = (present + 1) % len(self.channels)
 
-    def method(self, name: str) -> Any:
-        """The stub of `Service/Method`, of the present router."""
+    def method(self, name: str, router: int | None = None) -> Any:
+        """The stub of `Service/Method`, of the present router or of one by its number."""
         service, _, method = name.partition("/")
-        return getattr(self._stubs[self._present][service], method)
+        return getattr(self._stubs[self._present if router is None else router][service], method)

@@ -15,7 +15,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,7 +30,9 @@ from benchmarks.vllm_gpu.model import shape, write_model
 from benchmarks.vllm_gpu.servers import Server, Setup, end, ended, start_baton, start_vllm
 
 CLIENTS = 8
-_SUMS = re.compile(r"^vllm:nixl_(xfer_time_seconds|bytes_transferred)_(sum|count)(?:\{.*\})? ([0-9.e+-]+)$", re.M)
+_SUMS = re.compile(
+    r"^vllm:nixl_((?:xfer|post)_time_seconds|bytes_transferred)_(sum|count)(?:\{.*\})? ([0-9.e+-]+)$", re.M
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,15 @@ class Handoffs:
     seconds: float = 0.0
     count: float = 0.0
     bytes: float = 0.0
+    post_seconds: float = 0.0  # until all of a read was handed to UCX
 
     def since(self, before: "Handoffs") -> "Handoffs":
-        return Handoffs(self.seconds - before.seconds, self.count - before.count, self.bytes - before.bytes)
+        return Handoffs(
+            self.seconds - before.seconds,
+            self.count - before.count,
+            self.bytes - before.bytes,
+            self.post_seconds - before.post_seconds,
+        )
 
 
 def handoffs(server: Server | None) -> Handoffs:
@@ -82,7 +90,8 @@ def handoffs(server: Server | None) -> Handoffs:
     with urlopen(server.metrics, timeout=10) as answer:
         found = {f"{name}_{kind}": float(value) for name, kind, value in _SUMS.findall(answer.read().decode())}
     seconds, count = found.get("xfer_time_seconds_sum", 0.0), found.get("xfer_time_seconds_count", 0.0)
-    return Handoffs(seconds, count, found.get("bytes_transferred_sum", 0.0))
+    posted = found.get("post_time_seconds_sum", 0.0)
+    return Handoffs(seconds, count, found.get("bytes_transferred_sum", 0.0), posted)
 
 
 class Measuring:
@@ -143,8 +152,7 @@ def row(system: System, point: Point, found: Sequence[Answered], moved: Handoffs
     per_token = [statistics.mean(b - a for a, b in pairwise(each.times)) * 1e3 for each in good]
     span = max((each.times[-1] for each in good), default=1.0) - min((each.sent for each in good), default=0.0)
     second = [(each.times[1] - each.sent) * 1e3 for each in good if len(each.times) > 1]
-    moving = [each.handoff_seconds * 1e3 for each in good if each.handed_over]
-    stages = sorted({name for each in good for name in each.stages})
+    moving = [sum(each.handoff.values()) * 1e3 for each in good if each.handed_over]
     return {
         "prompt, load": str(point),
         "system": system.name,
@@ -159,11 +167,17 @@ def row(system: System, point: Point, found: Sequence[Answered], moved: Handoffs
         "tokens/s": sum(len(each.times) for each in good) / span,
         "handoff ms p50": quantile(moving, 0.5) if moving else "",
         "NIXL ms": moved.seconds / moved.count * 1e3 if moved.count else "",
+        "NIXL post ms": moved.post_seconds / moved.count * 1e3 if moved.count else "",
         "NIXL MiB": moved.bytes / moved.count / 2**20 if moved.count else "",
-        "stages": {
-            name: round(quantile([each.stages.get(name, 0.0) * 1e3 for each in good], 0.5), 2) for name in stages
-        },
+        "stages": _medians([each.stages for each in good]),
+        "handoff stages": _medians([each.handoff for each in good if each.handed_over]),
     }
+
+
+def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each stage, in milliseconds."""
+    names = sorted({name for each in found for name in each})
+    return {name: round(quantile([each.get(name, 0.0) * 1e3 for each in found], 0.5), 2) for name in names}
 
 
 def gpu_memory() -> str:
@@ -219,9 +233,9 @@ async def run(options: argparse.Namespace) -> None:
 async def measure_all(
     measuring: Measuring, found: list[tuple[System, Server | None]], options: argparse.Namespace
 ) -> None:
-    points = TINY if options.tiny else POINTS
+    points = [each for each in (TINY if options.tiny else POINTS) if any(name in str(each) for name in options.points)]
     for system, _ in found:
-        for point in points[1:2] if options.tiny else (POINTS[1], POINTS[2], POINTS[4]):
+        for point in TINY[1:2] if options.tiny else (POINTS[1], POINTS[4]):
             await measuring.warm_up(system, point)
     began = time.monotonic()
     for number in range(options.rounds):
@@ -255,6 +269,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.42, help="of a GPU's memory, for each engine")
     parser.add_argument("--pool-gib", type=int, default=14, help="for KV, of each engine")
     parser.add_argument("--systems", nargs="+", default=["vllm", "baton"], choices=["vllm", "baton"])
+    parser.add_argument("--points", nargs="+", default=[""], help='the loads whose name has one of these: "64 at"')
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600, help="of measuring")
     parser.add_argument("--tiny", action="store_true")

@@ -46,15 +46,15 @@ class Load:
 class Answered:
     """One request: when it was sent and when each token came, by time.time(), or why it failed.
 
-    `stages` are Baton's, as far as they had passed at the first token; `handoff_seconds` is the whole handoff.
+    `stages` are Baton's, as far as they had passed at the first token; `handoff` are those of the handoff, whole.
     """
 
     sent: float
     times: list[float] = field(default_factory=list)
     error: str = ""
     handed_over: bool = False
-    handoff_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
+    handoff: dict[str, float] = field(default_factory=dict)
 
 
 def run_load(load: Load) -> list[Answered]:
@@ -125,7 +125,8 @@ class _Client:
                     name = timing_pb2.Stage.Name(timing.stage).removeprefix("STAGE_").lower()
                     stages[name] += timing.before_first_token.ToNanoseconds() / 1e9
                     if name.startswith("handoff"):
-                        answered.handoff_seconds += timing.duration.ToNanoseconds() / 1e9
+                        seconds = timing.duration.ToNanoseconds() / 1e9
+                        answered.handoff[name] = answered.handoff.get(name, 0.0) + seconds
                 answered.stages = dict(stages)
 
     async def _over_http(self, ids: Sequence[int]) -> AsyncIterator[int]:

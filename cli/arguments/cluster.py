@@ -93,6 +93,38 @@ def lora(parser: argparse.ArgumentParser) -> None:
         address(action)
 
 
+def move(parser: argparse.ArgumentParser) -> None:
+    _worker(parser)
+    parser.add_argument(
+        "--streams",
+        type=integer(UINT32),
+        default=0,
+        metavar="N",
+        help="those with the most left first (default: all)",
+    )
+
+
+def drain(parser: argparse.ArgumentParser) -> None:
+    _worker(parser)
+    parser.add_argument(
+        "--grace",
+        type=positive,
+        metavar="SECONDS",
+        help="what still runs then is stopped there (default: the worker's drain_seconds)",
+    )
+
+
+def role(parser: argparse.ArgumentParser) -> None:
+    _worker(parser)
+    parser.add_argument("role", choices=["prefill", "decode"], help="the role that it is to have")
+    parser.add_argument("--timeout", type=positive, default=60.0, metavar="SECONDS", help="default: 60")
+
+
+def _worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="its id, as `baton workers` shows it")
+    address(parser)
+
+
 def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",

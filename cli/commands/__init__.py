@@ -5,6 +5,7 @@ embed.py                             prints the vectors of texts
 draw.py                              draws a picture into a file
 lora.py                              lists, loads and unloads adapters
 info.py, models.py, workers.py       ask a router what it offers
+placing.py                           moves what a worker runs, drains it, or changes its role
 tenants.py                           asks a router what each tenant uses
 health.py                            asks any process for its health
 doctor.py                            diagnoses an installation, a cluster or a deployment

@@ -8,6 +8,7 @@ from cli.connection import connect
 from cli.terminal import output, table
 
 _NUMBERS = ("running/waiting", "blocks used/held/total")
+_KEPT = "kept/parked"
 _COLUMNS = ("worker", "role", "state", "address", "model", *_NUMBERS, "cache", "transports")
 
 
@@ -22,7 +23,13 @@ async def run(arguments: argparse.Namespace) -> int:
     if any(map(_location, workers)):
         columns.append("location")
         rows = [[*row, _location(each) or "-"] for row, each in zip(rows, workers, strict=True)]
-    output().print(table(columns, rows, numbers=_NUMBERS))
+    if any(each.load.kept_streams for each in workers):
+        columns.append(_KEPT)
+        rows = [
+            [*row, f"{each.load.kept_streams}/{each.load.parked_streams}"]
+            for row, each in zip(rows, workers, strict=True)
+        ]
+    output().print(table(columns, rows, numbers=(*_NUMBERS, _KEPT)))
     for worker in workers:
         for problem in filter(None, [worker.problem, *worker.pairing_problems]):
             print(f"{worker.worker_id}: {problem}")

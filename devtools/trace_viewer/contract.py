@@ -116,14 +116,14 @@ def _links(trace: ReadTrace) -> Iterator[str]:
         stage = trace.find(served.parent_id)
         if not trace.below(served, "handoff"):
             continue
-        if not _points_to(trace, served, _PREFILL):
+        if not _points_to(trace, served, _PREFILL, _DECODE):
             yield f"{served.name} took a handoff over and has no link to the call that computed it"
-        if stage is not None and not _points_to(trace, stage, "prefill"):
-            yield "decode took a handoff over and has no link to prefill"
+        if stage is not None and not _points_to(trace, stage, "prefill", "decode"):
+            yield "decode took a handoff over and has no link to the call that it is of"
 
 
-def _points_to(trace: ReadTrace, span: ReadSpan, name: str) -> bool:
-    targets = {target.span_id for target in trace.named(name)}
+def _points_to(trace: ReadTrace, span: ReadSpan, *names: str) -> bool:
+    targets = {target.span_id for target in trace.named(*names)} - {span.span_id}
     return any(link in targets for link in span.links)
 
 

@@ -8,12 +8,14 @@ import (
 	"math/rand"
 	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"baton.example/client/inferencepb"
 )
@@ -101,6 +103,97 @@ func retry(ctx context.Context, c client, prompt string) error {
 			return err
 		}
 	}
+}
+
+// answer is what has come of one answer: sums, and the ids.
+type answer struct {
+	position inferencepb.AnswerPosition
+	ids      []uint32
+}
+
+// resume prints an answer without a gap, over the loss of a router: the next one gives the rest (docs/streams.md).
+func resume(ctx context.Context, clients []client, prompt string) error {
+	request := greedy(prompt)
+	request.Response = &inferencepb.ResponseOptions{Keep: &durationpb.Duration{Seconds: 30}}
+	handle, answers, failures := "", map[uint32]*answer{}, 0
+	for attempt := 0; ; attempt++ {
+		before := time.Now()
+		isOver, err := read(ctx, clients[attempt%len(clients)], uint32(attempt), request, &handle, answers)
+		if isOver {
+			fmt.Println()
+			return nil
+		}
+		if time.Since(before) > time.Second {
+			failures = 0
+		}
+		if failures++; handle == "" || failures > attempts || !isLost(err) {
+			return err
+		}
+		if err := sleep(ctx, 50*time.Millisecond<<failures); err != nil {
+			return err
+		}
+	}
+}
+
+// read reads one stream of an answer; true at its end.
+func read(ctx context.Context, c client, attempt uint32, request *inferencepb.GenerateRequest, handle *string, answers map[uint32]*answer) (bool, error) {
+	ctx, end := context.WithCancel(ctx)
+	defer end()
+	var responses interface {
+		Recv() (*inferencepb.GenerateResponse, error)
+	}
+	var err error
+	if attempt == 0 {
+		responses, err = c.Generate(ctx, request)
+	} else {
+		asked := &inferencepb.ResumeGenerationRequest{Handle: *handle, Attempt: attempt, Request: request}
+		for index := uint32(0); index < uint32(len(answers)); index++ {
+			one := answers[index]
+			asked.Have = append(asked.Have, &one.position)
+			asked.Received = append(asked.Received, &inferencepb.TokenIds{Ids: one.ids})
+		}
+		responses, err = c.ResumeGeneration(ctx, asked)
+	}
+	for err == nil {
+		var response *inferencepb.GenerateResponse
+		if response, err = responses.Recv(); err != nil {
+			break
+		}
+		started := response.GetStarted()
+		if resumed := response.GetResumed(); resumed != nil {
+			started = resumed.Started
+		}
+		if given := started.GetResumption(); given != nil {
+			*handle, request.Sampling.Seed = given.Handle, &given.Seed
+		}
+		if token := response.GetToken(); token != nil {
+			add(answers, token)
+			printText(token.Text)
+		}
+		if response.GetFinished() != nil {
+			return true, nil
+		}
+	}
+	return false, err
+}
+
+func add(answers map[uint32]*answer, token *inferencepb.TokenDelta) {
+	one := answers[token.Index]
+	if one == nil {
+		one = &answer{position: inferencepb.AnswerPosition{Index: token.Index}}
+		answers[token.Index] = one
+	}
+	one.ids = append(one.ids, token.TokenIds...)
+	one.position.Tokens = uint32(len(one.ids))
+	one.position.TextBytes += uint64(len(token.Text))
+	one.position.ReasoningBytes += uint64(len(token.Reasoning))
+	one.position.ToolCalls += uint32(len(token.ToolCalls))
+}
+
+// isLost is true if the connection or the router is lost, and not if the request is refused.
+func isLost(err error) bool {
+	code := status.Code(err)
+	return err == io.EOF || code == codes.Unavailable || code == codes.Internal
 }
 
 // provoke sends an invalid request, to show the details of an error.
@@ -201,7 +294,8 @@ func explain(err error) {
 	}
 }
 
-func run(ctx context.Context, c client, words []string) error {
+func run(ctx context.Context, clients []client, words []string) error {
+	c := clients[0]
 	switch words[0] {
 	case "stream":
 		return stream(ctx, c, words[1])
@@ -215,6 +309,8 @@ func run(ctx context.Context, c client, words []string) error {
 		return retry(ctx, c, words[1])
 	case "errors":
 		return provoke(ctx, c)
+	case "resume":
+		return resume(ctx, clients, words[1])
 	}
 	return fmt.Errorf("no such command: %s", words[0])
 }
@@ -226,12 +322,17 @@ func main() {
 		address = "127.0.0.1:7070"
 	}
 	// Understood by every grpc-go since 1.33; newer ones would rather have NewClient and insecure.NewCredentials.
-	connection, err := grpc.Dial(address, grpc.WithInsecure())
-	if err == nil {
+	var clients []client
+	for _, one := range strings.Split(address, ",") {
+		connection, err := grpc.Dial(one, grpc.WithInsecure())
+		if err != nil {
+			explain(err)
+			os.Exit(1)
+		}
 		defer connection.Close()
-		err = run(context.Background(), inferencepb.NewInferenceServiceClient(connection), os.Args[1:])
+		clients = append(clients, inferencepb.NewInferenceServiceClient(connection))
 	}
-	if err != nil {
+	if err := run(context.Background(), clients, os.Args[1:]); err != nil {
 		explain(err)
 		os.Exit(1)
 	}

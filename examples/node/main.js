@@ -12,6 +12,7 @@ import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google
 const ENOUGH = 3; // messages of tokens, before a cancel
 const ATTEMPTS = 10;
 const CALL_MS = 10_000;
+const LOST = [Code.Unavailable, Code.Internal, Code.Aborted, Code.Canceled]; // also of proxies, and of cut connections
 const MAY_PASS = [Code.ResourceExhausted, Code.Unavailable];
 
 /** Prints a completion as it streams. */
@@ -68,6 +69,45 @@ async function retry(client, prompt) {
   }
 }
 
+/** Prints an answer without a gap, over the loss of a router: the next one gives the rest (docs/streams.md). */
+async function resume(clients, prompt) {
+  const request = { ...greedy(prompt), response: { keep: { seconds: 30n } } };
+  const answers = new Map(); // by index: what has come, as sums, and the ids
+  let handle = "";
+  for (let attempt = 0, failures = 0; ; attempt++) {
+    const have = [...answers.values()].map(({ ids, ...position }) => ({ ...position, tokens: ids.length }));
+    const received = [...answers.values()].map(({ ids }) => ({ ids }));
+    const client = clients[attempt % clients.length];
+    const call = attempt ? client.resumeGeneration({ handle, attempt, have, received, request }) : client.generate(request);
+    try {
+      for await (const { event } of call) {
+        failures = 0;
+        const started = event.case === "resumed" ? event.value.started : event.case === "started" ? event.value : undefined;
+        if (started?.resumption) {
+          handle = started.resumption.handle;
+          request.sampling.seed = started.resumption.seed;
+        }
+        if (event.case === "token") add(answers, event.value);
+        if (event.case === "finished") return void process.stdout.write("\n");
+      }
+    } catch (error) {
+      if (!handle || ++failures > ATTEMPTS || !LOST.includes(ConnectError.from(error).code)) throw error;
+      await sleep(Math.min(1000, 50 * 2 ** (failures - 1)));
+    }
+  }
+}
+
+function add(answers, { index, text, reasoning, tokenIds, toolCalls }) {
+  const empty = { index, ids: [], textBytes: 0n, reasoningBytes: 0n, toolCalls: 0 };
+  const answer = answers.get(index) ?? empty;
+  answers.set(index, answer);
+  answer.ids.push(...tokenIds);
+  answer.textBytes += BigInt(Buffer.byteLength(text));
+  answer.reasoningBytes += BigInt(Buffer.byteLength(reasoning));
+  answer.toolCalls += toolCalls.length;
+  process.stdout.write(text);
+}
+
 /** Sends an invalid request, to show the details of an error. */
 async function errors(client) {
   await client.generateUnary({ request: { ...greedy("x"), sampling: { temperature: -1, topP: 2 } } });
@@ -104,13 +144,16 @@ function explain(error) {
 
 const [name, ...words] = process.argv.slice(2);
 const command = { stream, cancel, stop, deadline, retry, errors }[name];
-const baseUrl = `http://${process.env.BATON_ADDRESS ?? "127.0.0.1:7070"}`;
-const sessionManager = new Http2SessionManager(baseUrl);
+const addresses = (process.env.BATON_ADDRESS ?? "127.0.0.1:7070").split(",");
+const managers = addresses.map((address) => new Http2SessionManager(`http://${address}`));
+const clients = managers.map((sessionManager, at) =>
+  createClient(InferenceService, createGrpcTransport({ baseUrl: `http://${addresses[at]}`, sessionManager })),
+);
 try {
-  await command(createClient(InferenceService, createGrpcTransport({ baseUrl, sessionManager })), ...words);
+  await (name === "resume" ? resume(clients, ...words) : command(clients[0], ...words));
 } catch (error) {
   explain(ConnectError.from(error));
   process.exitCode = 1;
 } finally {
-  sessionManager.abort(); // else its open connection keeps the process
+  for (const manager of managers) manager.abort(); // else an open connection keeps the process
 }

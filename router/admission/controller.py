@@ -141,9 +141,10 @@ class AdmissionController:
 
     @asynccontextmanager
     async def _track_tenant(self, ctx: RequestContext) -> AsyncIterator[None]:
+        requests = 0 if ctx.keep is not None and ctx.keep.is_resumed else 1
         async with AsyncExitStack() as tracking:
             try:
-                await tracking.enter_async_context(self.quotas.track(ctx.qos.tenant, ctx.stats))
+                await tracking.enter_async_context(self.quotas.track(ctx.qos.tenant, ctx.stats, requests))
             except (QuotaExceeded, QuotaUnavailable):
                 # A refused request has gone through this stage; others go on to be validated in it.
                 with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):

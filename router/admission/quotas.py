@@ -101,24 +101,27 @@ class Quotas:
         """The number of remembered tenants."""
         return max(len(self._tenants), self.ledger.remembered)
 
-    def track(self, name: str, stats: RequestStats) -> AbstractAsyncContextManager[None]:
-        """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded, QuotaUnavailable."""
-        return _UNLIMITED if self.is_unlimited else self._track(name, stats)
+    def track(self, name: str, stats: RequestStats, requests: int = 1) -> AbstractAsyncContextManager[None]:
+        """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded, QuotaUnavailable.
+
+        One that goes on with an answer counts as running, and as 0 `requests`.
+        """
+        return _UNLIMITED if self.is_unlimited else self._track(name, stats, requests)
 
     @asynccontextmanager
-    async def _track(self, name: str, stats: RequestStats) -> AsyncIterator[None]:
+    async def _track(self, name: str, stats: RequestStats, requests: int) -> AsyncIterator[None]:
         tenant = self._find(name)
         tenant.running += 1  # before anything is awaited: the tenant must not be forgotten
         if tenant.quota.concurrent:
             self._running[name] = tenant
         try:
-            await self._use(tenant, _Need(requests=1, beginning=1))
+            await self._use(tenant, _Need(requests=requests, beginning=1))
             yield
         finally:
             tenant.running -= 1
             if not tenant.running:
                 self._running.pop(name, None)
-            self._note_spent(tenant, stats.completion_tokens)
+            self._note_spent(tenant, max(0, stats.completion_tokens - stats.charged_tokens))
 
     def charge(self, name: str, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
         """Takes a prompt's tokens, and gives them back if the body fails. Raises QuotaExceeded, QuotaUnavailable."""

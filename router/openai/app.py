@@ -17,7 +17,7 @@ import structlog
 from opentelemetry.trace import SpanKind
 
 from baton.errors import BatonError
-from baton.inference.v1 import generate_pb2, lora_pb2
+from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
 from router.drawing.options import find_model
 from router.drawing.pipeline import DrawingPipeline
@@ -27,17 +27,32 @@ from router.openai.chat import ChatCompletionRequest
 from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest
-from router.openai.errors import HttpRefusal, failure_of
-from router.openai.exchange import MODEL_PATH, MODELS_PATH, Api, ApiEndpoints, Handler, Headers, HttpExchange
+from router.openai.errors import HttpRefusal, failure_of, known_error
+from router.openai.exchange import (
+    MODEL_PATH,
+    MODELS_PATH,
+    AnswerStream,
+    Api,
+    ApiEndpoints,
+    Handler,
+    Headers,
+    HttpExchange,
+    add_session,
+    run_stream,
+)
 from router.openai.fields import SamplingFields
 from router.openai.images import ImageCollector, ImagesRequest, ImageStream, preview_steps
+from router.openai.models import ModelEndpoints
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
+from router.openai.resumable.streams import Asked, ResumableStreams, keep_seconds_of
+from router.openai.stored.document import RecordedStream, ResponseDocument
+from router.openai.stored.endpoints import CANCEL, CANCEL_PATH, RESPONSE_PATH, StoredEndpoints, stream_events
+from router.openai.stored.endpoints import PATH as RESPONSES
+from router.openai.stored.service import ID_PREFIX, ResponseService
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text import request_input
-from router.text.served_model import ServedModel
 from router.text_limits import LongestTexts
-from router.workers.loras import loras_of_model, named
 from rpc.auth.access import Access
 from rpc.interceptors.arrival import record_arrival
 from rpc.interceptors.authorizing import authorize
@@ -48,7 +63,8 @@ from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
-from runtime.aio import forget_frames, leaf_errors
+from runtime.aio import forget_frames
+from runtime.entropy import token_hex
 from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
@@ -86,14 +102,17 @@ class OpenAIApp:
         texts: LongestTexts,
         max_body_bytes: int,
         input: InputBudget,
+        responses: ResponseService,
         beside: Sequence[Callable[[RequestPath, HttpExchange], ApiEndpoints]] = (),
     ) -> None:
         self._path = path
+        self._stored = responses
+        self._resumable = ResumableStreams(path)
         self._access = access
         self._tracer = tracer
         self._exchange = HttpExchange(path, texts, max_body_bytes, input)
         self._drawing = DrawingPipeline(path)
-        self._created = now()
+        models, stored = ModelEndpoints(path.cluster), StoredEndpoints(responses)
         self.running = RunningCalls()
         own: dict[str, Mapping[str, Handler]] = {
             "/v1/chat/completions": {"POST": self._chat},
@@ -101,8 +120,10 @@ class OpenAIApp:
             "/v1/responses": {"POST": self._responses},
             "/v1/embeddings": {"POST": self._embeddings},
             "/v1/images/generations": {"POST": self._images},
-            MODELS_PATH: {"GET": self._models},
-            MODEL_PATH: {"GET": self._model},
+            RESPONSE_PATH: {"GET": stored.retrieve, "DELETE": stored.delete},
+            CANCEL_PATH: {"POST": stored.cancel},
+            MODELS_PATH: {"GET": models.all},
+            MODEL_PATH: {"GET": models.one},
         }
         others = [make(path, self._exchange) for make in beside]
         self._others = [(one.api, self._routes(one.api, one.handlers)) for one in others]
@@ -131,6 +152,8 @@ class OpenAIApp:
         routes = next((routes for api, routes in self._others if api.claims(path, headers)), self._openai)
         if path.startswith(f"{MODELS_PATH}/") and path != f"{MODELS_PATH}/":
             return routes[MODEL_PATH]
+        if path.startswith(RESPONSES) and path != RESPONSES and RESPONSE_PATH in routes:
+            return routes[CANCEL_PATH if path.endswith(CANCEL) else RESPONSE_PATH]
         return routes.get(path.rstrip("/")) or routes[_UNKNOWN]
 
     def _routes(self, api: Api, endpoints: Mapping[str, Mapping[str, Handler]]) -> Mapping[str, Target]:
@@ -141,7 +164,7 @@ class OpenAIApp:
 
         async def refuse(_call: HttpCall, path: str) -> None:
             if methods:
-                allowed = ("GET", "HEAD") if "GET" in methods else tuple(methods)
+                allowed = ("GET", "HEAD", *set(methods) - {"GET"}) if "GET" in methods else tuple(methods)
                 raise HttpRefusal(405, f"{path} expects {' or '.join(methods)}", allowed)
             raise HttpRefusal(404, f"unknown path {path!r}")
 
@@ -219,6 +242,13 @@ class OpenAIApp:
         self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind
     ) -> None:
         call.guided_field = body.guided_field
+        options = body.stream_options
+        seconds = keep_seconds_of(call, options.keep_seconds if options else None, is_stream=bool(body.stream))
+        if seconds:
+            add_session(call, request)
+            asked = Asked(kind, request, self._token_text(body.model), body.wants_usage)
+            await self._resumable.run(call, asked, seconds)
+            return
         answering = Answering(kind, f"{_ID_PREFIXES[kind]}{call.request_id}", self._token_text(body.model), now())
         if body.stream:
             await self._exchange.run(call, request, ChoiceStream(call, answering, body.wants_usage))
@@ -230,13 +260,40 @@ class OpenAIApp:
     async def _responses(self, call: HttpCall, _path: str) -> None:
         body, request = await self._exchange.read(call, ResponsesRequest, ResponsesRequest.generate_request)
         call.guided_field = body.guided_field
-        builder = ResponseBuilder(body, f"resp_{call.request_id}", now())
-        if body.stream:
-            await self._exchange.run(call, request, ResponseStream(call, builder))
-            return
-        collector = UnaryCollector()
-        await self._exchange.run(call, request, collector)
-        await call.respond(200, json.dumps(builder.whole(collector)).encode())
+        body.require_consistent()
+        seconds = keep_seconds_of(call, None, is_stream=bool(body.stream))
+        turns = await self._stored.go_on(call, body, request) if body.uses_memory else ()
+        if body.background or seconds:
+            add_session(call, request)
+        if body.background:
+            entry = await self._stored.begin(call, body, request, turns)
+            if body.stream:
+                await stream_events(call, entry)
+            else:
+                await call.respond(200, json.dumps(entry.document.response()).encode())
+        elif seconds:
+            asked = await self._resumable.response(call, request)
+            builder = ResponseBuilder(body, asked.identity, asked.origin.created)
+            document = self._stored.recording(call, body, turns, builder)
+            await self._resumable.run_response(call, document, asked, seconds)
+        elif body.store:
+            builder = ResponseBuilder(body, f"{ID_PREFIX}{token_hex(16)}", now())
+            await self._whole_or_streamed(call, request, builder, self._stored.recording(call, body, turns, builder))
+        else:
+            await self._whole_or_streamed(call, request, ResponseBuilder(body, f"{ID_PREFIX}{call.request_id}", now()))
+
+    async def _whole_or_streamed(
+        self,
+        call: HttpCall,
+        request: generate_pb2.GenerateRequest,
+        builder: ResponseBuilder,
+        document: ResponseDocument | None = None,
+    ) -> None:
+        collector = None if builder.is_streamed else UnaryCollector()
+        stream: AnswerStream | UnaryCollector = collector or ResponseStream(call, builder)
+        await self._exchange.run(call, request, RecordedStream(document, stream) if document else stream)
+        if collector is not None:
+            await call.respond(200, json.dumps(builder.whole(collector)).encode())
 
     async def _embeddings(self, call: HttpCall, _path: str) -> None:
         body, request = await self._exchange.read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request, embeds=True)
@@ -256,32 +313,7 @@ class OpenAIApp:
         rules = find_model(self._path.cluster, body.model).rules
         request.options.preview_steps = preview_steps(body.steps or rules.steps, body.partial_images)
         stream = ImageStream(call, body.partial_images)
-        await self._exchange.streamed(call, self._drawing.run(request, call, stream.send), stream.fail)
-
-    async def _models(self, call: HttpCall, _path: str) -> None:
-        models: list[dict[str, Any]] = []
-        for model in self._path.cluster.models:
-            models.append(self._described(model))
-            adapters = loras_of_model(self._path.cluster.workers, model.name).values()
-            models += [self._described(model, adapter) for adapter in adapters]
-        await call.respond(200, json.dumps({"object": "list", "data": models}).encode())
-
-    async def _model(self, call: HttpCall, path: str) -> None:
-        name = path.removeprefix(f"{MODELS_PATH}/")
-        model = self._path.cluster.model(name)
-        adapter = self._path.cluster.lora(generate_pb2.GenerateRequest(model=name), model)
-        await call.respond(200, json.dumps(self._described(model, adapter)).encode())
-
-    def _described(self, model: ServedModel, adapter: lora_pb2.LoraAdapter | None = None) -> dict[str, Any]:
-        context = model.limits.max_context_tokens
-        return {
-            "id": named(model.name, adapter),
-            "object": "model",
-            "created": self._created,
-            "owned_by": "baton",
-            "max_model_len": context,
-            "parent": model.name if adapter else None,
-        }
+        await run_stream(call, stream, self._drawing.run(request, call, stream.send))
 
     def _token_text(self, name: str) -> Callable[[int], str]:
         """Names the tokens of a model in logprobs. The model is looked up when it is needed: it may not exist."""
@@ -305,21 +337,11 @@ def _answer_errors(api: Api, method: str, behaviour: Behaviour) -> Behaviour:
                 forget_frames(error)
                 return
             try:
-                await _respond(api, call, _known(method, error))
+                await _respond(api, call, known_error(method, error))
             finally:
                 forget_frames(error)
 
     return guarded
-
-
-def _known(method: str, error: Exception) -> BatonError:
-    """The error that the client gets to know of."""
-    found = leaf_errors(error)
-    known = [one for one in found if isinstance(one, BatonError)]
-    if len(known) < len(found):
-        log.error("call failed", method=method, exc_info=error)
-        return BatonError("internal error")
-    return known[0]
 
 
 async def _respond(api: Api, call: HttpCall, error: BatonError) -> None:

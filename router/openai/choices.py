@@ -9,6 +9,7 @@ from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
 from router.openai.errors import describe
+from router.openai.resumable.event_ids import EventIds
 from router.stream.collector import UnaryCollector
 from runtime.clock import wall_time
 
@@ -17,6 +18,8 @@ TokenText = Callable[[int], str]
 
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _DONE = b"data: [DONE]\n\n"
+# For clients of streams with ids: how long they wait before they ask for the rest.
+RETRY = b"retry: 200\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,18 @@ class Answering:
 class ChoiceStream:
     """Writes the answers as chunks. The chunks of text are built from a prefix: they are almost all of a stream."""
 
-    def __init__(self, call: HttpCall, answering: Answering, wants_usage: bool) -> None:
+    def __init__(self, call: HttpCall, answering: Answering, wants_usage: bool, ids: EventIds | None = None) -> None:
         self._call = call
         self._answering = answering
-        self._wants_usage = wants_usage
-        self._calls: dict[int, int] = {}
+        self._ids = ids
+        had = dict(enumerate(ids.positions if ids else ()))
+        self._wants_usage = wants_usage and not any(one.knows_usage for one in had.values())
+        self._calls = {index: one.tool_calls for index, one in had.items() if one.tool_calls}
         self._begun: set[tuple[int, int]] = set()  # calls of answers, of which a part has been written
-        self._offsets: dict[int, int] = {}  # the characters of each answer's tokens with log probabilities
-        self._ended: set[int] = set()
-        self._opened: set[int] = set()
+        # The characters of each answer's tokens with log probabilities.
+        self._offsets = {index: one.offset for index, one in had.items()}
+        self._ended = {index for index, one in had.items() if one.is_finished}
+        self._opened = {index for index, one in had.items() if one.has_begun}
         self._head: dict[str, Any] = {}
         self._prefix = b""
 
@@ -92,6 +98,8 @@ class ChoiceStream:
                     await self._call.write(chunks)
             case "started":
                 await self._start(message.started)
+            case "resumed":
+                await self._start(message.resumed.started)
             case "answer_finished":
                 await self._call.write(self._finish(message.answer_finished.index, message.answer_finished.reason))
             case "finished":
@@ -112,9 +120,14 @@ class ChoiceStream:
         usage = ', "usage": null' if self._wants_usage else ""
         self._prefix = f'data: {json.dumps(self._head)[:-1]}{usage}, "choices": [{{"index": '.encode()
         await self._call.begin(200, EVENTS)
+        if self._ids is not None:
+            self._ids.start(started)
+            await self._call.write(RETRY)
 
     def _delta(self, delta: generate_pb2.TokenDelta) -> bytes:
         opening = b"" if self._answering.kind == "text" or delta.index in self._opened else self._open(delta.index)
+        if self._ids is not None:
+            self._ids.positions[delta.index].add(delta)
         if delta.logprobs or delta.reasoning or delta.tool_calls or delta.tool_call_deltas:
             return opening + self._rare_delta(delta)
         if not delta.text:
@@ -129,6 +142,8 @@ class ChoiceStream:
         if self._answering.kind == "text":
             if found:
                 self._offsets[delta.index] = found["text_offset"][-1] + len(found["tokens"][-1])
+                if self._ids is not None:
+                    self._ids.positions[delta.index].offset = self._offsets[delta.index]
             text = json.dumps(delta.text)
             return self._choice(delta.index, f'"text": {text}, "logprobs": {logprobs}, "finish_reason": null')
         fields: dict[str, Any] = {}
@@ -158,12 +173,14 @@ class ChoiceStream:
 
     def _open(self, index: int) -> bytes:
         self._opened.add(index)
+        self._note(index, "o")
         delta = '"delta": {"role": "assistant", "content": ""}'
         return self._choice(index, f'{delta}, "logprobs": null, "finish_reason": null')
 
     def _finish(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> bytes:
         self._ended.add(index)
         opening = b"" if self._answering.kind == "text" or index in self._opened else self._open(index)
+        self._note(index, "f")
         named = json.dumps(finish_reason(reason, has_calls=index in self._calls))
         body = '"delta": {}' if self._answering.kind == "chat" else '"text": ""'
         return opening + self._choice(index, f'{body}, "logprobs": null, "finish_reason": {named}')
@@ -171,11 +188,23 @@ class ChoiceStream:
     async def _end(self, finished: generate_pb2.Finished) -> None:
         last = b"" if self._ended else self._finish(0, finished.reason)
         if self._wants_usage:
-            last += event({**self._head, "choices": [], "usage": usage(finished.usage)})
+            self._note(0, "u")
+            last += event({**self._head, "choices": [], "usage": usage(finished.usage)})[:-1] + (
+                b"\n" if self._ids is None else self._ids.line()
+            )
         await self._call.end(last + _DONE)
 
     def _choice(self, index: int, rest: str) -> bytes:
-        return b"%s%d, %s}]}\n\n" % (self._prefix, index, rest.encode())
+        return b"%s%d, %s}]}\n%s" % (
+            self._prefix,
+            index,
+            rest.encode(),
+            b"\n" if self._ids is None else self._ids.line(),
+        )
+
+    def _note(self, index: int, state: str) -> None:
+        if self._ids is not None:
+            self._ids.positions[index].state = state
 
 
 def whole(answering: Answering, collected: UnaryCollector) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -17,10 +19,17 @@ from baton.errors import (
     RequestExists,
     RequestNotFound,
     SlowReader,
+    StaleAttempt,
+    StreamAdopted,
+    StreamDiverged,
+    StreamLost,
     Unauthenticated,
     Unavailable,
     Unsupported,
 )
+from runtime.aio import leaf_errors
+
+log = structlog.get_logger(__name__)
 
 # Subclasses that are not listed have their parent's status. OpenAI's clients try 408, 409, 429 and 5xx again.
 STATUSES: dict[type[BatonError], int] = {
@@ -35,6 +44,10 @@ STATUSES: dict[type[BatonError], int] = {
     RequestExists: 409,
     RequestNotFound: 404,
     SlowReader: 408,
+    StaleAttempt: 409,
+    StreamAdopted: 409,
+    StreamDiverged: 409,
+    StreamLost: 404,
     Unauthenticated: 401,
     Unavailable: 503,
     Unsupported: 400,
@@ -101,6 +114,16 @@ class ErrorResponse:
     status: int
     body: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def known_error(method: str, error: Exception) -> BatonError:
+    """The error that the client gets to know of."""
+    found = leaf_errors(error)
+    known = [one for one in found if isinstance(one, BatonError)]
+    if len(known) < len(found):
+        log.error("call failed", method=method, exc_info=error)
+        return BatonError("internal error")
+    return known[0]
 
 
 def failure_of(error: BatonError, guided_field: str = "") -> ErrorResponse:

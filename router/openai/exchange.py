@@ -1,9 +1,9 @@
 """One exchange over HTTP, whatever its API: a body becomes a request to the pipeline, and its answer is written."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -57,14 +57,18 @@ class ApiEndpoints(Protocol):
     def handlers(self) -> Mapping[str, Mapping[str, Handler]]: ...
 
 
-class AnswerStream(Protocol):
+class FailableStream(Protocol):
+    """A response that is written as it comes."""
+
+    async def fail(self, error: BatonError) -> None:
+        """Ends a stream that has begun."""
+
+
+class AnswerStream(FailableStream, Protocol):
     """An answer that is written as it comes."""
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
         """Writes the next message of the pipeline."""
-
-    async def fail(self, error: BatonError) -> None:
-        """Ends a stream that has begun."""
 
 
 class HttpExchange:
@@ -95,31 +99,31 @@ class HttpExchange:
         self, call: HttpCall, request: generate_pb2.GenerateRequest, stream: "AnswerStream | UnaryCollector"
     ) -> None:
         """Runs the request in the pipeline. An error after the response has begun ends it."""
-        _add_session(call, request)
+        add_session(call, request)
         ctx = self._path.contexts.create(request, call)
-        running = self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
+        work = self._path.pipeline.run(ctx, Reply(stream.send, lambda _trailer: None))
         if isinstance(stream, UnaryCollector):
             async with call.while_connected():
-                await running
+                await work
         else:
-            await self.streamed(call, running, stream.fail)
-
-    async def streamed(
-        self, call: HttpCall, running: Awaitable[None], fail: Callable[[BatonError], Awaitable[None]]
-    ) -> None:
-        """Waits for a request, while its client is there. An error after the response has begun ends it by `fail`."""
-        try:
-            async with call.while_connected():
-                await running
-        except BatonError as error:
-            if not call.response_status:
-                raise
-            call.status = code_of(type(error))
-            add_log_fields(reason=error.reason, error=error.message)
-            await fail(error)
+            await run_stream(call, stream, work)
 
 
-def _add_session(call: HttpCall, request: generate_pb2.GenerateRequest) -> None:
+async def run_stream(call: HttpCall, stream: FailableStream, work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs what writes to a stream, while the client is there. An error after the response has begun ends it."""
+    try:
+        async with call.while_connected():
+            return await work
+    except BatonError as error:
+        if not call.response_status:
+            raise
+        call.status = code_of(type(error))
+        add_log_fields(reason=error.reason, error=error.message)
+        await stream.fail(error)
+        return True
+
+
+def add_session(call: HttpCall, request: generate_pb2.GenerateRequest) -> None:
     """Sets what headers say of the session. Raises InvalidRequest."""
     for name, value in call.invocation_metadata():
         match name:

@@ -67,6 +67,7 @@ class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool = False
+    keep_seconds: Number | None = None  # how long the stream goes on without its client; also the header x-baton-keep
     include_obfuscation: Literal[False] | None = None
 
 

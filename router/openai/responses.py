@@ -1,11 +1,11 @@
-"""/v1/responses: texts and calls, whole or streamed. Nothing is stored, so no response can be continued by its id."""
+"""/v1/responses: texts and calls, whole or streamed. Those that are kept are in `stored`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
 from router.openai.chat import FlatNamedTool, ToolMode, format_field, guide, offer_tools
@@ -38,18 +38,33 @@ class ResponsesRequest(CacheFields):
     top_p: Number | None = None
     stream: bool | None = None
     text: TextOptions | None = None
-    store: bool | None = None  # not stored, as the response says
+    store: bool | None = None  # only if it is true, as the response says
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     parallel_tool_calls: bool | None = None
     tools: list[FlatFunctionTool] | None = None
     tool_choice: ToolMode | FlatNamedTool | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
-    previous_response_id: None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+    @property
+    def uses_memory(self) -> bool:
+        """True if the response goes on from a kept one, or is kept."""
+        return self.is_kept or self.previous_response_id is not None
+
+    def require_consistent(self) -> None:
+        """Raises InvalidRequest for what contradicts itself."""
+        if self.background and self.store is False:
+            raise InvalidRequest.of("store", "is false, but a response in the background is kept")
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the response can be retrieved."""
+        return bool(self.store or self.background)
 
     @property
     def guided_field(self) -> str:
@@ -87,11 +102,16 @@ class ResponseBuilder:
 
     def __init__(self, request: ResponsesRequest, identity: str, created: int) -> None:
         self._request = request
-        self._identity = identity
+        self.identity = identity
         self._created = created
         self._tools = [tool.model_dump() for tool in request.offered_tools]
         choice = request.tool_choice or "auto"
         self._tool_choice = choice.model_dump() if isinstance(choice, FlatNamedTool) else choice
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the response is sent as it comes."""
+        return bool(self._request.stream)
 
     def response(
         self, model: str, status: str, output: list[dict[str, Any]], finished: generate_pb2.Finished | None = None
@@ -100,7 +120,7 @@ class ResponseBuilder:
         request = self._request
         is_cut = status == "incomplete"
         return {
-            "id": self._identity,
+            "id": self.identity,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -111,8 +131,8 @@ class ResponseBuilder:
             "model": model,
             "output": output,
             "parallel_tool_calls": bool(self._tools) and request.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": request.previous_response_id,
+            "store": request.is_kept,
             "temperature": request.temperature,
             "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
             "tool_choice": self._tool_choice if self._tools else "none",
@@ -121,6 +141,7 @@ class ResponseBuilder:
             "truncation": "disabled",
             "usage": _usage(finished.usage) if finished else None,
             "metadata": request.metadata or {},
+            **({"background": True} if request.background else {}),
         }
 
     def item(self, index: int, kind: ItemKind, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,7 +162,7 @@ class ResponseBuilder:
 
     def item_id(self, index: int, kind: str) -> str:
         """The identity of an item."""
-        return f"{_ITEM_PREFIXES[kind]}{self._identity.removeprefix('resp_')}{f'_{index}' if index else ''}"
+        return f"{_ITEM_PREFIXES[kind]}{self.identity.removeprefix('resp_')}{f'_{index}' if index else ''}"
 
     def whole(self, collected: UnaryCollector) -> dict[str, Any]:
         """The body of a response that is not streamed."""
@@ -275,8 +296,13 @@ class ResponseStream:
 
 def part(kind: ItemKind, text: str) -> dict[str, Any]:
     """The text of an item."""
-    made: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
+    made: dict[str, Any] = {"type": part_type(kind), "text": text}
     return {**made, "annotations": [], "logprobs": []} if kind == "message" else made
+
+
+def part_type(kind: ItemKind) -> str:
+    """The type of an item's text."""
+    return _PART_TYPES[kind]
 
 
 def status_of(finished: generate_pb2.Finished) -> str:

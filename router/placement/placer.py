@@ -1,7 +1,7 @@
 """Places requests: filters the workers of the cluster, and lets the policy choose; again when a worker fails."""
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -9,7 +9,8 @@ from typing import NoReturn
 from baton.errors import BatonError, LayoutMismatch, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.location import Domain
-from discovery.pairing import layout_mismatch, layout_name
+from discovery.pairing import can_hand_over, layout_mismatch, layout_name
+from discovery.record import KEEPS_STREAMS, MOVES_DECODES
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.loras import prefer_loaded
@@ -116,6 +117,21 @@ class Placer:
             if eligible := self._filter(constraints).eligible:
                 return self._choose(request, prefer_loaded(Candidates(eligible), request.lora))
             await self._cluster.change()
+
+    def move_targets(
+        self, request: RoutingRequest, context_tokens: int, source: WorkerHandle, tried: frozenset[str] = frozenset()
+    ) -> list[WorkerHandle]:
+        """The workers that can take over a running decode of another one, with its KV."""
+        constraints = _continue_constraints(request, context_tokens, tried)
+        kept = (KEEPS_STREAMS,) if KEEPS_STREAMS in source.record.capabilities else ()
+        able = self._filter(replace(constraints, needs=(*request.needs, MOVES_DECODES, *kept))).eligible
+        return [worker for worker in able if can_hand_over(source.record, worker.record, self._within)]
+
+    def choose(self, request: RoutingRequest, workers: Sequence[WorkerHandle]) -> WorkerHandle:
+        """The best of these decode workers."""
+        chosen = self._choose(request, prefer_loaded(Candidates(workers), request.lora))
+        chosen.progress.close()
+        return chosen.decode
 
     def _candidates(self, request: RoutingRequest, among: Collection[str] | None = None) -> Candidates[WorkerHandle]:
         lora = request.lora

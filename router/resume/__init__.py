@@ -5,6 +5,7 @@
 * `record.py`: what the decode worker of an answer keeps for other routers.
 * `replay.py`: an answer whose first tokens are known: their text again, without what its client has.
 * `finding.py`: the workers that have an answer.
+* `attaching.py`: the answers of a handle on their workers.
 * `execution.py`: one answer that goes on, on the worker that still runs it or on another.
 * `resumer.py`: ResumeGeneration, from the handle to the end of the stream.
 """

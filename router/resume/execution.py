@@ -7,6 +7,7 @@ from baton.errors import StreamLost
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.execution import Executor, RequestExecution
+from router.moving.yielded import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.replay import ReplayedCompletion
 from router.routing.latency import DecodeTimer
@@ -41,7 +42,9 @@ class ResumedExecution(RequestExecution):
         self._resumptions = adopted.attachment - 1 if adopted else 1
 
     async def run(self) -> None:
-        """Sends what the client lacks, then decodes to the end."""
+        """Sends what the client lacks, then decodes to the end. The tenant has paid for what the client has."""
+        assert self._ctx.keep is not None
+        self._stats.charged_tokens = self._ctx.keep.of(self._ctx.answer).have.tokens
         if self._adopted is None and not self._completion.token_ids:
             await super().run()
             return
@@ -83,16 +86,16 @@ class ResumedExecution(RequestExecution):
         self._has_started = True
         keep = self._ctx.keep
         assert keep is not None
-        resumed = generate_pb2.Resumed(started=started, recomputed=self._adopted is None, attempt=keep.attempt)
+        recomputed = self._adopted is None or keep.is_partly_lost
+        resumed = generate_pb2.Resumed(started=started, recomputed=recomputed, attempt=keep.attempt or 0)
         self._stream.start(resumed)
         if (missing := self._replay.missing) != _NOTHING:
             self._stream.put_now(missing)
 
-    async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> None:
+    async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Yielded | None:
         adopted, self._adopted = self._adopted, None
         if adopted is None:
-            await super()._decode(placement, prompt)
-            return
+            return await super()._decode(placement, prompt)
         worker, emitted = adopted.worker, len(self._completion.token_ids)
         self._stats.decode_worker_id = worker.record.worker_id
         if self._completion.finished is not None:
@@ -100,6 +103,7 @@ class ResumedExecution(RequestExecution):
         read = partial(self._go_on, DecodeTimer(worker.latency, 0, emitted), worker)
         await self._calls.go_on(adopted, read, self)
         await self._settle(worker)
+        return self._yielded
 
     async def _go_on(self, timer: DecodeTimer, worker: WorkerHandle, call: DecodeCall) -> None:
         if not self._ends_here:

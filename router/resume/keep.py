@@ -19,18 +19,21 @@ class Continued:
 class Keep:
     """The grace of a request's answers without their client, and their handle.
 
-    `continued` has what the client has of each answer, if it resumes them; `attempt` counts how often.
+    `continued` has what the client has of each answer, if it resumes them; `attempt` counts how often, and is None for
+    a new request.
     """
 
     seconds: float
     handle: Handle
-    attempt: int = 0
+    attempt: int | None = None
+    is_partly_lost: bool = False  # some of several answers are computed again
+    origin: bytes = b""  # see ResumeRecord
     continued: Mapping[int, Continued] = field(default_factory=dict)
 
     @property
     def is_resumed(self) -> bool:
         """True for a request that goes on with answers."""
-        return self.attempt > 0
+        return self.attempt is not None
 
     def of(self, answer: int) -> Continued:
         """The client's part of one answer."""

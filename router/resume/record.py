@@ -15,7 +15,7 @@ def resumption(ctx: RequestContext, worker: WorkerRecord, seed: int) -> generate
     keep = ctx.keep
     if keep is None or keep.seconds <= 0 or KEEPS_STREAMS not in worker.capabilities:
         return None
-    if _reduced(ctx.request).ByteSize() > _LONGEST_RECORD:
+    if _reduced(ctx.request).ByteSize() + len(keep.origin) > _LONGEST_RECORD:
         return None
     given = generate_pb2.Resumption(handle=keep.handle.at(worker.worker_id).text, seed=seed)
     given.keep.FromNanoseconds(int(keep.seconds * 1e9))
@@ -32,6 +32,7 @@ def stream_keep(ctx: RequestContext, started: generate_pb2.Started) -> decode_pb
         answers=max(1, ctx.request.sampling.n),
         tenant=ctx.qos.tenant,
         priority=ctx.qos.priority,
+        origin=keep.origin,
     )
     record.request.CopyFrom(_reduced(ctx.request))
     record.started.CopyFrom(started)

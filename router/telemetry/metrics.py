@@ -13,6 +13,7 @@ from runtime.metrics import REGISTRY
 
 _CLASS = ("model", "request_class")
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
+RESUMED = ("adopted", "computed_again", "lost")
 WORKER_STATES = ("ready", "unhealthy", "draining")
 
 REQUESTS = FrequentCounter(
@@ -100,6 +101,30 @@ MIGRATIONS = Counter(
     ["stage"],
     registry=REGISTRY,
 )
+MOVES = Counter(
+    "baton_router_moves_total",
+    "Decodes that were to go on on another worker with their KV: moved, returned to where they were, recomputed, or not"
+    " moved at all.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+MOVE_PAUSE_SECONDS = FrequentHistogram(
+    "baton_router_move_pause_seconds",
+    "How long a decode that was moved gave no token: from its last one there to the first one here.",
+    (),
+    _SECONDS,
+    REGISTRY,
+).labels()
+RESUMPTIONS = Counter(
+    "baton_router_resumptions_total",
+    "Answers that a client asked to go on with: taken over from a worker, computed again, or lost.",
+    ["result"],
+    registry=REGISTRY,
+)
+STORED_RESPONSES = Gauge(
+    "baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.", registry=REGISTRY
+)
+STORED_RESPONSE_BYTES = Gauge("baton_router_stored_response_bytes", "What these responses take.", registry=REGISTRY)
 REFUSALS = Counter(
     "baton_router_refusals_total",
     "Requests that were refused admission to the workers.",
@@ -200,6 +225,10 @@ def _begin_at_zero() -> None:
         WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
+    for outcome in ("moved", "returned", "recomputed", "failed"):
+        MOVES.labels(outcome)
+    for result in RESUMED:
+        RESUMPTIONS.labels(result)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable):
         REFUSALS.labels(kind.reason)
     for outcome in ("own_part", "refused", "allowed"):

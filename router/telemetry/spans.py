@@ -38,6 +38,13 @@ def set_request_attributes(request: generate_pb2.GenerateRequest, span: Span) ->
     span.set(attributes)
 
 
+def set_adopted_attributes(request: generate_pb2.GenerateRequest, span: Span) -> None:
+    """Sets what is known of a request that goes on here, after another router or connection."""
+    set_request_attributes(request, span)
+    if span.is_recording:
+        span.set({"baton.is_adopted": True})
+
+
 def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
     """Sets the parameters of a request for embeddings. Its texts are never recorded."""
     if not span.is_recording:
@@ -87,6 +94,7 @@ def set_result_attributes(stats: RequestStats, span: Span) -> None:
         "baton.prefill.worker_id": stats.prefill_worker_id,
         "baton.decode.worker_id": stats.decode_worker_id,
         "baton.migrations": stats.migrations,
+        "baton.moves": stats.moves or None,
     }
     span.set({name: value for name, value in facts.items() if value not in (None, "", [])})
 

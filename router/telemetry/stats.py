@@ -32,10 +32,12 @@ class RequestStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     completion_tokens: int = 0
+    charged_tokens: int = 0  # of them, those that the tenant has paid for before: see router/resume
     encoding: generate_pb2.Encoding.ValueType = generate_pb2.ENCODING_NONE
     encode_worker_ids: list[str] = field(default_factory=list)
     finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     migrations: int = 0
+    moves: int = 0
     topology: generate_pb2.Topology.ValueType = generate_pb2.TOPOLOGY_AGGREGATED
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
@@ -97,13 +99,16 @@ class RequestStats:
     def add_answer(self, answer: "RequestStats") -> None:
         """Adds what one more answer to the same prompt took. The prompt counts once."""
         self.completion_tokens += answer.completion_tokens
+        self.charged_tokens += answer.charged_tokens
         self.drafted_tokens += answer.drafted_tokens
         self.accepted_tokens += answer.accepted_tokens
         self.migrations += answer.migrations
+        self.moves += answer.moves
 
     def fill_known(self, finished: generate_pb2.Finished) -> None:
         """Fills what is known before an answer is decoded."""
         finished.migrations, finished.topology = self.migrations, self.topology
+        finished.moves = self.moves
         finished.prefill_worker_id = self.prefill_worker_id
         usage = finished.usage
         usage.prompt_tokens, usage.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -115,6 +120,7 @@ class RequestStats:
         """Takes over what `fill_known` of another router has filled."""
         usage = finished.usage
         self.migrations, self.topology = finished.migrations, finished.topology
+        self.moves = finished.moves
         self.prefill_worker_id = finished.prefill_worker_id
         self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         self.media_tokens, self.cached_embeddings = usage.media_tokens, usage.cached_embeddings
@@ -129,6 +135,8 @@ class RequestStats:
     def fill(self, finished: generate_pb2.Finished) -> None:
         """Fills the last message, but for what stopped the answer."""
         finished.reason, finished.migrations, finished.topology = self.finish_reason, self.migrations, self.topology
+        if self.moves:
+            finished.moves = self.moves
         usage = finished.usage
         usage.prompt_tokens, usage.cached_tokens = self.prompt_tokens, self.cached_tokens
         usage.completion_tokens = self.completion_tokens

@@ -7,6 +7,7 @@ corrected_load.py  CorrectedLoad: a worker's load between its reports
 cluster.py  Cluster: all registered workers, and the models that they serve
 loras.py    which adapter a name stands for, and the reports of adapters
 lora_operations.py   LoraOperations: what operators do with adapters, on all workers
+worker_operations.py   WorkerOperations: what operators do with one worker: move its decodes, drain it, change its role
 offer.py    Offer: what all of this offers, for GetServerInfo
 destinations.py    Destination: what a decode worker allocates before the prompt is computed
 prefetches.py      Prefetch: a decode worker reads KV while its prompt is computed

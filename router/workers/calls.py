@@ -79,7 +79,8 @@ class WorkerCalls:
         self._prefills = self._decodes = 0
         self._keep: decode_pb2.StreamKeep | None = None  # of the next decode
         self._attachment = 1
-        self._prefill_span: SpanContext | None = None
+        self.reader = 0  # of a decode that is kept, which of its readers this is
+        self._computed_by: SpanContext | None = None  # the span of the last call, whose KV the next one may take over
 
     async def allocate(
         self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt, waiting: Waiting
@@ -179,7 +180,7 @@ class WorkerCalls:
                 prompts.end(work, is_done=is_done)
             if calling.span.is_recording:
                 calling.span.set(prefill_attributes(response))
-            self._prefill_span = calling.span.context
+            self._computed_by = calling.span.context
             calling.timing.report(response.timings)
             calling.timing.is_complete = True
         return response.handoff
@@ -211,11 +212,13 @@ class WorkerCalls:
             request.sampling.CopyFrom(self._sampling)
             if handoff:
                 request.handoff.CopyFrom(handoff)
-                calling.span.link(self._prefill_span, "prefill")
+                calling.span.link(self._computed_by, "prefill" if self._decodes == 0 else "decode")
             self._decodes += 1
+            self.reader = 0
             if self._keep is not None:
                 request.keep.CopyFrom(self._keep)
                 request.keep.hop, self._attachment = self._decodes, 1
+                self.reader = 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
             with worker.fail_if_hung(waiting):
@@ -223,6 +226,7 @@ class WorkerCalls:
                     await read(DecodeCall(call, calling.timing))
                 finally:
                     await call.aclose()
+            self._computed_by = calling.span.context
 
     def keep_next(self, keep: decode_pb2.StreamKeep | None) -> None:
         """Lets the next decode go on without this router; without `keep` it does not."""
@@ -233,12 +237,14 @@ class WorkerCalls:
     ) -> None:
         """Reads a decode that runs already, for another router until now."""
         self._decodes, self._attachment = adopted.hop, adopted.attachment
+        self.reader = adopted.attachment
         worker = adopted.worker
         with _Calling(self._ctx, timing_pb2.STAGE_DECODE, "attach", worker, 0) as calling, worker.fail_if_hung(waiting):
             try:
                 await read(DecodeCall(adopted.responses, calling.timing))
             finally:
                 await adopted.responses.aclose()
+            self._computed_by = calling.span.context
 
     async def settle(self, worker: WorkerHandle, *, forget: bool = False) -> None:
         """Ends the generation of a kept answer that has ended here. If that fails it ends with its grace."""
@@ -261,6 +267,11 @@ class WorkerCalls:
         if worker.record.data_parallel_ranks <= 1:
             return _ONLY_RANK
         return worker.ranks.taking(self._ctx.request.routing.session_key, chosen)
+
+    @property
+    def next_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata of a call before the next decode."""
+        return self._metadata(self._decodes + 1)
 
     def _metadata(self, attempt: int) -> tuple[tuple[str, str | bytes], ...]:
         return (*self._ctx.worker_metadata(attempt), *self._ctx.qos.metadata())

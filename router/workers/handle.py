@@ -404,7 +404,9 @@ class WorkerHandle:
             self._changed()
 
     def _set_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
-        self.load = load
+        before, self.load = self.load.shed, load
+        if load.shed != before:
+            self._changed()
         self._load_at = monotonic()
         self._requests.reported(load.running + load.waiting)
         self._waiting_tokens.reported(load.waiting_prefill_tokens)

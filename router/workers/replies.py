@@ -19,6 +19,7 @@ from baton.errors import (
     SlowReader,
     StaleEpoch,
     StreamAdopted,
+    StreamDiverged,
     Unavailable,
     Unsupported,
 )
@@ -41,6 +42,7 @@ _OF_WORKERS = (
     SlowReader,  # of this router's client
     StaleEpoch,
     StreamAdopted,
+    StreamDiverged,  # of this router's client, too
     Unavailable,
     Unsupported,
 )
@@ -112,6 +114,13 @@ def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: 
         raise InvalidReply(f"the handoff has the KV layout {handoff.layout_digest[:12]!r}")
     if handoff.num_tokens not in (0, tokens):
         raise InvalidReply(f"the handoff has {handoff.num_tokens} tokens of {tokens}")
+
+
+def check_yielded(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: int, newest: int) -> None:
+    """Raises InvalidReply unless a decode of so many ids, the last one `newest`, may yield this."""
+    check_handoff(handoff, record, tokens - 1)
+    if handoff.first_token.token_id != newest:
+        raise InvalidReply(f"the decode yields after {handoff.first_token.token_id}, and the last id was {newest}")
 
 
 def reported_logprobs(

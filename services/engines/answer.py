@@ -7,11 +7,12 @@ from services.engines.prompt import Retained
 
 
 class FinishReason(enum.Enum):
-    """Why an engine ended a request; stop strings are the router's."""
+    """Why an engine ended a request; stop strings are the router's. One that has yielded goes on elsewhere."""
 
     END_OF_SEQUENCE = "end_of_sequence"
     STOP_TOKEN = "stop_token"
     LENGTH = "length"
+    YIELDED = "yielded"
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return 0
 
     @property
+    def moves_decodes(self) -> bool:
+        """True if a running generation can be lent and yielded, to go on in another engine."""
+        return False
+
+    @property
     def loras(self) -> ServesLoras | None:
         """The engine's adapters; None if it serves none, and then no prompt has one."""
         return None

@@ -5,9 +5,10 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 
-from baton.errors import EngineFailed
+from baton.errors import EngineFailed, Unsupported
 from runtime.aio import wait_until_done
 from services.engines.answer import Finished, Tokens
+from services.engines.kv import HeldKv, LentKv
 
 
 class Generation(AsyncGenerator[Tokens | Finished, None]):
@@ -23,6 +24,24 @@ class Generation(AsyncGenerator[Tokens | Finished, None]):
     @abstractmethod
     def pull(self) -> tuple[Sequence[int], Finished | None]:
         """The new ids, and the end, if it has come. Raises what ended the generation, if it failed."""
+
+    # To go on elsewhere: for engines that say `moves_decodes`.
+
+    async def yield_next(self) -> None:
+        """Ends it at its next token, with the reason YIELDED unless that token ends the answer.
+
+        One that waits for blocks ends at once. Until the end is read nothing else changes; once is as good as twice.
+        """
+        raise Unsupported("this engine cannot hand a running decode over")
+
+    def pop_held(self) -> HeldKv | None:
+        """Its KV after it has yielded, once, for a caller that owns it then; None if it had none."""
+        return None
+
+    async def lend(self, most_tokens: int) -> LentKv | None:
+        """Holds its full blocks within the first `most_tokens` ids while it goes on; None if there are none."""
+        del most_tokens
+        raise Unsupported("this engine cannot lend the KV of a running decode")
 
 
 async def _nothing() -> None:

@@ -131,6 +131,17 @@ class HeldBlocks(Protocol):
         """Frees the blocks; returns how many, 0 if they were free already."""
 
 
+class LentKv(HeldBlocks, Protocol):
+    """The full blocks of a decode that goes on: their content is final."""
+
+    @property
+    def next_token(self) -> int:
+        """The id that follows those in the blocks."""
+
+    @property
+    def prefix_hash(self) -> bytes: ...
+
+
 class HeldKv(Protocol):
     """A prompt's KV cache and first token. The holder owns the blocks until `release`, which is idempotent and quick.
 
@@ -211,6 +222,9 @@ class Reservation(Protocol):
 
         Call it only when no transfer can write into the blocks any more.
         """
+
+    async def cache(self) -> None:
+        """Frees the blocks, which have got their KV, so that the prefix cache keeps the full ones, where it is on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,15 +62,16 @@ class Puller:
 
         Raises InvalidRequest naming a wrong field of the handoff, LayoutMismatch, StaleEpoch, and HandoffLost if the
         lease did not hold throughout, the bytes did not arrive, or KV that is held here left no room for them. After
-        any error, and on cancellation, it releases the handoff at once if the owner answers. Overloaded is the
-        exception: another worker may have room for the handoff.
+        any error, and on cancellation, it releases the handoff at once if the owner answers. Overloaded, and what a
+        decode has yielded, are the exceptions: another worker may have room for the handoff.
         """
         async with self._peers.use(handoff) as peer:
             lease = ReaderLease(handoff, peer.stub)
             attempt = _Attempt(self._engine, self.prefetcher, handoff, prompt, call)
             try:
                 with ExitStack() as undo:
-                    undo.callback(self._give_up, handoff, lease)
+                    if not handoff.is_yielded:
+                        undo.callback(self._give_up, handoff, lease)
                     check_handoff(handoff, prompt, self._engine.facts.layout)
                     try:
                         with stage_span("handoff", {"baton.handoff.confirmed": False}) as span:

@@ -36,6 +36,7 @@ class Handoff(LeasedBlocks):
     first_token: int
     engine_state: bytes = field(default=b"", repr=False)  # of an engine that transfers KV itself
     lora_digest: str = ""  # of the adapter that computed it
+    is_yielded: bool = False  # by a decode: its router releases it if it is not taken over
 
 
 def without_lease(worker_id: str, epoch: int, address: str) -> LeasedBlocks:
@@ -64,6 +65,7 @@ def read_handoff(message: handoff_pb2.KvHandoff) -> Handoff:
         first_token=message.first_token.token_id,
         engine_state=message.engine_state,
         lora_digest=message.lora_digest,
+        is_yielded=message.is_yielded,
     )
 
 

@@ -10,6 +10,7 @@ from baton.errors import LayoutMismatch
 from rpc.auth.caller import certificate
 from rpc.tracing.span import optional_attempt
 from services.engines.kv import KvLayout
+from services.engines.prompt import Lora
 from services.handoff.early import PromptsInProgress, follow_response
 from services.handoff.leases import Lease, LeaseTable
 from services.identity import Identity
@@ -24,6 +25,24 @@ class HandoffOwner:
 
     identity: Identity
     layout: KvLayout
+
+    def handoff(self, lease: Lease | None, lora: Lora | None) -> handoff_pb2.KvHandoff:
+        """The handoff of blocks under a lease, without what is known of their content; empty without a lease."""
+        message = handoff_pb2.KvHandoff(
+            worker_id=self.identity.worker_id,
+            epoch=self.identity.epoch,
+            address=self.identity.address,
+            layout_digest=self.layout.digest,
+        )
+        if lease is not None:
+            held = lease.held
+            message.handoff_id = lease.handoff_id
+            message.lease.CopyFrom(duration(lease.remaining_seconds))
+            message.num_tokens = held.num_tokens
+            message.num_bytes = len(held.block_ids) * self.layout.block_bytes
+            message.block_ids.extend(held.block_ids)
+            message.lora_digest = lora.digest if lora else ""
+        return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,5 +3,6 @@
 calls.py             running calls: admitted once, counted, stopped
 loras.py             adapters of requests and of operators' calls
 prompts.py           prompts and sampling parameters, read and checked
+decoded.py           the events of a decode, and their messages
 fault_injection.py   the faults that a request's fault plan asks for
 """

@@ -18,7 +18,7 @@ from services.telemetry.timings import CallClock
 
 # A worker that decodes also reads KV before a request's Decode, in a call of its own.
 CallKind = str
-_PREFETCH = "prefetch"
+_BEFORE_DECODES = ("prefetch", "warm")
 
 
 class RunningCall:
@@ -58,15 +58,18 @@ class Calls:
         return len(self._calls)
 
     @contextmanager
-    def run(self, kind: CallKind, request_id: str, model: str, metadata: Metadata = ()) -> Iterator[RunningCall]:
+    def run(
+        self, kind: CallKind, request_id: str, model: str, metadata: Metadata = (), *, is_return: bool = False
+    ) -> Iterator[RunningCall]:
         """Admits a request, and counts it as running while the context is open, within one task.
 
+        One that comes back with KV of this worker is admitted by a draining worker, too.
         `metadata` is the call's, and may contain a fault plan. Raises RoleMismatch, ModelNotFound, Draining or
         RequestExists. Errors that pass through get the worker's id and the kind as their stage, unless they have them.
         """
         reason = BatonError.reason
         try:
-            self._admit(kind, request_id, model)
+            self._admit(kind, request_id, model, is_return)
             call = self._calls[kind, request_id] = RunningCall(first_stages()[kind])
             set_traceparent(current_span().traceparent)
             try:
@@ -90,6 +93,10 @@ class Calls:
         finally:
             metrics.CALLS.labels(kind, outcome_of(reason), reason).inc()
 
+    def count(self, role: Role) -> int:
+        """The running calls of a role."""
+        return sum(_role(kind) == role for kind, _ in self._calls)
+
     def find(self, request_id: str) -> list[RunningCall]:
         """Returns the calls of a request, in the order of the stages."""
         return [call for kind in first_stages() if (call := self._calls.get((kind, request_id)))]
@@ -102,12 +109,12 @@ class Calls:
         for call in calls:
             await call.ended.wait()
 
-    def _admit(self, kind: CallKind, request_id: str, model: str) -> None:
+    def _admit(self, kind: CallKind, request_id: str, model: str, is_return: bool) -> None:
         self._identity.require_role(_role(kind))
         self._identity.require_model(model)
         if not request_id:
             raise InvalidRequest.of("request_id", "is empty")
-        if self.draining:
+        if self.draining and not is_return:
             raise Draining(f"worker {self._identity.worker_id} is draining")
         if (kind, request_id) in self._calls:
             raise RequestExists(f"request {request_id} is already in {kind} on worker {self._identity.worker_id}")
@@ -117,11 +124,11 @@ class Calls:
 def first_stages() -> Mapping[CallKind, "timing_pb2.Stage.ValueType"]:
     """The stage that a call begins with, in the order of a request's calls."""
     stages = {kind.name: timing_pb2.Stage.Value(kind.stage) for kind in role_kinds().values()}
-    return stages | {_PREFETCH: timing_pb2.STAGE_HANDOFF_WAIT}
+    return stages | dict.fromkeys(_BEFORE_DECODES, timing_pb2.STAGE_HANDOFF_WAIT)
 
 
 def _role(kind: CallKind) -> Role:
-    return "decode" if kind == _PREFETCH else kind
+    return "decode" if kind in _BEFORE_DECODES else kind
 
 
 def aborted(request_id: str) -> Cancelled:

@@ -12,6 +12,9 @@ from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
 from services.requests.loras import read_lora
 
+# The requests for a prompt with a part of its answer.
+_CONTINUES = (decode_pb2.DecodeRequest, decode_pb2.WarmRequest)
+
 FINISH_REASONS = {
     FinishReason.END_OF_SEQUENCE: sampling_pb2.FINISH_REASON_END_OF_SEQUENCE,
     FinishReason.STOP_TOKEN: sampling_pb2.FINISH_REASON_STOP_TOKEN,
@@ -23,7 +26,8 @@ def read_prompt(
     request: prefill_pb2.PrefillRequest
     | decode_pb2.DecodeRequest
     | decode_pb2.AllocateRequest
-    | decode_pb2.PrefetchRequest,
+    | decode_pb2.PrefetchRequest
+    | decode_pb2.WarmRequest,
 ) -> Prompt:
     """Returns the prompt without its media. Raises InvalidRequest if it has no tokens."""
     message = request.prompt
@@ -31,7 +35,7 @@ def read_prompt(
         raise InvalidRequest.of("prompt.token_ids", "is empty")
     return Prompt(
         token_ids=tuple(message.token_ids[:]),
-        emitted=tuple(request.emitted) if isinstance(request, decode_pb2.DecodeRequest) else (),
+        emitted=tuple(request.emitted) if isinstance(request, _CONTINUES) else (),
         cache_salt=message.cache_salt,
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
         lora=read_lora(message),

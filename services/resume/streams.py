@@ -12,12 +12,21 @@ from typing import Any
 from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError, DeadlineExceeded, FieldViolation, PositionInvalid, StaleAttempt, StreamLost
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FieldViolation,
+    PositionInvalid,
+    StaleAttempt,
+    StreamAdopted,
+    StreamLost,
+)
 from runtime.aio import wait_until_done
 from services.config import KeepConfig
 from services.engines.base import EngineLoad
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
+from services.telemetry import metrics
 
 Own = Callable[[KeptStream], Awaitable[None]]
 
@@ -49,6 +58,18 @@ class _Entry:
                 timer.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class KeptUsage:
+    """The numbers of streams: that generate with a reader and without one, and that have ended."""
+
+    attached: int = 0
+    parked: int = 0
+    finished: int = 0
+
+
+NOTHING_KEPT = KeptUsage()
+
+
 class KeptStreams:
     """The table of kept streams, by their requests' ids. An asynchronous context manager: leaving it ends them all.
 
@@ -61,6 +82,8 @@ class KeptStreams:
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
+        # Told with each load of the worker: kept up to date, so that telling it takes nothing.
+        self.usage = NOTHING_KEPT
         self._look: asyncio.TimerHandle | None = None
         self._full_since: float | None = None
 
@@ -85,9 +108,13 @@ class KeptStreams:
         return [entry.stream for entry in self._entries.values()]
 
     @property
-    def is_running(self) -> bool:
-        """True if one of them generates."""
-        return any(not entry.stream.ended.is_set() for entry in self._entries.values())
+    def num_bytes(self) -> int:
+        """The bytes of all."""
+        return sum(stream.size for stream in self.streams)
+
+    def _note_usage(self) -> None:
+        running, parked = len(self._entries) - len(self._finished), len(self._parked)
+        self.usage = KeptUsage(running - parked, parked, len(self._finished))
 
     def forget_all(self) -> None:
         """Ends them all."""
@@ -107,6 +134,7 @@ class KeptStreams:
             stream.deadline_at = loop.time() + seconds
             entry.deadline = loop.call_later(seconds, entry.stop, DeadlineExceeded("the request's deadline has passed"))
         entry.owner = asyncio.create_task(self._run(entry, own))
+        self._note_usage()
         return stream
 
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
@@ -132,6 +160,12 @@ class KeptStreams:
         finally:
             if stream.leave(reader) and entry is not None:
                 self._park(entry)
+
+    def require_reader(self, request_id: str, attachment: int) -> None:
+        """Raises StreamAdopted unless the stream, if it is kept, has this reader."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.stream.attachment != attachment:
+            raise StreamAdopted("another router has taken the answer over")
 
     def settle(self, request: decode_pb2.SettleRequest) -> None:
         """Ends the generation of a stream, or forgets all of it."""
@@ -173,8 +207,10 @@ class KeptStreams:
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
         self._finished[entry] = entry.stream.size
+        self._note_usage()
         while sum(self._finished.values()) > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
+            metrics.KEPT_DROPPED.labels("bytes").inc()
 
     # How long they stay.
 
@@ -182,20 +218,28 @@ class KeptStreams:
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
         seconds = entry.stream.kept.grace_seconds
-        entry.grace = asyncio.get_running_loop().call_later(seconds, self._drop, entry)
+        entry.grace = asyncio.get_running_loop().call_later(seconds, self._end_grace, entry)
         if entry.stream.ended.is_set():
             return
         self._parked[entry] = None
+        self._note_usage()
         if len(self._parked) > self._config.max_parked:
             self._drop(next(iter(self._parked)))
+            metrics.KEPT_DROPPED.labels("parked").inc()
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._make_room)
 
     def _unpark(self, entry: _Entry) -> None:
         self._parked.pop(entry, None)
+        self._note_usage()
         if entry.grace is not None:
             entry.grace.cancel()
             entry.grace = None
+
+    def _end_grace(self, entry: _Entry) -> None:
+        if not entry.stream.ended.is_set():
+            metrics.KEPT_DROPPED.labels("grace").inc()
+        self._drop(entry)
 
     def _drop(self, entry: _Entry) -> None:
         """Ends a stream, and forgets it."""
@@ -205,6 +249,7 @@ class KeptStreams:
         self._finished.pop(entry, None)
         if self._entries.get(entry.stream.kept.request_id) is entry:
             del self._entries[entry.stream.kept.request_id]
+        self._note_usage()
 
     def _make_room(self) -> None:
         """Ends the generation of the longest parked stream once requests have waited too long for room."""
@@ -222,6 +267,8 @@ class KeptStreams:
             entry = next(iter(self._parked))
             del self._parked[entry]
             entry.stop()
+            self._note_usage()
+            metrics.KEPT_DROPPED.labels("room").inc()
         self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
 
 
@@ -248,10 +295,10 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
 
 
 def require_later(stream: KeptStream, attempt: int) -> None:
-    """Raises StaleAttempt unless it is above that of the last Attach."""
-    if attempt <= stream.attempt:
+    """Raises StaleAttempt unless it is above that of the last Attach; 0 is the next one, whatever came before."""
+    if attempt and attempt <= stream.attempt:
         raise StaleAttempt(f"attempt {attempt} comes after attempt {stream.attempt}")
-    stream.attempt = attempt
+    stream.attempt = attempt or stream.attempt + 1
 
 
 def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:

@@ -63,6 +63,19 @@ KV_FRAGMENTATION = Gauge(
     "The part of the used blocks that has no token: of the last block of each sequence, and of what it reserved.",
     registry=REGISTRY,
 )
+KEPT_STREAMS = Gauge(
+    "baton_kept_streams",
+    "Answers that are kept for other routers: read, parked without a reader, and ended.",
+    ["state"],
+    registry=REGISTRY,
+)
+KEPT_BYTES = Gauge("baton_kept_stream_bytes", "What kept answers take, beside their prompts.", registry=REGISTRY)
+KEPT_DROPPED = Counter(
+    "baton_kept_streams_dropped_total",
+    "Kept answers that ended before anybody came: their grace was over, or a bound was reached.",
+    ["reason"],
+    registry=REGISTRY,
+)
 HANDOFFS_HELD = Gauge("baton_handoffs_held", "Handoffs whose blocks are held now.", registry=REGISTRY)
 HANDOFF_WAIT_SECONDS = Histogram(
     "baton_handoff_wait_seconds",
@@ -105,6 +118,9 @@ CONFIRMATIONS_REFUSED = Counter(
     "Releases of handoffs whose lease had expired.",
     registry=REGISTRY,
 )
+YIELDED_DECODES = Counter(
+    "baton_yielded_decodes_total", "Decodes that have ended here to go on elsewhere.", registry=REGISTRY
+)
 EMBEDDING_PULL_SECONDS = Histogram(
     "baton_embedding_pull_seconds",
     "From the request for a leased embedding until it was pulled and confirmed.",
@@ -129,6 +145,11 @@ MODEL_LOAD_SECONDS = Gauge(
 )
 
 
+for _reason in ("grace", "parked", "bytes", "room"):
+    # A series that begins at one shows no increase.
+    KEPT_DROPPED.labels(_reason)
+
+
 def introduce(worker_id: str, roles: Iterable[str], facts: ModelFacts) -> None:
     """Sets the info metric of the worker: id, roles, model and engine."""
     WORKER.info({"worker_id": worker_id, "roles": ",".join(roles), "model": facts.name, "engine": facts.engine})
@@ -139,6 +160,12 @@ def observe_load(load: EngineLoad) -> None:
     RUNNING.set(load.running)
     WAITING.set(load.waiting)
     WAITING_PREFILL_TOKENS.set(load.waiting_prefill_tokens)
+
+
+def observe_kept(attached: int, parked: int, finished: int) -> None:
+    """Updates the gauges of kept answers."""
+    for state, count in (("attached", attached), ("parked", parked), ("finished", finished)):
+        KEPT_STREAMS.labels(state).set(count)
 
 
 def observe_blocks(load: EngineLoad) -> None:

@@ -104,6 +104,26 @@ async def test_a_synchronous_answer_has_no_gap(routers: Routers, way: str) -> No
         assert await asyncio.to_thread(read) == (expected, 1)
 
 
+async def test_all_streams_of_a_client_leave_a_router_that_hangs(routers: Routers) -> None:
+    expected = await _expected(routers)
+    resume = Resume(keep_seconds=8.0, stall_seconds=0.6)
+    async with AsyncClient(routers.address, resume=resume) as client, _lost_after(routers, "frozen") as begin:
+
+        async def read() -> tuple[str, int]:
+            generation = client.generate(_REQUEST)
+            text = ""
+            async with generation as events:
+                async for event in events:
+                    text += event.token.text
+                    if len(text) > 20:
+                        begin.set()
+            return text, generation.resumptions
+
+        found = await asyncio.gather(*(read() for _ in range(6)))
+    assert [text for text, _ in found] == [expected] * 6
+    assert all(resumptions >= 1 for _, resumptions in found)
+
+
 async def test_leaving_a_kept_answer_stops_it(routers: Routers) -> None:
     long = generate_pb2.GenerateRequest(prompt="a", stopping={"max_tokens": 2000, "ignore_eos": True})
     async with AsyncClient(routers.address, resume=_RESUME) as client:

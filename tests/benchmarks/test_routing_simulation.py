@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks.routing.closed_loop import ClosedLoop
 from benchmarks.routing.simulation import Plan, Result, simulate
 from devtools.bench.traces import TracedRequest, generate_trace, ideal_hit_rate
 
@@ -68,3 +69,15 @@ def test_a_prefix_of_nine_requests_in_ten_neither_herds_nor_starves_the_others()
     assert hot.busiest <= 1.3
     assert hot.hit_rate >= 0.95 * ideal_hit_rate(hot_prefix(0.9))
     assert hot.p99 <= load.p99
+
+
+@pytest.mark.parametrize(("at_once", "tokens"), [(16, 1024), (64, 1024), (16, 4000), (64, 200)])
+def test_prompts_are_handed_over_when_that_is_quicker_however_many_are_computed_in_one_step(
+    at_once: int, tokens: int
+) -> None:
+    """Decode workers that had computed several prompts at a time seemed to do so in no time, and got nearly all."""
+    apart, whole = (ClosedLoop().run(topology, at_once, tokens, 320) for topology in ("apart", "whole"))
+    loop = ClosedLoop()
+    loop.run("whole", at_once, tokens, 320)
+    found = loop.run("automatic", at_once, tokens, 320)
+    assert found.tokens_per_second >= 0.97 * max(apart.tokens_per_second, whole.tokens_per_second)

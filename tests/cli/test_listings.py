@@ -2,8 +2,11 @@
 
 from support.clients.baton_command import Baton, SmallCluster
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, bench, simulated
+from support.eventually import eventually
 
+from baton.inference.v1 import generate_pb2
 from router.config import RoutingConfig
+from services.resume.streams import KeptUsage
 
 
 async def test_models_shows_limits_and_workers_of_each_role(baton: Baton, cluster: SmallCluster) -> None:
@@ -22,6 +25,28 @@ async def test_workers_shows_role_state_and_load(baton: Baton, cluster: SmallClu
         ["decode-0", "decode", "ready", cluster.decode.address, *idle, "cuda_ipc,", "shm,", "tcp"],
         ["prefill-0", "prefill", "ready", cluster.prefill.address, *idle, "shm,", "tcp"],
     ]
+
+
+async def test_workers_shows_how_many_answers_are_kept_and_parked(baton: Baton) -> None:
+    async with bench(simulated("w", "prefill", "decode", decode_step_seconds=0.01), proxied=False) as running:
+        request = generate_pb2.GenerateRequest(
+            prompt="a", stopping={"max_tokens": 2000}, response={"keep": {"seconds": 9}}
+        )
+        call = running.stub.Generate(request)
+        assert (await anext(aiter(call))).started.resumption.handle
+        other = running.stub.Generate(request)
+        await anext(aiter(other))
+        call.cancel()
+        await eventually(lambda: running.workers["w"].kept.usage == KeptUsage(attached=1, parked=1))
+
+        async def shown() -> str:
+            return (await baton("workers", "--address", running.address)).lines[2].split()[-1]
+
+        for _ in range(100):
+            if (last := await shown()) == "2/1":
+                break
+        assert last == "2/1"
+        other.cancel()
 
 
 async def test_workers_of_a_router_that_is_not_there_is_exit_code_one(baton: Baton) -> None:

@@ -11,9 +11,11 @@ from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.eventually import eventually
 from support.servers.etcd import free_port
+from support.servers.tcp_proxy import TcpProxy
 
 from baton.inference.v1 import generate_pb2
 from router.config import AdmissionConfig
+from router.server import host_router
 
 # The first test of a language builds its program, on two cores that others use too.
 pytestmark = pytest.mark.timeout(400)
@@ -98,6 +100,22 @@ async def test_a_router_that_is_not_there_yet_is_tried_again(program: Program) -
         assert (await process.stderr.readline()).decode().startswith("again in ")
         async with slow(listen=listen):
             assert await process.stdout.readexactly(1)
+
+
+async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(program: Program) -> None:
+    if program.language not in ("node", "go"):
+        pytest.skip("the command is in Node.js and Go alone")
+    async with slow() as running, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(host_router(PATIENT, running.registry))
+        await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == 2)
+        first = await stack.enter_async_context(TcpProxy(running.address))
+        expected = await running.text_of(prompt="x", sampling={"temperature": 0}, stopping={"max_tokens": 120})
+        process = await stack.enter_async_context(program.started(f"{first.address},{other.address}", "resume", "x"))
+        assert process.stdout is not None
+        begin = await process.stdout.readexactly(5)
+        await first.cut()
+        rest = await process.stdout.readexactly(110)
+        assert expected.startswith((begin + rest).decode())
 
 
 async def test_an_error_is_printed_with_its_reason_and_its_fields(program: Program) -> None:

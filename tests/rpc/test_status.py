@@ -30,6 +30,7 @@ WIRE = {
     "StaleEpoch": ("ABORTED", "STALE_EPOCH"),
     "StreamAdopted": ("ABORTED", "STREAM_ADOPTED"),
     "StaleAttempt": ("ABORTED", "STALE_ATTEMPT"),
+    "StreamDiverged": ("ABORTED", "STREAM_DIVERGED"),
     "StreamLost": ("NOT_FOUND", "STREAM_LOST"),
     "PositionInvalid": ("INVALID_ARGUMENT", "POSITION_INVALID"),
     "EmbeddingLost": ("ABORTED", "EMBEDDING_LOST"),

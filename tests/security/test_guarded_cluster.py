@@ -47,6 +47,7 @@ class Guarded:
     router: Router
     prefill: Worker
     decode: Worker
+    registry: MemoryRegistry
 
     def tls(self, uri: str, authority: Authority | None = None) -> TlsConfig:
         """The certificate of somebody with that URI."""
@@ -58,24 +59,26 @@ class Guarded:
         return self.prefill.engine.load().blocks_used + self.decode.engine.load().blocks_used
 
 
+def _section(authority: Authority, name: str) -> TlsSection:
+    pair = authority.issue(name, uris=[f"baton://worker/{name}"])
+    tls = TlsConfig(ca=authority.ca, cert=pair.cert, key=pair.key)
+    return TlsSection(listen=tls, call=tls)
+
+
+def _worker(authority: Authority, role: str, name: str = "") -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=name or role,
+        roles=(role,),  # type: ignore[arg-type]
+        tls=_section(authority, name or role),
+        engine=SimulatedConfig(decode_step_seconds=0.01),
+        transports=("tcp",),
+        drain_seconds=0,
+    )
+
+
 @asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[Guarded]:
     authority = Authority(folder, "ours")
-
-    def section(name: str) -> TlsSection:
-        pair = authority.issue(name, uris=[f"baton://worker/{name}"])
-        tls = TlsConfig(ca=authority.ca, cert=pair.cert, key=pair.key)
-        return TlsSection(listen=tls, call=tls)
-
-    def worker(role: str) -> WorkerConfig:
-        return WorkerConfig(
-            worker_id=role,
-            roles=(role,),  # type: ignore[arg-type]
-            tls=section(role),
-            engine=SimulatedConfig(decode_step_seconds=0.01),
-            transports=("tcp",),
-            drain_seconds=0,
-        )
 
     tokens = folder / "tokens.yaml"
     tokens.write_text(f"tokens: [{{name: alice, token: {ALICE}}}, {{name: bob, token: {BOB}}}]")
@@ -83,18 +86,18 @@ async def cluster(folder: Path) -> AsyncIterator[Guarded]:
         listen="127.0.0.1:0",
         probe=PROBE,
         drain_seconds=0,
-        tls=section("router"),
+        tls=_section(authority, "router"),
         auth=AuthConfig(tokens_file=tokens),
         routing=PLACED_BY_LOAD,
     )
     registry = MemoryRegistry("test")
     async with (
-        host_worker(worker("prefill"), registry) as prefill,
-        host_worker(worker("decode"), registry) as decode,
+        host_worker(_worker(authority, "prefill"), registry) as prefill,
+        host_worker(_worker(authority, "decode"), registry) as decode,
         host_router(config, registry) as router,
     ):
         await eventually(lambda: sum(not each.problem for each in router.cluster.workers) == 2)
-        yield Guarded(authority, router, prefill, decode)
+        yield Guarded(authority, router, prefill, decode, registry)
 
 
 @pytest.fixture
@@ -132,6 +135,26 @@ async def test_a_request_runs_from_worker_to_worker(guarded: Guarded) -> None:
 async def test_the_kv_went_over_tls(guarded: Guarded) -> None:
     finished = await generate(guarded, "baton://client/carol")
     assert "tcp" in [timing.transport for timing in finished.timings]
+
+
+async def test_a_running_decode_is_moved_and_only_by_an_operator(guarded: Guarded) -> None:
+    move = cluster_service_pb2.MoveStreamsRequest(worker_id="decode")
+    long = generate_pb2.GenerateRequest(prompt="hello " * 20, stopping={"max_tokens": 200, "ignore_eos": True})  # type: ignore[arg-type]
+    another = _worker(guarded.authority, "decode", "decode-2")
+    async with open_channel(guarded.router.address, guarded.tls("baton://client/carol")) as carol:
+        call = inference_service_pb2_grpc.InferenceServiceStub(carol).Generate(long, timeout=60)
+        messages = [await anext(events := aiter(call)), await anext(events)]
+        async with host_worker(another, guarded.registry) as target:
+            await eventually(lambda: sum(not each.problem for each in guarded.router.cluster.workers) == 3)
+            with pytest.raises(aio.AioRpcError) as refused:
+                await cluster_service_pb2_grpc.ClusterServiceStub(carol).MoveStreams(move, timeout=60)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            async with open_channel(guarded.router.address, guarded.tls("baton://operator/otto")) as otto:
+                await cluster_service_pb2_grpc.ClusterServiceStub(otto).MoveStreams(move, timeout=60)
+            messages += [message async for message in events]
+            assert (messages[-1].finished.moves, messages[-1].finished.migrations) == (1, 0)
+            assert messages[-1].finished.decode_worker_id == "decode-2"
+            assert target.engine.load().blocks_used == 0
 
 
 async def test_only_a_worker_gets_anything_from_a_worker(guarded: Guarded) -> None:
@@ -269,7 +292,10 @@ _MESSAGES = [
 _OPERATORS = {
     "/baton.engine.v1.HandoffService/List",
     *(f"/baton.engine.v1.WorkerService/{name}" for name in ("Abort", "Drain", "GetLoad", "GetModel", "WatchLoad")),
-    *(f"/baton.engine.v1.WorkerService/{name}" for name in ("ListLoras", "LoadLora", "UnloadLora")),
+    *(
+        f"/baton.engine.v1.WorkerService/{name}"
+        for name in ("ListLoras", "LoadLora", "UnloadLora", "Shed", "ChangeRole")
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """A router in simulated time: places requests by a policy, and takes them from worker to worker."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.inference.v1 import generate_pb2, timing_pb2
 from benchmarks.routing.comparison import Answer, Plan
@@ -68,6 +68,7 @@ class SimulatedRouter:
         self._prefill = [view for view in self.views if view.record.roles == ("prefill",)]
         self._decode = [view for view in self.views if view.record.roles == ("decode",)]
         self.answers: list[Answer] = []
+        self.answered: Callable[[], None] = lambda: None  # called after each answer
         self._answers = answers or {}
         self.unfinished = 0
         if isinstance(policy, PredictedSeconds) and costs.kv_events:
@@ -198,6 +199,7 @@ class _Run:
             self._placement.progress.close()
             self._router.unfinished -= 1
             self._router.answers.append(self._answer(is_local))
+            self._router.answered()
 
         self._time.later(self._costs.hop_seconds, heard)
 

@@ -18,7 +18,7 @@ _LEAST_PRIOR = 0.02
 # Workers of a group count as equal until the group has so many measurements.
 _BELIEVED = 8
 # A single measurement counts at most as so many times the usual, and at least as the reciprocal.
-_MOST_RATIO = 4.0
+_MOST_RATIO = 8.0
 # A worker counts as slower or faster than others from this relative difference on.
 _CHANCE = 0.25
 # The weight of a new measurement in a worker's slowness.

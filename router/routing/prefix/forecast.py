@@ -70,10 +70,10 @@ class Forecast(Generic[W]):
             return
         self._has_first_token = True
         self._arrive()
-        took = self._work.queue.done(self._ticket)
         cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
-        if took is not None:
-            self._cost.prefill.add(self._request.prompt_tokens - cached, took)
+        for computed in self._work.queue.done(self._ticket, self._request.prompt_tokens - cached):
+            # Each by itself would look as if the first one had taken all the time, and the others none.
+            self._cost.prefill.add(computed.tokens / computed.prompts, computed.seconds / computed.prompts)
         if cached_tokens is not None:
             self._correct(cached_tokens)
         actual = self._clock() - self._started

@@ -8,12 +8,36 @@ from router.routing.latency import Clock
 from router.routing.prefix.prefix_caches import Cache
 from runtime.clock import monotonic
 
+# Prompts were computed together if the next one is ready within this share of the seconds that each took, or within so
+# many seconds: engines compute several in one step.
+_TOGETHER_SHARE = 0.1
+_TOGETHER_SECONDS = 0.001
+
 
 @dataclass(slots=True, eq=False)
 class WorkTicket:
     """A prompt in a worker's queue, and the predicted time to compute it."""
 
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Prompts that a rank has computed together: how many, their tokens, and the seconds that all of them took."""
+
+    prompts: int
+    tokens: int
+    seconds: float
+
+    def is_with(self, later: "Computed") -> bool:
+        """True if what was ready next was computed with these."""
+        return later.seconds <= max(_TOGETHER_SECONDS, _TOGETHER_SHARE * self.seconds / self.prompts)
+
+    def __add__(self, later: "Computed") -> "Computed":
+        return Computed(self.prompts + later.prompts, self.tokens + later.tokens, self.seconds + later.seconds)
+
+
+_NOTHING = Computed(0, 0, 0.0)
 
 
 class PromptQueue:
@@ -27,6 +51,8 @@ class PromptQueue:
         self.head_seconds = 0.0  # of the first one
         self.head_since = 0.0  # when that began
         self._has_head_begun = True  # whether it is known that it began then
+        self._beside = _NOTHING  # computed before the first one, since that began
+        self._together: Computed | None = None  # the last ones, which more may belong to
 
     @property
     def wait_seconds(self) -> float:
@@ -47,22 +73,38 @@ class PromptQueue:
         self.seconds += seconds
         return ticket
 
-    def done(self, ticket: WorkTicket) -> float | None:
-        """Removes a prompt that is computed. Returns how long it took if it was the first one.
+    def done(self, ticket: WorkTicket, tokens: int) -> list[Computed]:
+        """Removes a prompt that is computed. Returns what is known by now of those that were computed together.
 
-        Not of one that followed a prompt that was given up: how much of it was computed before that is not known.
+        Nothing of a prompt that followed one that was given up: how much of it was computed before that is not known.
         """
-        has_begun = self._has_head_begun
+        has_begun, is_known = self._has_head_begun, self._tickets.get(id(ticket)) is ticket
         since = self._remove(ticket)
         if since is None:
-            return None
-        self._has_head_begun = True
-        return self.head_since - since if has_begun else None
+            self._beside += Computed(int(is_known), tokens * is_known, 0.0)
+            return []
+        latest = self._beside + Computed(1, tokens, self.head_since - since)
+        self._beside, self._has_head_begun = _NOTHING, True
+        found = self._grouped(latest if has_begun else None)
+        if not self._tickets and self._together is not None:
+            found.append(self._together)
+            self._together = None
+        return found
+
+    def _grouped(self, latest: Computed | None) -> list[Computed]:
+        """Adds the latest to the last ones, or returns those and keeps the latest instead."""
+        before = self._together
+        if before is not None and latest is not None and before.is_with(latest):
+            self._together = before + latest
+            return []
+        self._together = latest
+        return [before] if before is not None else []
 
     def give_up(self, ticket: WorkTicket) -> None:
         """Removes a prompt that will not be computed."""
         if self._remove(ticket) is not None:
             self._has_head_begun = False
+            self._beside = _NOTHING
 
     def _remove(self, ticket: WorkTicket) -> float | None:
         """Returns when it began if it was the first one."""

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from baton.errors import BatonError, EngineFailed, Overloaded
+from baton.errors import BatonError, EngineFailed, Overloaded, Unavailable
 from runtime.clock import monotonic
 from services.engines.answer import Tokens
 
@@ -138,9 +138,13 @@ class ExternalRequests(Generic[Generation]):
         self._progressed_at = monotonic()
 
     def require_capacity(self) -> None:
-        """Raises Overloaded if too many are here, and EngineFailed after a fatal error."""
+        """Raises Overloaded if too many are here, and Unavailable after a fatal error.
+
+        Unavailable, so that a router sends no more requests at once. It would take one failure to be the request's own,
+        and spend its budget of retries before the next health check says more.
+        """
         if self.failure is not None:
-            raise self.failure
+            raise Unavailable(self.failure.message)
         if len(self._tasks) >= self._most:
             raise Overloaded(f"{len(self._tasks)} requests run and wait here", retry_after_seconds=1.0)
         if not self._tasks:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.errors import BatonError, ComputeFailed, HandoffLost, InvalidRequest
 from services.engines import metrics
-from services.engines.answer import FinishReason
+from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.base import EngineLoad
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Retained, Sampling
@@ -30,7 +30,7 @@ from services.engines.pytorch.runners.selection import fused_runner, open_runner
 from services.engines.pytorch.sampling.prompt_logprobs import PromptReport
 from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
 from services.engines.pytorch.scheduler import BlockReservation, Scheduler, SchedulerLimits
-from services.engines.pytorch.sequence import Event, Failed, Held, Sink, State, Token, TokenSequence
+from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Sink, State, Token, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
 
 _MASK_POLL_SECONDS = 0.002
@@ -71,6 +71,7 @@ class EngineCore:
         # Sequences that ended while a step in flight still writes into their blocks, with the event to send afterwards.
         self._leaving: list[tuple[TokenSequence, Event]] = []
         self._held: set[TokenSequence] = set()
+        self._yielding: set[TokenSequence] = set()  # until they end
         self.eos_token_ids = frozenset(model.eos_token_ids)
         self._warm_up()
         files = checkpoint.model_files(config.model)
@@ -155,6 +156,18 @@ class EngineCore:
             self.scheduler.remove(reservation)
             reservation.settled(no_free_blocks(self._rules))
 
+    def cache(self, reservation: BlockReservation) -> int:
+        """Frees a reservation whose blocks have their KV; the prefix cache keeps the full ones."""
+        if self._prefix_cache and reservation.state is State.RESERVED:
+            for block, link in zip(reservation.blocks, reservation.hashes, strict=False):
+                self._pool.store(block, link)
+        return self.abort(reservation)
+
+    def yield_next(self, sequence: TokenSequence) -> None:
+        """Ends a sequence at its next token, to go on elsewhere; at once if it waits for blocks."""
+        sequence.yields = True
+        self._yielding.add(sequence)
+
     def abort(self, item: TokenSequence | BlockReservation) -> int:
         """Ends a request or reservation in any state; returns how many blocks became free."""
         self.finish_step()
@@ -166,6 +179,8 @@ class EngineCore:
         """Starts a step, and completes the previous one, if it is in flight. Returns False if there was
         nothing to do.
         """
+        if self._yielding:
+            self._yield_waiting()
         inflight, self._inflight = self._inflight, None
         if inflight is None:
             chunks = self.scheduler.schedule()
@@ -346,6 +361,18 @@ class EngineCore:
         sequence.sink(Token(token_id, chosen.logprob, sequence.pop_prompt_logprobs()))
         if reason is not None:
             self._leave(sequence, sequence.finished(reason))
+        elif sequence.yields:
+            self._held.add(sequence)
+            self.scheduler.keep(sequence)
+            held = self._held_event(sequence, None, None)
+            sequence.sink(HeldDecode(sequence.finished(FinishReason.YIELDED), held))
+
+    def _yield_waiting(self) -> None:
+        """Ends the sequences that are to go on elsewhere and have no blocks."""
+        self._yielding = {one for one in self._yielding if one.state in (State.NEW, State.WAITING, State.RUNNING)}
+        for sequence in [one for one in self._yielding if one.state is State.WAITING]:
+            self.scheduler.remove(sequence)
+            sequence.sink(HeldDecode(sequence.finished(FinishReason.YIELDED), None))
 
     def _hold(self, sequence: TokenSequence, chosen: Chosen, reason: FinishReason | None) -> None:
         if reason is None:
@@ -353,21 +380,24 @@ class EngineCore:
             self._held.add(sequence)
         else:
             self.scheduler.remove(sequence)
+        sequence.sink(self._held_event(sequence, chosen.logprob, reason))
+
+    def _held_event(self, sequence: TokenSequence, logprob: TokenLogprob | None, reason: FinishReason | None) -> Held:
         num_tokens = sequence.computed
-        sequence.sink(
-            Held(
-                first_token=sequence.tokens[-1],
-                logprob=chosen.logprob,
-                finish_reason=reason,
-                block_ids=tuple(sequence.blocks),
-                num_tokens=num_tokens,
-                prefix_hash=sequence.chain.value(sequence.tokens, num_tokens),
-                cached_tokens=sequence.cached_tokens,
-                queue_seconds=sequence.queue_seconds,
-                compute_seconds=sequence.first_token_at - sequence.started,
-                prompt_logprobs=sequence.pop_prompt_logprobs(),
-                retained=sequence.retained,
-            )
+        # Drafts that were not confirmed may have taken one more.
+        count = -(-num_tokens // self._layout.block_tokens)
+        return Held(
+            first_token=sequence.tokens[-1],
+            logprob=logprob,
+            finish_reason=reason,
+            block_ids=tuple(sequence.blocks[:count]),
+            num_tokens=num_tokens,
+            prefix_hash=sequence.chain.value(sequence.tokens, num_tokens),
+            cached_tokens=sequence.cached_tokens,
+            queue_seconds=sequence.queue_seconds,
+            compute_seconds=sequence.first_token_at - sequence.started,
+            prompt_logprobs=sequence.pop_prompt_logprobs(),
+            retained=sequence.retained,
         )
 
     def _ended_already(self, sequence: TokenSequence) -> bool:

@@ -36,7 +36,7 @@ from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
 from services.engines.pytorch.stall_detector import StallDetector
-from services.engines.pytorch.stream import DecodeStream
+from services.engines.pytorch.stream import DecodeStream, Queued
 from services.engines.pytorch.validation import check_prompt, check_sampling
 from services.engines.request_context import FreedKv, current_freed_kv
 
@@ -129,6 +129,11 @@ class PyTorchEngine(Engine):
             raise Unsupported("the engine is configured without a prefix cache")
         return self._publisher.changes()
 
+    @property
+    def moves_decodes(self) -> bool:
+        """True if its memory has the KV of all heads, and can be handed over."""
+        return self._core.exposes_kv
+
     async def end_session(self, key: bytes) -> int:
         """Lets blocks be evicted first that no session has but this one. Returns how many."""
         return await self._loop.call(lambda core: core.end_session(key))
@@ -219,7 +224,7 @@ class PyTorchEngine(Engine):
             return blocks + (core.abort(_blocks(source)) if isinstance(source, PulledKv) else 0)
 
         prepare = partial(self._guide, sequence) if sampling.guide is not None else None
-        return DecodeStream(self._loop, events, submit, abort, prepare)
+        return DecodeStream(self._loop, Queued(sequence, events), submit, abort, prepare)
 
     def generation(self, source: Prompt | PulledKv, sampling: Sampling) -> DecodeStream:
         """The same as `decode`."""

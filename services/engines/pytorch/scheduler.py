@@ -38,6 +38,16 @@ class BlockReservation:
 
 
 @dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """Full blocks of a running sequence that others may read; it has references of its own to them."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    next_token: int
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Need:
     """The blocks that a request needs: those cached already, and the number of new ones."""
 
@@ -132,6 +142,30 @@ class Scheduler:
         """Removes a sequence from the steps; it keeps its blocks."""
         self.running.remove(sequence)
         sequence.state = State.HELD
+
+    def keep(self, sequence: TokenSequence) -> None:
+        """Holds a sequence that was not meant to be held."""
+        sequence.hold = True
+        self.kept.add(sequence.blocks)
+        self.hold(sequence)
+
+    def lend(self, sequence: TokenSequence, most_tokens: int) -> LentBlocks | None:
+        """Holds a running sequence's full blocks within its first `most_tokens` ids, beside itself."""
+        size = self._limits.block_tokens
+        full = max(0, min(sequence.computed, most_tokens - 1)) // size
+        blocks = tuple(sequence.blocks[:full])
+        if sequence.state is not State.RUNNING or not blocks or not self.kept.may_add(blocks, 0):
+            return None
+        self._pool.share(blocks)
+        self.kept.add(blocks)
+        link = sequence.chain.value(sequence.tokens, full * size)
+        return LentBlocks(blocks, full * size, sequence.tokens[full * size], link)
+
+    def give_back(self, lent: LentBlocks) -> int:
+        """Ends the loan of blocks; returns how many."""
+        self.kept.remove(lent.block_ids)
+        self._pool.release(lent.block_ids)
+        return len(lent.block_ids)
 
     def add_reserved(self, reservation: BlockReservation, sequence: TokenSequence) -> None:
         """Moves the filled blocks of a reservation to the sequence, which then runs."""

@@ -50,7 +50,15 @@ class Failed:
     error: BatonError
 
 
-Event = Token | Finished | Held | Failed
+@dataclass(frozen=True, slots=True)
+class HeldDecode:
+    """A decode that goes on elsewhere; without `held` it had no KV."""
+
+    finished: Finished
+    held: Held | None
+
+
+Event = Token | Finished | Held | HeldDecode | Failed
 Sink = Callable[[Event], None]
 # Gets the blocks whose KV is complete; none of them once all that it got are lost.
 Computed = Callable[[Sequence[int]], None]
@@ -102,6 +110,7 @@ class TokenSequence:
     stored_blocks: int = 0
     cached_tokens: int = 0
     pulled: bool = False
+    yields: bool = False  # ends at its next token, and goes on elsewhere
     passed: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -168,7 +177,7 @@ class TokenSequence:
         if flying.is_void:
             return True
         full = self.generated + flying.ids >= self.sampling.max_tokens or self.length >= max_context_tokens
-        return flying.ids > 0 and (self.hold or full)
+        return flying.ids > 0 and (self.hold or self.yields or full)
 
     def chunk_tokens(self, budget: int) -> int:
         """Returns how many tokens the next chunk may have."""

@@ -1,15 +1,29 @@
 """A running generation for its reader: an asynchronous generator that can be closed at any point."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from runtime.aio import wait_until_done
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import Generation
+from services.engines.kv import HeldKv, LentKv
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
-from services.engines.pytorch.sequence import Event, Failed, Token
+from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan
+from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Token, TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A request for the engine's thread, and the queue of its events."""
+
+    sequence: TokenSequence
+    events: EventQueue
+
 
 Submit = Callable[[EngineCore], None]
 Abort = Callable[[EngineCore], int]
@@ -24,15 +38,17 @@ class DecodeStream(Generation):
     """
 
     def __init__(
-        self, loop: EngineLoop, events: EventQueue, submit: Submit, abort: Abort, prepare: Prepare | None = None
+        self, loop: EngineLoop, request: Queued, submit: Submit, abort: Abort, prepare: Prepare | None = None
     ) -> None:
         self._loop = loop
-        self._events = events
+        self._events = request.events
+        self._sequence = request.sequence
         self._submit: Submit | None = submit
         self._prepare = prepare
         self._abort = abort
         self._ending: Event | None = None
         self._ended = False
+        self._held: Held | None = None  # after it has yielded, until it is taken
 
     async def asend(self, _value: None = None, /) -> Tokens | Finished:
         """Returns the next item. Raises the generation's error if it failed."""
@@ -46,7 +62,7 @@ class DecodeStream(Generation):
             if not arrived:
                 await self._end()
         if isinstance(item, Finished):
-            self._ended = True
+            self._ended = self._held is None
         return item
 
     async def athrow(
@@ -80,9 +96,33 @@ class DecodeStream(Generation):
         ids = [event.token_id for event in events if isinstance(event, Token)]
         if self._ending is None:
             return ids, None
-        finished = _outcome(self._ending)
-        self._ended = True
+        finished = self._outcome(self._ending)
+        self._ended = self._held is None
         return ids, finished
+
+    async def yield_next(self) -> None:
+        """Ends it at its next token. See Generation."""
+        await self._loop.call(lambda core: core.yield_next(self._sequence))
+
+    def pop_held(self) -> HeldKv | None:
+        """Its KV after it has yielded, once."""
+        held, self._held = self._held, None
+        if held is None:
+            return None
+        self._ended = True
+        return HeldPrompt(self._loop, self._sequence, held)
+
+    async def lend(self, most_tokens: int) -> LentKv | None:
+        """Holds its full blocks. See Generation."""
+        lending = asyncio.ensure_future(self._loop.call(lambda core: core.scheduler.lend(self._sequence, most_tokens)))
+        try:
+            lent = await asyncio.shield(lending)
+        except asyncio.CancelledError:
+            await wait_until_done(lending)
+            if not lending.exception() and (lost := lending.result()) is not None:
+                await Loan(self._loop, lost).release()
+            raise
+        return None if lent is None else Loan(self._loop, lent)
 
     async def _start(self) -> None:
         if self._submit is not None:
@@ -102,7 +142,17 @@ class DecodeStream(Generation):
             tokens = [event for event in events if isinstance(event, Token)]
             if tokens:
                 return _merged(tokens)
-        return _outcome(self._ending)
+        return self._outcome(self._ending)
+
+    def _outcome(self, event: Event | None) -> Finished:
+        match event:
+            case Failed(error):
+                raise error
+            case HeldDecode(finished, held):
+                self._held = held
+                return finished
+        assert isinstance(event, Finished)
+        return event
 
     async def _end(self) -> None:
         if self._ended:
@@ -115,10 +165,3 @@ class DecodeStream(Generation):
 def _merged(tokens: list[Token]) -> Tokens:
     reports = tuple(token.logprob for token in tokens if token.logprob is not None)
     return Tokens(tuple(token.token_id for token in tokens), reports, tokens[0].prompt_logprobs)
-
-
-def _outcome(event: Event | None) -> Finished:
-    if isinstance(event, Failed):
-        raise event.error
-    assert isinstance(event, Finished)
-    return event

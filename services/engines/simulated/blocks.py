@@ -121,6 +121,13 @@ class Contents:
         for index in range(sequence.computed // self._block_tokens):
             self._blocks.register(sequence.blocks[index], sequence.hashes[index])
 
+    def register(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Adds full blocks that were pulled to the index. Raises EngineFailed if one belongs to another prompt."""
+        for block_id, block_hash in zip(block_ids, hashes, strict=False):
+            if self._memory.block(block_id) != self._bytes(block_hash):
+                raise EngineFailed("a block that was pulled does not belong to this prompt")
+            self._blocks.register(block_id, block_hash)
+
     def _bytes(self, content_hash: bytes) -> bytes:
         size = self._memory.block_bytes
         return (content_hash * (size // len(content_hash) + 1))[:size]

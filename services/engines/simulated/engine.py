@@ -27,7 +27,7 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts
-from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedReservation
+from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedLoan, SimulatedReservation
 from services.engines.simulated.ranks import RankParts, SimulatedRanks
 from services.engines.simulated.scheduler import SimulatedScheduler
 from services.engines.simulated.sequence import Sequence, chain
@@ -82,6 +82,11 @@ class SimulatedEngine(Engine):
         return self._ranks.failure is None
 
     @property
+    def moves_decodes(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def kv_events(self) -> "SimulatedEngine":
         """Itself: it reports its prefix cache."""
         return self
@@ -125,15 +130,15 @@ class SimulatedEngine(Engine):
         self._check_fits(num_tokens + 1)
         size = self._config.block_tokens
         claim = Claim(-(-num_tokens // size), chain(prompt, prompt.context[:num_tokens], size))
-        scheduler = self._ranks.of_prompt(prompt).scheduler
+        rank = self._ranks.of_prompt(prompt)
+        scheduler = rank.scheduler
         try:
             scheduler.enqueue(claim)
             if not claim.changed.is_set():
                 await self._await(claim, scheduler)
             if claim.error:
                 raise claim.error
-            blocks, claim.blocks = tuple(claim.blocks), []
-            return SimulatedReservation(blocks, claim.cached_blocks, num_tokens, scheduler.release)
+            return SimulatedReservation(claim, num_tokens, scheduler.release, rank.contents.register)
         finally:
             scheduler.drop(claim)
 
@@ -217,8 +222,24 @@ class SimulatedEngine(Engine):
         sequence.adopt(blocks, reservation.num_tokens, reservation.cached_blocks)
         return sequence
 
+    def yield_next(self, sequence: Sequence) -> None:
+        """Ends a sequence at its next token, to go on elsewhere."""
+        self._of(sequence).yield_next(sequence)
+
+    def pop_held(self, sequence: Sequence) -> SimulatedKv | None:
+        """The KV of a sequence that has yielded, once; None if it had none."""
+        return self._hold(sequence) if sequence.held and sequence.blocks else None
+
+    def lend(self, sequence: Sequence, most_tokens: int) -> SimulatedLoan | None:
+        """The full blocks of a sequence that goes on; None if there are none."""
+        blocks = tuple(self._of(sequence).lend(sequence, most_tokens))
+        if not blocks:
+            return None
+        self._held.update(blocks)
+        return SimulatedLoan(sequence, blocks, len(blocks) * self._config.block_tokens, self._let_go)
+
     def _hold(self, sequence: Sequence) -> SimulatedKv:
-        if sequence.finish:
+        if sequence.finish not in (None, FinishReason.YIELDED):
             self._of(sequence).drop(sequence)
         blocks, sequence.blocks = tuple(sequence.blocks), []
         self._held.update(blocks)
@@ -266,3 +287,15 @@ class _SteppedStream(ClosingStream):
             raise sequence.error
         ids, sequence.output = tuple(sequence.output), []
         return ids, sequence.finished() if sequence.finish else None
+
+    async def yield_next(self) -> None:
+        """Ends it at its next token. See Generation."""
+        self._engine.yield_next(self._sequence)
+
+    def pop_held(self) -> SimulatedKv | None:
+        """Its KV after it has yielded, once."""
+        return self._engine.pop_held(self._sequence)
+
+    async def lend(self, most_tokens: int) -> SimulatedLoan | None:
+        """Holds its full blocks. See Generation."""
+        return self._engine.lend(self._sequence, most_tokens)

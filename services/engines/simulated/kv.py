@@ -1,7 +1,8 @@
-"""Held KV and reservations of the simulated engine."""
+"""Held KV, loans and reservations of the simulated engine."""
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
@@ -9,6 +10,7 @@ from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.simulated.sequence import Sequence
 
 Release = Callable[[tuple[int, ...]], int]
+Fill = Callable[[tuple[int, ...], Items[bytes]], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +51,7 @@ class SimulatedKv:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return self._sequence.finish
+        return None if self._sequence.yields else self._sequence.finish
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -81,13 +83,48 @@ class SimulatedKv:
         return self._release(blocks)
 
 
+class SimulatedLoan:
+    """A LentKv. `release` gives the blocks back."""
+
+    def __init__(self, sequence: Sequence, block_ids: tuple[int, ...], num_tokens: int, release: Release) -> None:
+        self._block_ids = self._owned = block_ids
+        self._num_tokens = num_tokens
+        self._release = release
+        self._next_token = sequence.ids[num_tokens]
+        self._prefix_hash = sequence.previous_hash(len(block_ids))
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return self._block_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def next_token(self) -> int:
+        return self._next_token
+
+    @property
+    def prefix_hash(self) -> bytes:
+        return self._prefix_hash
+
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were given back already."""
+        blocks, self._owned = self._owned, ()
+        return self._release(blocks) if blocks else 0
+
+
 class SimulatedReservation:
     """A Reservation. `take` moves the blocks to a decode, `release` frees them; the first call wins."""
 
-    def __init__(self, block_ids: tuple[int, ...], cached_blocks: int, num_tokens: int, release: Release) -> None:
+    def __init__(self, claim: Claim, num_tokens: int, release: Release, fill: Fill) -> None:
+        block_ids, claim.blocks = tuple(claim.blocks), []
+        self._fill = fill
+        self._hashes = claim.hashes
         self._block_ids = block_ids
         self._owned = block_ids
-        self._cached_blocks = cached_blocks
+        self._cached_blocks = claim.cached_blocks
         self.num_tokens = num_tokens
         self._release = release
 
@@ -107,3 +144,11 @@ class SimulatedReservation:
     async def release(self) -> int:
         """Frees the blocks; returns how many, 0 if they were taken or free already."""
         return self._release(self.take())
+
+    async def cache(self) -> None:
+        """Frees the blocks, which have got their KV; the prefix cache keeps the full ones. Raises EngineFailed."""
+        blocks = self.take()
+        try:
+            self._fill(blocks, self._hashes)
+        finally:
+            self._release(blocks)

@@ -11,6 +11,7 @@ from baton.errors import EngineFailed, HandoffLost, Overloaded
 from runtime.aio import timeout
 from runtime.clock import monotonic
 from services.engines import metrics
+from services.engines.answer import FinishReason
 from services.engines.memory.allocation import (
     UNSHARED,
     AllocationRules,
@@ -92,6 +93,22 @@ class SimulatedScheduler:
             self.waiting.remove(item)
         current_freed_kv().give_back(item.computed if isinstance(item, Sequence) else 0, len(item.blocks))
         self._free(item)
+
+    def yield_next(self, sequence: Sequence) -> None:
+        """Ends a sequence at its next token, to go on elsewhere; at once if it waits for blocks."""
+        sequence.yields = True
+        if sequence in self.waiting and not sequence.blocks:
+            self._end_without_kv(sequence)
+
+    def lend(self, sequence: Sequence, most_tokens: int) -> Items[int]:
+        """Holds a running sequence's full blocks within its first `most_tokens` ids, beside itself; perhaps none."""
+        full = max(0, min(sequence.computed, most_tokens - 1) // self._size)
+        blocks = sequence.blocks[:full]
+        if sequence not in self.running or not blocks or not self._kept.may_add(blocks, 0):
+            return ()
+        self._blocks.take(blocks, 0)
+        self._kept.add(blocks)
+        return blocks
 
     def let_go(self, block_ids: Items[int]) -> int:
         """Frees blocks that were held for another worker; returns how many."""
@@ -268,6 +285,13 @@ class SimulatedScheduler:
         self._free(sequence)
         sequence.computed = 0
         self.waiting.appendleft(sequence)
+        if sequence.yields:
+            self._end_without_kv(sequence)
+
+    def _end_without_kv(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        sequence.finish = FinishReason.YIELDED
+        sequence.changed.set()
 
     async def _spend(self, batch: Items[tuple[Sequence, int]]) -> None:
         """Waits for the duration of a step. Steps follow each other without the event loop's latency, unless it was
@@ -295,9 +319,17 @@ class SimulatedScheduler:
             sequence.logprobs.append(logprob(token_id, sampling.logprobs, self._vocabulary))
         left = self._config.context_tokens - len(sequence.ids)
         sequence.finish = finish_reason(token_id, sequence.generated, left, self._vocabulary.eos_token_id, sampling)
+        if sequence.yields and not sequence.finish:
+            self._hold(sequence)
         if sequence.finish or sequence.held:
             del self.running[sequence]
         sequence.changed.set()
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Holds a sequence that was not meant to be held: its last block is not written yet."""
+        sequence.held, sequence.finish = True, FinishReason.YIELDED
+        self._contents.write(sequence, sequence.computed // self._size * self._size)
+        self._kept.add(sequence.blocks)
 
     def _fail_if_it_is_time(self) -> None:
         self._tokens += 1

@@ -24,6 +24,7 @@ class Sequence:
         self.computed = 0
         self.cached_tokens: int | None = None
         self.held = False
+        self.yields = False  # ends at its next token, and goes on elsewhere
         self.rank = 0
         self.passed = 0
         self.output: list[int] = []

@@ -67,7 +67,9 @@ class HandoffSettings(Section):
     )
     fetch_seconds: float = Field(default=30.0, gt=0, description="The longest wait for the blocks of another worker.")
     buffer_device: Literal["cpu", "cuda", ""] = Field(default="", description="Empty: that of vLLM's platform.")
-    threads: int = Field(default=0, ge=0, description="NIXL's own threads.")
+    threads: int | None = Field(
+        default=None, ge=0, description="NIXL's own threads, which post reads; null: vLLM's default, and none on CPUs."
+    )
     ucx_tls: str = Field(default="", description="UCX_TLS, such as cma,sm,tcp,self; empty leaves UCX's choice.")
     ucx_net_devices: str = Field(default="", description="UCX_NET_DEVICES, such as lo.")
 

@@ -68,3 +68,5 @@ def _faults(config: VllmConfig, args: VllmArguments, roles: Sequence[str], lease
         yield "engine.lora: not with speculative_config, since the two have not been run together"
     if args.speculative_config is not None and not config.whole_requests:
         yield "speculative_config: only with engine.whole_requests, since it has not been run with handoffs"
+    if args.pipeline_parallel_size > 1 and not config.whole_requests:
+        yield "pipeline_parallel_size: over 1 only with engine.whole_requests: vLLM's NixlConnector reads no stages"

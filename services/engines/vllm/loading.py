@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ ResolvedVllm = MergedArguments[VllmArguments]
 
 _EXTENSION = "services.engines.vllm.inside.worker.BatonWorker"
 _SHUTDOWN_SECONDS = 20.0
+_PORTS = range(20_000, 32_000)
 # Set even where they are defaults: routers and the other side of a handoff count on them.
 _ALWAYS = {"max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching", "max_logprobs", "seed"}
 # The ranks that vLLM reserves memory for.
@@ -140,6 +142,7 @@ def _whole_prompts(args: VllmArguments, package: VllmPackage, context_tokens: in
 def _kv_transfer(config: VllmConfig, package: VllmPackage, roles: Sequence[str]) -> Any:
     role = "kv_both" if len(roles) > 1 else {"prefill": "kv_producer"}.get(roles[0], "kv_consumer")
     device = config.handoff.buffer_device or ("cpu" if package.is_cpu else "cuda")
+    threads = 0 if config.handoff.threads is None and package.is_cpu else config.handoff.threads
     return package.kv_transfer_config(
         kv_connector="NixlConnector",
         kv_role=role,
@@ -148,7 +151,7 @@ def _kv_transfer(config: VllmConfig, package: VllmPackage, roles: Sequence[str])
         kv_load_failure_policy="fail",
         kv_connector_extra_config={
             "kv_lease_duration": config.handoff.seconds,
-            "num_threads": config.handoff.threads,
+            **({} if threads is None else {"num_threads": threads}),
         },
     )
 
@@ -169,10 +172,13 @@ def _variables(config: VllmConfig, args: VllmArguments, package: VllmPackage) ->
 
 
 def free_ports(host: str, count: int) -> int:
-    """Returns the first of `count` neighbouring ports that nothing listens at."""
+    """Returns the first of `count` neighbouring ports that nothing listens at.
+
+    They are below the ephemeral range: vLLM binds them half a minute later, and without its port an engine starts all
+    the same, but nobody can read from it.
+    """
     for _ in range(50):
-        with socket.create_server((host, 0)) as first:
-            port: int = first.getsockname()[1]
+        port = _PORTS[random.randrange(len(_PORTS) - count)]
         if all(_is_free(host, port + offset) for offset in range(count)):
             return port
     raise ConfigError(f"no {count} neighbouring ports are free at {host}")
@@ -182,7 +188,7 @@ def _is_free(host: str, port: int) -> bool:
     try:
         with socket.create_server((host, port)):
             return True
-    except (OSError, OverflowError):
+    except OSError:
         return False
 
 

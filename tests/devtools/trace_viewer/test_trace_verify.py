@@ -64,7 +64,7 @@ def test_no_span_may_be_missing(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "fault"),
     [
-        ("decode", {"links": []}, "no link to prefill"),
+        ("decode", {"links": []}, "no link to the call that it is of"),
         ("Decode", {"links": [(1, 6)]}, "no link to the call that computed it"),
         ("route", {"parent": 99}, "orphan"),
         ("Prefill", {"attributes": {"rpc.method": "x"}}, "no rpc.response.status_code"),

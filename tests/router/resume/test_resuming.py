@@ -8,15 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanKind
 from support.clients.resuming import Received
+from support.clients.scraping import since
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.recorded_spans import recorded
 
 from baton.calls import stream, unary
-from baton.errors import InvalidRequest, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
-from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, sampling_pb2
-from router.server import host_router
+from baton.engine.v1 import decode_pb2
+from baton.errors import InvalidRequest, NoWorker, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2, timing_pb2
+from baton_http2.server.reply import Reply
+from discovery.memory import MemoryRegistry
+from router.config import QuotaConfig, QuotasConfig
+from router.resume.handle import Handle, answer_call_id
+from router.resume.resumer import Resumer
+from router.server import Router, host_router
 from rpc.channels import open_channel
+from rpc.tracing.span import entered
 from runtime.aio import timeout
 
 _GRACE = {"seconds": 3}
@@ -27,6 +37,7 @@ class Pair:
     """Two routers before the same workers."""
 
     running: Bench
+    other: Router
     first: inference_service_pb2_grpc.InferenceServiceStub
     second: inference_service_pb2_grpc.InferenceServiceStub
 
@@ -42,7 +53,7 @@ async def _routers(*roles: str, **engine: Any) -> AsyncIterator[Pair]:
     ):
         await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == len(configs))
         async with open_channel(other.address) as channel:
-            yield Pair(running, running.stub, inference_service_pb2_grpc.InferenceServiceStub(channel))
+            yield Pair(running, other, running.stub, inference_service_pb2_grpc.InferenceServiceStub(channel))
 
 
 @pytest.fixture
@@ -134,6 +145,17 @@ async def test_without_a_copy_a_lost_answer_is_not_found(pair: Pair) -> None:
         await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
 
 
+async def test_a_router_that_knows_no_worker_yet_is_asked_again_later(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    async with host_router(FAST_ROUTER, MemoryRegistry("empty")) as young, open_channel(young.address) as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        for with_copy in (False, True):
+            with pytest.raises(NoWorker):
+                await _read(stub.ResumeGeneration(received.resume(with_copy=with_copy)), received)
+    await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+    assert received.finished is not None
+
+
 async def test_a_client_that_resumes_at_the_same_router_displaces_its_first_stream(pair: Pair) -> None:
     request = _request(request_id="mine", stopping={"max_tokens": 300})
     expected = await _whole(pair, request)
@@ -188,7 +210,8 @@ async def test_an_answer_goes_on_after_its_worker_is_lost_too(pair: Pair) -> Non
     expected = await _whole(pair, request)
     received = await _read(pair.first.Generate(request), Received(request), until=10)
     await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received, until=20)
-    [worker_id] = [name for name, worker in pair.running.workers.items() if len(worker.kept) and worker.kept.is_running]
+    workers = pair.running.workers
+    [worker_id] = [name for name, one in workers.items() if one.kept.usage.attached or one.kept.usage.parked]
 
     async def lose() -> None:
         await eventually(lambda: received.tokens > 40)
@@ -266,3 +289,91 @@ async def test_forged_handles_disturb_nobody(pair: Pair) -> None:
     assert received.whole == (await _whole(pair, request)).whole
     assert received.finished is not None
     assert received.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_of_several_answers_only_the_lost_one_is_computed_again(pair: Pair, seeded: bool) -> None:
+    sampling = {"temperature": 0.8, "n": 3, **({"seed": 5} if seeded else {})}
+    request = _request(sampling=sampling, stopping={"max_tokens": 120})
+    for lost in range(3):
+        received = await _read(pair.first.Generate(request), Received(request), until=90)
+        before = {index: list(ids) for index, ids in received.ids.items()}
+        call_id = answer_call_id(Handle.parse(received.handle).call_id, lost)
+        [worker] = [one for one in pair.running.workers.values() if list(one.kept.find([call_id]))]
+        _forget(worker, call_id)
+        await _read(pair.second.ResumeGeneration(received.resume()), received)
+        assert [one.recomputed for one in received.resumed] == [True]
+        assert {index: len(ids) for index, ids in received.ids.items()} == {0: 120, 1: 120, 2: 120}
+        assert all(received.ids[index][: len(ids)] == ids for index, ids in before.items())
+        call_ids = {answer_call_id(Handle.parse(received.handle).call_id, answer) for answer in range(3)}
+        streams = [one for worker in pair.running.workers.values() for one in worker.kept.streams]
+        assert sorted(one.attachment for one in streams if one.kept.request_id in call_ids) == [1, 2, 2]
+        if seeded:
+            assert received.whole == (await _whole(pair, request)).whole
+
+
+async def test_an_answer_that_goes_on_is_charged_once() -> None:
+    quota = QuotaConfig(requests_per_second=0.01, tokens_per_second=1.0, burst_seconds=5000.0)
+    quotas = QuotasConfig(tenants={"acme": quota})
+    router = FAST_ROUTER.model_copy(update={"quotas": quotas})
+    metadata = (("x-baton-tenant", "acme"),)
+    async with bench(
+        simulated("worker", "prefill", "decode", decode_step_seconds=0.002), router=router, proxied=False
+    ) as running:
+        request = _request(stopping={"max_tokens": 200})
+
+        async def left() -> tuple[float, float]:
+            [tenant] = (await running.operators.ListTenants(cluster_service_pb2.ListTenantsRequest())).tenants
+            return tenant.requests_left, tenant.tokens_left
+
+        received = await _read(running.stub.Generate(request, metadata=metadata), Received(request), until=50)
+        for cut in (100, 150, 10**9):
+            await _read(running.stub.ResumeGeneration(received.resume(), metadata=metadata), received, until=cut)
+        assert received.finished is not None
+        requests, tokens = await left()
+        used = received.finished.usage.prompt_tokens + 200
+        assert requests == pytest.approx(49, abs=0.5)
+        # A part that was on its way when the client left may be charged to both streams.
+        assert used - 5 <= 5000 - tokens <= used + 60
+
+
+def _forget(worker: Any, call_id: str) -> None:
+    [found] = worker.kept.find([call_id])
+    attachment = next(one.attachment for one in worker.kept.streams if one.kept.request_id == call_id)
+    worker.kept.settle(decode_pb2.SettleRequest(request_id=found.request_id, attachment=attachment, forget=True))
+
+
+async def test_an_answer_that_goes_on_is_counted_traced_and_timed(pair: Pair) -> None:
+    adopted, again = (since("baton_router_resumptions_total", result=one) for one in ("adopted", "computed_again"))
+    lost = since("baton_router_resumptions_total", result="lost")
+    request = _request()
+    received = await _read(pair.first.Generate(request), Received(request), until=10)
+
+    async def send(message: generate_pb2.GenerateResponse) -> None:
+        received.add(message)
+
+    async with recorded() as (tracer, spans):
+        servicer = Resumer(pair.other.path.contexts, pair.other.path.pipeline)
+        with entered(tracer.begin("test", None, SpanKind.SERVER)):
+            reply = Reply(send, lambda _trailer: None)
+            assert await servicer.adopt(received.resume(with_copy=False), _Call(), lambda _record: reply)
+    assert received.finished is not None
+    assert received.finished.timings[0].stage == timing_pb2.STAGE_ADOPT
+    assert (spans.named("baton.resume").attributes or {})["baton.is_adopted"] is True
+    assert (spans.named("adopt").attributes or {})["baton.adopted"] == 1
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    with pytest.raises(StreamLost):
+        await _read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+    await _read(pair.second.ResumeGeneration(received.resume()), Received(request))
+    assert (adopted.grown, again.grown, lost.grown) == (1, 1, 1)
+
+
+class _Call:
+    """A call without metadata and without a deadline."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None

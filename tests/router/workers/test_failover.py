@@ -289,7 +289,8 @@ async def test_a_stream_outlives_the_restart_of_every_decode_worker_under_its_ol
                 await running.start(simulated(name, "decode", decode_step_seconds=3 * STEP))
                 await running.ready(3)
             stream = await task
-        assert stream.finished.migrations == 4
+        # A worker that drains at once stops it, unless it was moved before.
+        assert stream.finished.migrations + stream.finished.moves == 4
         assert stream.token_ids == undisturbed.token_ids
 
 

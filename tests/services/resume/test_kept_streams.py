@@ -153,7 +153,6 @@ async def test_a_second_reader_fences_the_first_one_off(decode: Running) -> None
         ({"owner_sha256": b""}, StreamLost),
         ({"request_id": "another"}, StreamLost),
         ({"from_tokens": 1_000_000}, PositionInvalid),
-        ({"attempt": 0}, StaleAttempt),
     ],
 )
 async def test_a_refused_reader_disturbs_nobody(decode: Running, change: dict[str, Any], error: type) -> None:
@@ -176,6 +175,13 @@ async def test_the_same_attempt_is_not_taken_twice(decode: Running) -> None:
         assert isinstance(
             (await _read(decode.calls.decodes.Attach(_attach("a", attempt)), Reading())).error, StaleAttempt
         )
+
+
+async def test_a_reader_that_counts_no_attempts_is_the_next_one(decode: Running) -> None:
+    await _read(decode.calls.decodes.Decode(_kept("a")), Reading(), until=2)
+    for attempt in (0, 0, 5, 0):
+        assert (await _read(decode.calls.decodes.Attach(_attach("a", attempt)), Reading(), until=1)).error is None
+    assert isinstance((await _read(decode.calls.decodes.Attach(_attach("a", 6)), Reading())).error, StaleAttempt)
 
 
 async def test_ten_thousand_forged_handles_are_refused_and_disturb_nobody(decode: Running) -> None:

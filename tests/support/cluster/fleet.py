@@ -59,6 +59,7 @@ class Node:
         self._stalled_seconds = engine_seconds or STALLED_SECONDS
         self._start_seconds = engine_seconds or LONGEST_SECONDS
         self.metrics = metrics
+        self.openai = ""  # of a router that serves OpenAI's API
         self.port = free_port()
         self.proxy = TcpProxy(self.direct)
         self.log = folder / f"{name}.log"
@@ -88,6 +89,8 @@ class Node:
         """Starts the process, which does not serve yet."""
         if self.role != "router":
             more = (f"advertise={self.proxy.address}", *more)
+        if self.openai:
+            more = (f"openai.listen={self.openai}", *more)
         with self.log.open("ab") as output:
             environment = {**os.environ, **self._environment}
             command = [*self._command, *more]
@@ -158,6 +161,7 @@ class FleetPlan:
     routers: int = 1
     module: str = "services"  # what workers are started with
     metrics: bool = False
+    openai: bool = False  # whether routers serve OpenAI's API, too
     engine_seconds: float = 0.0  # seconds that a worker may wait for the processes of its engine
 
 
@@ -269,6 +273,7 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
     config = str(ROOT / "deploy/config/router.yaml")
     for index in range(plan.routers):
         nodes.append(node("router", f"router-{index}", config, *_APART, *plan.router))
+        nodes[-1].openai = f"127.0.0.1:{free_port()}" if plan.openai else ""
     return nodes
 
 

@@ -43,9 +43,10 @@ def save_llama(folder: Path, head_dim: int = 16) -> Path:
     return _save(LlamaConfig(**{**_SIZES, "head_dim": head_dim}), folder)
 
 
-def save_qwen3(folder: Path, head_dim: int = 16, positions: int = 2048) -> Path:
+def save_qwen3(folder: Path, head_dim: int = 16, positions: int = 2048, vocabulary: int = 320) -> Path:
     """A random Qwen3, which normalises queries and keys."""
-    return _save(Qwen3Config(**{**_SIZES, "head_dim": head_dim, "max_position_embeddings": positions}), folder)
+    sizes = {"head_dim": head_dim, "max_position_embeddings": positions, "vocab_size": vocabulary}
+    return _save(Qwen3Config(**{**_SIZES, **sizes}), folder)
 
 
 def save_bert(folder: Path, kind: type[PretrainedConfig] = BertConfig) -> Path:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import httpx2
+from support.clients.event_source import EventSource, Refused
 from support.clients.resuming import Received
 
 from baton import AsyncClient, Resume
@@ -13,6 +15,10 @@ from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 
 _LONGEST_SECONDS = 60.0
+_SLOW_SECONDS = 0.02
+_STALL_SECONDS = 1.0
+# What a client of server-sent events may meet while its router is lost.
+_LOST = (httpx2.TransportError, httpx2.TimeoutException, OSError)
 
 Answer = tuple[object, ...]
 
@@ -24,8 +30,9 @@ class Report:
     streams: int = 0
     losses: int = 0
     resumed: int = 0
-    recomputed: int = 0
+    recomputed: int | None = 0  # None if the clients are not told
     tokens: int = 0
+    moves: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
@@ -36,9 +43,10 @@ class Report:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def __str__(self) -> str:
+        again = "" if self.recomputed is None else f", of them {self.recomputed} computed again"
         return (
             f"{self.losses} losses, {self.streams} streams, {self.tokens} tokens compared: {len(self.failed)} failed, "
-            f"{len(self.different)} different; {self.resumed} resumed, of them {self.recomputed} computed again; "
+            f"{len(self.different)} different; {self.resumed} resumed{again}; "
             f"pause p50 {self.pause(0.5) * 1e3:.0f} ms, p99 {self.pause(0.99) * 1e3:.0f} ms"
         )
 
@@ -47,8 +55,13 @@ class Streams:
     """Sends requests one after another, `at_once` at a time, until it is told to stop; compares all answers."""
 
     def __init__(
-        self, addresses: Sequence[str], requests: Mapping[str, generate_pb2.GenerateRequest], report: Report
+        self,
+        addresses: Sequence[str],
+        requests: Mapping[str, generate_pb2.GenerateRequest],
+        report: Report,
+        stall_seconds: float = _STALL_SECONDS,
     ) -> None:
+        self._stall_seconds = stall_seconds
         self._addresses = addresses
         self._requests = requests
         self._expected: dict[str, Answer] = {}
@@ -77,7 +90,7 @@ class Streams:
     async def _keep_on(self, number: int) -> None:
         chosen = random.Random(number)
         addresses = [*self._addresses[number % 2 :], *self._addresses[: number % 2]]
-        resume = Resume(keep_seconds=20.0, stall_seconds=1.0)
+        resume = Resume(keep_seconds=20.0, stall_seconds=self._stall_seconds)
         async with AsyncClient(",".join(addresses), resume=resume) as client:
             while not self._is_over:
                 await self._one(client, chosen.choice(list(self._requests)))
@@ -93,6 +106,9 @@ class Streams:
                     now = time.monotonic()
                     longest, last = max(longest, now - last if received.tokens else 0.0), now
                     received.add(event)
+                    report.moves += event.finished.moves
+                    if name == "slow_reader":
+                        await asyncio.sleep(_SLOW_SECONDS)
         except BatonError as error:
             if received.handle:
                 report.failed.append(f"{name} after {received.tokens}: {error.reason} {error.message}")
@@ -102,7 +118,7 @@ class Streams:
             report.different.append(f"{name}: {_compared(received)} instead of {self._expected[name]}")
         if generation.resumptions:
             report.resumed += 1
-            report.recomputed += generation.recomputations
+            report.recomputed = (report.recomputed or 0) + generation.recomputations
             report.pauses.append(longest)
 
 
@@ -110,3 +126,68 @@ def _compared(received: Received) -> Answer:
     """The whole answer; of log probabilities the tokens, for a number's last digits depend on its batch."""
     received.logprobs = {index: [(token, 0.0) for token, _ in found] for index, found in received.logprobs.items()}
     return received.whole
+
+
+class EventSources:
+    """The same by OpenAI's API: each client reconnects with the id of its last event, at the next router."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        bodies: Mapping[str, tuple[str, Mapping[str, object]]],
+        stall_seconds: float = _STALL_SECONDS,
+    ) -> None:
+        self._addresses = addresses
+        self._bodies = bodies
+        self._expected: dict[str, object] = {}
+        self._stall_seconds = stall_seconds
+        self.report = Report(recomputed=None)
+        self._is_over = False
+
+    async def learn(self) -> None:
+        """Learns the undisturbed answers."""
+        for name, (path, body) in self._bodies.items():
+            self._expected[name] = (await EventSource(path, body).read(self._addresses[0])).choices
+
+    async def run(self, at_once: int, until: Callable[[], Awaitable[None]]) -> None:
+        """Keeps so many streams running until `until` has ended, then waits for the last ones."""
+        running = [asyncio.create_task(self._keep_on(number)) for number in range(at_once)]
+        try:
+            await until()
+        finally:
+            self._is_over = True
+            await asyncio.gather(*running)
+
+    async def _keep_on(self, number: int) -> None:
+        chosen = random.Random(number)
+        while not self._is_over:
+            await self._one(chosen.choice(list(self._bodies)), number)
+
+    async def _one(self, name: str, number: int) -> None:
+        path, body = self._bodies[name]
+        source = EventSource(path, body, headers={"x-baton-keep": "20"}, patience_seconds=self._stall_seconds)
+        deadline, router, pause, report = time.monotonic() + _LONGEST_SECONDS, number, 0.05, self.report
+        report.streams += 1
+        while not source.is_done and not source.errors and time.monotonic() < deadline:
+            before = len(source.events)
+            try:
+                await source.read(self._addresses[router % 2])
+            except _LOST:
+                router += 1
+            except Refused as refused:
+                if not source.last_id:
+                    return
+                if refused.status != 503:
+                    report.failed.append(f"{name} after {len(source.events)}: {refused}")
+                    return
+            pause = 0.05 if len(source.events) > before else min(1.0, 2 * pause)
+            if not source.is_done:
+                await asyncio.sleep(pause)
+        if not source.is_done:
+            report.failed.append(f"{name} after {len(source.events)}: {source.errors}")
+        elif source.choices != self._expected[name]:
+            report.different.append(f"{name}: {source.choices} instead of {self._expected[name]}")
+        report.tokens += sum(len(one["text"]) for one in source.choices.values())
+        if source.connections > 1:
+            report.resumed += 1
+            report.pauses.append(source.longest_gap)

@@ -1,17 +1,17 @@
-"""Held blocks: a prefill, and a reservation for a pull."""
+"""Held blocks: a prefill, a decode that has yielded, a loan of one that goes on, and a reservation for a pull."""
 
 from collections.abc import Sequence
 
 from services.engines.answer import FinishReason, PromptLogprobs, TokenLogprob
-from services.engines.kv import HeldKv, Reservation
+from services.engines.kv import HeldKv, LentKv, Reservation
 from services.engines.prompt import Retained
 from services.engines.pytorch.engine_loop import EngineLoop
-from services.engines.pytorch.scheduler import BlockReservation
+from services.engines.pytorch.scheduler import BlockReservation, LentBlocks
 from services.engines.pytorch.sequence import Held, TokenSequence
 
 
 class HeldPrompt(HeldKv):
-    """A computed prompt, with its blocks."""
+    """A computed prompt, or one with a part of its answer, with its blocks."""
 
     __slots__ = ("_held", "_loop", "_sequence")
 
@@ -80,6 +80,44 @@ class HeldPrompt(HeldKv):
         return await self._loop.run_shielded(lambda core: core.abort(self._sequence))
 
 
+class Loan(LentKv):
+    """Blocks of a decode that goes on."""
+
+    __slots__ = ("_is_over", "_lent", "_loop")
+
+    def __init__(self, loop: EngineLoop, lent: LentBlocks) -> None:
+        self._loop = loop
+        self._lent = lent
+        self._is_over = False
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The blocks in the order of the tokens."""
+        return self._lent.block_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens whose KV is in the blocks, which are full."""
+        return self._lent.num_tokens
+
+    @property
+    def next_token(self) -> int:
+        """The id that follows them."""
+        return self._lent.next_token
+
+    @property
+    def prefix_hash(self) -> bytes:
+        """The hash chain's value after them."""
+        return self._lent.prefix_hash
+
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were given back already."""
+        if self._is_over:
+            return 0
+        self._is_over = True
+        return await self._loop.run_shielded(lambda core: core.scheduler.give_back(self._lent))
+
+
 class ReservedBlocks(Reservation):
     """Blocks that a pull may write."""
 
@@ -102,3 +140,7 @@ class ReservedBlocks(Reservation):
     async def release(self) -> int:
         """Frees the blocks; returns how many, 0 if they were free already, or if `decode` took them over."""
         return await self._loop.run_shielded(lambda core: core.abort(self.blocks))
+
+    async def cache(self) -> None:
+        """Frees the blocks, which have got their KV; the prefix cache keeps the full ones."""
+        await self._loop.run_shielded(lambda core: core.cache(self.blocks))

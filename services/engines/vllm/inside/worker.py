@@ -39,7 +39,12 @@ def _leases() -> dict[str, float] | None:
 
 
 def _rest_between_looks() -> None:
-    """Lets NIXL's progress thread sleep between two looks: by default it spins, and takes a core from the model."""
+    """Lets NIXL's progress thread sleep between two looks on CPUs: it spins, and takes a core from the model.
+
+    On GPUs it has a core of its own, and each read would wait for it.
+    """
+    if not importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        return
     try:
         bindings: Any = importlib.import_module("nixl_cu13._bindings")
     except ImportError:

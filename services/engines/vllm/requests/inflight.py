@@ -34,7 +34,7 @@ class VllmRequests(ExternalRequests[VllmGeneration]):
         self._numbers = itertools.count()
 
     def submit(self, request: VllmRequest) -> VllmGeneration:
-        """Submits a request. Raises Overloaded if too many are here, and EngineFailed after a fatal error."""
+        """Submits a request. Raises Overloaded if too many are here, and Unavailable after a fatal error."""
         self.require_capacity()
         if unknown := sorted(set(request.arguments) - self._package.generate_arguments):
             raise EngineFailed(f"vLLM {self._package.version} does not take {', '.join(unknown)}")

@@ -8,7 +8,7 @@ from support.clock import ManualClock
 from discovery.record import WorkerRecord
 from router.routing.prefix.cost import Costs, LinearCost, RelativeCost
 from router.routing.prefix.prefix_caches import Cache
-from router.routing.prefix.work import PromptQueue, WorkShares
+from router.routing.prefix.work import Computed, PromptQueue, WorkShares
 
 
 def record(worker_id: str) -> WorkerRecord:
@@ -48,11 +48,11 @@ def test_a_prompt_waits_for_those_before_it_and_less_as_time_goes_by() -> None:
     clock.advance(4.0)
     # The first one is late; the second is still to be computed.
     assert queue.wait_seconds == 3.0
-    assert queue.done(first) == 5.0
+    assert queue.done(first, 20) == []
     clock.advance(1.5)
     assert queue.wait_seconds == 1.5
-    assert queue.done(second) == 1.5
-    assert queue.done(second) is None
+    assert queue.done(second, 30) == [Computed(1, 20, 5.0), Computed(1, 30, 1.5)]
+    assert queue.done(second, 30) == []
     assert queue.wait_seconds == 0.0
 
 
@@ -64,9 +64,9 @@ def test_a_prompt_behind_one_that_was_given_up_is_not_measured() -> None:
     queue.give_up(first)
     # It may have been computed beside the first one.
     clock.advance(0.01)
-    assert queue.done(second) is None
+    assert queue.done(second, 10) == []
     clock.advance(1.0)
-    assert queue.done(third) == pytest.approx(1.0)
+    assert queue.done(third, 10) == [Computed(1, 10, pytest.approx(1.0))]
 
 
 def test_a_prompt_after_those_that_were_given_up_is_measured() -> None:
@@ -76,7 +76,35 @@ def test_a_prompt_after_those_that_were_given_up_is_measured() -> None:
     clock.advance(30.0)
     next_one = queue.add(1.0)
     clock.advance(1.5)
-    assert queue.done(next_one) == pytest.approx(1.5)
+    assert queue.done(next_one, 10) == [Computed(1, 10, pytest.approx(1.5))]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
+def test_prompts_of_one_step_share_the_time_that_it_took_in_whichever_order_they_are_ready(
+    order: tuple[int, ...],
+) -> None:
+    clock = ManualClock()
+    queue = PromptQueue(clock)
+    tickets = [queue.add(1.0) for _ in range(5)]
+    clock.advance(0.2)
+    for number in order:
+        assert queue.done(tickets[number], 100) == []
+        clock.advance(0.0005)
+    clock.advance(0.1)
+    step, alone = queue.done(tickets[4], 50)
+    assert (step.prompts, step.tokens) == (4, 400)
+    assert step.seconds == pytest.approx(0.2, abs=0.002)
+    assert alone == Computed(1, 50, pytest.approx(0.1, abs=0.002))
+
+
+def test_a_small_prompt_that_overtakes_a_large_one_counts_with_it() -> None:
+    clock = ManualClock()
+    queue = PromptQueue(clock)
+    large, small = queue.add(2.0), queue.add(0.1)
+    clock.advance(0.5)
+    assert queue.done(small, 10) == []
+    clock.advance(1.5)
+    assert queue.done(large, 1000) == [Computed(2, 1010, 2.0)]
 
 
 def test_a_slow_worker_is_known_and_a_new_one_is_taken_for_the_usual() -> None:

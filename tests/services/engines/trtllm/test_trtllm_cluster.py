@@ -8,7 +8,7 @@ import pytest_asyncio
 from fake_tensorrt_llm.llm import FABRIC, RUNNING, node_of
 from fake_tensorrt_llm.tables import TABLES
 from grpc.aio import AioRpcError
-from support.cluster.in_process import Bench, bench
+from support.cluster.in_process import FAST_ROUTER, Bench, bench
 from support.engines import trtllm
 from support.engines.engine_calls import greedy
 from support.eventually import PATIENCE_SECONDS, eventually
@@ -16,6 +16,7 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from baton.errors import EngineFailed
 from baton.inference.v1 import generate_pb2
 from discovery.memory import MemoryRegistry
+from router.config import ProbeConfig, RetryConfig
 from services.config import WorkerConfig
 from services.engines.prompt import Prompt
 from services.server import host_worker
@@ -125,6 +126,23 @@ async def test_an_answer_goes_on_elsewhere_when_its_decode_engine_fails(version:
             if len(got) > 5 and not any(llm.crash for llm in RUNNING):
                 next(llm for llm in RUNNING if llm.is_busy).crash = RuntimeError("CUDA error")
         assert got == expected
+
+
+async def test_an_engine_that_has_ended_costs_no_request_however_many_come_before_the_next_health_check(
+    newest: None, checkpoint: Path
+) -> None:
+    """It failed each one at once, looked idle, got the next ones, and the router's budget of retries was spent."""
+    engines = [worker(f"p{n}", "prefill", checkpoint, n) for n in (1, 2)]
+    update = {"retry": RetryConfig(budget_floor=4, budget_ratio=0.0), "probe": ProbeConfig(interval_seconds=30.0)}
+    router = FAST_ROUTER.model_copy(update=update)
+    async with bench(*engines, worker("d1", "decode", checkpoint, 3), router=router) as running:
+        expected = (await running.generate(**ask(3))).token_ids
+        ended = running.workers["p1"].engine
+        RUNNING[0].crash = RuntimeError("CUDA error")
+        with pytest.raises(EngineFailed):
+            await ended.prefill(Prompt((5, 6, 7)), greedy(9))
+        for _ in range(30):
+            assert (await running.generate(**ask(3))).token_ids == expected
 
 
 async def test_a_worker_whose_engine_failed_ends(pair: Bench) -> None:

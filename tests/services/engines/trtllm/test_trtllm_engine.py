@@ -22,7 +22,7 @@ from support.engines import trtllm
 from support.engines.engine_calls import collect, greedy
 from support.eventually import eventually
 
-from baton.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded, Unsupported
+from baton.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded, Unavailable, Unsupported
 from services.engines.answer import FinishReason
 from services.engines.base import Engine, NotOpened
 from services.engines.context import EngineContext
@@ -338,7 +338,7 @@ async def test_a_fatal_error_fails_what_runs_and_all_that_comes(engine: Engine) 
     # Even if the engine reports that it is healthy again.
     RUNNING[0].crash = None
     assert not engine.healthy
-    with pytest.raises(EngineFailed, match="CUDA error"):
+    with pytest.raises(Unavailable, match="CUDA error"):
         await engine.prefill(PROMPT, greedy(2))
 
 

@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from services.engines.registry import describe, read_engine_config
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.factory import check, check_adapters, check_gpus, resolve
+from services.engines.vllm.loading import free_ports
 
 FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"
 
@@ -68,6 +69,7 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_file(tmp_path: Path) -> No
             "speculative",
         ),
         ({"lora": {"folder": "some/adapters", "max_rank": 1000}}, ("decode",), "max_rank"),
+        ({"args": {"pipeline_parallel_size": 2}}, ("prefill",), "pipeline_parallel_size"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -118,3 +120,9 @@ def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
         check_adapters(config, VllmArguments(dtype="float32"))
     check_adapters(config, VllmArguments(dtype="auto"))
     check_adapters(VllmConfig.model_validate({"model": tmp_path}), VllmArguments(dtype="float32"))
+
+
+def test_ports_that_are_bound_later_are_none_that_an_outgoing_connection_may_get() -> None:
+    found = [free_ports("127.0.0.1", 4) for _ in range(20)]
+    assert max(found) + 3 < 32_768  # where Linux begins
+    assert len(set(found)) > 15

@@ -110,6 +110,12 @@ async def test_a_handoff_within_its_time_is_confirmed(prefill: VllmEngine, decod
         assert len((await collect(stream)).ids) == 4
 
 
+async def test_reads_are_posted_by_threads_of_nixl_on_gpus_only(prefill: VllmEngine) -> None:
+    """Posting the 2,016 reads of a prompt of 4,000 tokens one after the other holds the decode engine up."""
+    extra = prefill.llm.vllm_config.kv_transfer_config.kv_connector_extra_config
+    assert extra.get("num_threads") == (None if vllm.ON_GPU else 0)
+
+
 async def test_a_release_frees_the_blocks_before_vllms_own_lease(prefill: VllmEngine) -> None:
     held = await prefill.prefill(PROMPT, greedy(5))
     assert prefill.load().blocks_held == 5

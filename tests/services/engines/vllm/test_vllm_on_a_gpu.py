@@ -78,19 +78,49 @@ async def test_an_assertion_on_the_device_ends_its_engine_and_no_other(checkpoin
         assert await _answers(other, "after") == expected
 
 
-@pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
-async def test_answers_over_two_gpus_each_are_those_of_one(sizes: str, checkpoint: Path) -> None:
+async def test_running_out_of_the_device_s_memory_ends_its_engine_and_no_other(tmp_path: Path) -> None:
+    """A prompt's log probabilities over a large vocabulary need memory that vLLM has not put aside."""
+    import torch
+
+    large = save_qwen3(tmp_path / "large", vllm.HEAD_DIM, vocabulary=128_000)
+    small = save_qwen3(tmp_path / "small", vllm.HEAD_DIM)
+    async with _engine(small, "decode", guided_decoding=False) as other:
+        expected = await _answers(other, "before")
+        free = torch.cuda.mem_get_info()[0]
+        async with _engine(large, "decode", guided_decoding=False) as failing:
+            await collect(failing.decode(PROMPTS[0], greedy(2)))
+            rest = torch.empty(torch.cuda.mem_get_info()[0] - (32 << 20), dtype=torch.uint8, device="cuda")
+            with pytest.raises(EngineFailed):
+                await collect(failing.decode(Prompt((7,) * 240), replace(greedy(2), prompt_logprobs=1)))
+            await eventually(lambda: not failing.healthy)
+            assert other.healthy
+            assert await _answers(other, "after") == expected
+            del rest
+            torch.cuda.empty_cache()
+        await eventually(lambda: torch.cuda.mem_get_info()[0] > free - (256 << 20))
+
+
+async def test_answers_over_two_gpus_each_are_those_of_one(checkpoint: Path) -> None:
     if len(visible_gpus()) < 2:
         pytest.skip("needs two GPUs")
     async with _engine(checkpoint, "decode") as one:
         whole = await _answers(one, "one")
     async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(_engine(checkpoint, "prefill", args={sizes: 2}))
-        decode = await stack.enter_async_context(_engine(checkpoint, "decode", args={sizes: 2}))
+        prefill = await stack.enter_async_context(_engine(checkpoint, "prefill", args={"tensor_parallel_size": 2}))
+        decode = await stack.enter_async_context(_engine(checkpoint, "decode", args={"tensor_parallel_size": 2}))
         assert await _answers(decode, "two") == whole
         assert [await disaggregated(prefill, decode, each, greedy(12)) for each in PROMPTS] == [
             ids[1:] for ids in whole
         ]
+
+
+async def test_answers_of_two_pipeline_stages_are_those_of_one_gpu(checkpoint: Path) -> None:
+    if len(visible_gpus()) < 2:
+        pytest.skip("needs two GPUs")
+    async with _engine(checkpoint, "decode") as one:
+        whole = await _answers(one, "one")
+    async with _engine(checkpoint, "decode", args={"pipeline_parallel_size": 2}, whole_requests=True) as stages:
+        assert await _answers(stages, "two") == whole
 
 
 async def test_each_data_parallel_rank_gives_the_answers_of_one_engine(checkpoint: Path) -> None:

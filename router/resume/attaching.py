@@ -1,0 +1,230 @@
+"""The answers of a handle on their workers: attached to, told of, and forgotten."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.v1 import decode_pb2, prompt_pb2, resume_pb2
+from baton.errors import BatonError, Cancelled, PositionInvalid, StaleAttempt, StreamLost
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from router.context import RequestQos
+from router.resume.finding import StreamFinder
+from router.resume.handle import Handle, answer_call_id, owner_sha256
+from router.resume.keep import Continued, Keep
+from router.workers.calls import AdoptedDecode
+from router.workers.cluster import Cluster
+from router.workers.handle import WorkerHandle
+from rpc.auth.caller import current_caller
+from rpc.best_effort import best_effort
+from runtime.aio import gather_or_cancel, timeout
+
+# A worker that has an answer and does not tell of it in this time is not waited for.
+_ATTACH_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """A call of ResumeGeneration, read and checked."""
+
+    message: generate_pb2.ResumeGenerationRequest
+    handle: Handle
+    qos: RequestQos
+    call: Any
+
+    @property
+    def owner(self) -> bytes:
+        """The digest of the answers' owner."""
+        caller = current_caller()
+        return owner_sha256(caller.name if caller else "", self.qos.tenant)
+
+    def keep(self, seconds: float, handle: Handle) -> Keep:
+        """The client's parts, for the contexts of its answers."""
+        return Keep(seconds, handle, self.message.attempt, continued=_continued(self.message))
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """One answer, with what its worker told of it."""
+
+    record: resume_pb2.ResumeRecord
+    decode: AdoptedDecode
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """One of several answers that no worker has: it is computed from the prompt and the sampling of `another`."""
+
+    answer: int
+    another: Adopted
+
+    @property
+    def record(self) -> resume_pb2.ResumeRecord:
+        """The known part of the request."""
+        return self.another.record
+
+    @property
+    def sampling(self) -> prompt_pb2.Sampling:
+        """That of the other answer, with this one's seed."""
+        sampling = prompt_pb2.Sampling()
+        sampling.CopyFrom(self.another.decode.attached.sampling)
+        sampling.ClearField("prompt_logprobs")
+        sampling.params.seed = (sampling.params.seed - self.record.answer + self.answer) % 2**64
+        return sampling
+
+
+Answer = Adopted | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAnswer:
+    """The known part of an answer, by its worker or by its client."""
+
+    prompt: prompt_pb2.Prompt
+    sampling: prompt_pb2.Sampling
+    ids: Sequence[int]
+    logprobs: Sequence[sampling_pb2.TokenLogprob] = ()
+
+
+class Attacher:
+    """Reads answers on the workers of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._finder = StreamFinder(cluster)
+
+    async def attach_all(self, request: ResumeRequest, seconds: float, attached: AsyncExitStack) -> Sequence[Answer]:
+        """All answers, attached where a worker has them; none if they all have to be computed again."""
+        message, handle = request.message, request.handle
+        answers = max(1, message.request.sampling.n)
+        for _ in range(2):
+            call_ids = [answer_call_id(handle.call_id, answer) for answer in range(answers)]
+            workers = await self._finder.find(call_ids, handle)
+            if handle.call_id in workers and answers == 1 and not message.HasField("request"):
+                first = await self._look(0, workers[handle.call_id], request)
+                answers = max(1, resume_pb2.ResumeRecord.FromString(first.record).answers)
+                if answers > 1:
+                    continue
+            break
+        if not workers:
+            return ()
+        try:
+            found = await gather_or_cancel(
+                self._attach_if_there(answer, workers.get(call_id), request, seconds, attached)
+                for answer, call_id in enumerate(call_ids)
+            )
+        except PositionInvalid:
+            # The client's own copy may do, for log probabilities that the worker has no more.
+            if not message.HasField("request"):
+                raise
+            return ()
+        another = next((one for one in found if one is not None), None)
+        if another is None or not all(
+            one or _is_computable(answer, another, request) for answer, one in enumerate(found)
+        ):
+            return ()
+        return [one or Lost(answer, another) for answer, one in enumerate(found)]
+
+    async def _attach_if_there(
+        self, answer: int, worker: WorkerHandle | None, request: ResumeRequest, seconds: float, attached: AsyncExitStack
+    ) -> Adopted | None:
+        if worker is None:
+            return None
+        try:
+            return await self._attach(worker, _attach_request(answer, request), seconds, attached)
+        except StreamLost:
+            return None
+
+    async def _attach(
+        self, worker: WorkerHandle, asked: decode_pb2.AttachRequest, seconds: float, attached: AsyncExitStack
+    ) -> Adopted:
+        attached.enter_context(worker.keep_open())
+        call: Any = worker.decode.Attach(asked, timeout=seconds)
+        attached.push_async_callback(call.aclose)
+        found = await _first(call)
+        return Adopted(resume_pb2.ResumeRecord.FromString(found.record), AdoptedDecode(worker, found, call))
+
+    async def peek(self, answer: int, request: ResumeRequest) -> AdoptedDecode:
+        """The state of an answer, as its worker tells it; its reader goes on. Raises StreamLost."""
+        call_id = answer_call_id(request.handle.call_id, answer)
+        workers = await self._finder.find([call_id], request.handle)
+        if call_id not in workers:
+            raise StreamLost("nothing is left of this answer")
+        worker = workers[call_id]
+        return AdoptedDecode(worker, await self._look(answer, worker, request), None)  # type: ignore[arg-type]
+
+    async def _look(self, answer: int, worker: WorkerHandle, request: ResumeRequest) -> decode_pb2.DecodeAttached:
+        asked = _attach_request(answer, request)
+        asked.peek = True
+        with worker.keep_open():
+            call: Any = worker.decode.Attach(asked, timeout=_ATTACH_SECONDS)
+            try:
+                return await _first(call)
+            finally:
+                await call.aclose()
+
+    async def forget(self, answer: int, found: AdoptedDecode, request: ResumeRequest) -> None:
+        """Ends an answer, and has its worker forget it."""
+        call_id = answer_call_id(request.handle.call_id, answer)
+        settled = decode_pb2.SettleRequest(request_id=call_id, attachment=found.attachment, forget=True)
+        worker = found.worker
+        with worker.keep_open():
+            await best_effort(lambda seconds: worker.decode.Settle(settled, timeout=seconds), healthy=True)
+
+
+def _attach_request(answer: int, request: ResumeRequest) -> decode_pb2.AttachRequest:
+    return decode_pb2.AttachRequest(
+        request_id=answer_call_id(request.handle.call_id, answer),
+        secret=request.handle.secret,
+        owner_sha256=request.owner,
+        attempt=request.message.attempt,
+        from_tokens=request.keep(0, request.handle).of(answer).have.tokens,
+    )
+
+
+def known_of(one: Answer, continued: Continued) -> KnownAnswer:
+    """The known part of an answer."""
+    match one:
+        case Adopted():
+            attached = one.decode.attached
+            return KnownAnswer(attached.prompt, attached.sampling, list(attached.token_ids), list(attached.logprobs))
+        case Lost():
+            return KnownAnswer(one.another.decode.attached.prompt, one.sampling, list(continued.received))
+
+
+def first_adopted(answers: Sequence[Answer]) -> Adopted:
+    """One that a worker has."""
+    first = answers[0]
+    return first.another if isinstance(first, Lost) else first
+
+
+def _is_computable(answer: int, another: Adopted, request: ResumeRequest) -> bool:
+    """True if a lost answer can be computed from what is known of another, and from what its client sent of it."""
+    asked, prompt = another.record.request, another.decode.attached.prompt
+    if prompt.media or (answer == 0 and asked.response.HasField("prompt_logprobs")):
+        return False
+    continued = request.keep(0, request.handle).of(answer)
+    return len(continued.received) == continued.have.tokens
+
+
+def _continued(message: generate_pb2.ResumeGenerationRequest) -> Mapping[int, Continued]:
+    """The client's part of each answer."""
+    received = message.received
+    return {
+        position.index: Continued(position, received[position.index].ids if position.index < len(received) else ())
+        for position in message.have
+    }
+
+
+async def _first(call: Any) -> decode_pb2.DecodeAttached:
+    """A worker's report of an answer. Raises StreamLost also if the worker fails."""
+    try:
+        async with timeout(_ATTACH_SECONDS):
+            response = await anext(aiter(call))
+    except (StreamLost, StaleAttempt, PositionInvalid, Cancelled):
+        raise
+    except (BatonError, TimeoutError, StopAsyncIteration) as error:
+        raise StreamLost(f"the answer's worker does not give it: {error}") from error
+    if response.WhichOneof("event") != "attached":
+        raise StreamLost("the answer's worker gives something else")
+    attached: decode_pb2.DecodeAttached = response.attached
+    return attached

@@ -1,0 +1,103 @@
+"""A change of a worker's role between prefill and decode while it serves: no request ends by it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest, RequestExists, Unsupported
+from discovery.registry import WorkerRecord
+from engine_protocol.roles import Role
+from runtime.aio import run_to_completion
+from services.engines.base import Engine
+from services.handoff.leases import LeaseTable
+from services.identity import Identity, WorkerRegistration
+from services.moving.shedding import Shedding
+from services.requests.calls import Calls
+
+_EXCHANGED = ("prefill", "decode")
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RoleProgress:
+    """The work of the lost role that is left before a change of roles ends."""
+
+    running: int
+    handoffs_held: int
+    changed: bool = False
+
+
+class RoleChanger:
+    """Changes the role of a worker: it takes new work by the new one, and what it has by the old one ends or moves.
+
+    `record` makes the worker's record from its identity.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        registration: WorkerRegistration,
+        record: Callable[[], WorkerRecord],
+        calls: Calls,
+        leases: LeaseTable,
+    ) -> None:
+        self._identity = identity
+        self._registration = registration
+        self._record = record
+        self._calls = calls
+        self._leases = leases
+        self._is_changing = False
+
+    async def change(self, role: str, engine: Engine | None, shedding: Shedding) -> AsyncGenerator[RoleProgress, None]:
+        """Yields the progress, now and after every change, until nothing of a lost role is left.
+
+        Raises InvalidRequest for another role, Unsupported if the engine cannot move its decodes, and RequestExists
+        while a change is running. If it is closed before its end, the roles are as before.
+        """
+        if role not in _EXCHANGED:
+            raise InvalidRequest.of("role", f"is {role!r:.40}; expected {' or '.join(_EXCHANGED)}")
+        if engine is None or not engine.moves_decodes:
+            raise Unsupported("the engine of this worker cannot change between prefill and decode")
+        before = self._identity.roles
+        lost = tuple(one for one in before if one in _EXCHANGED and one != role)
+        roles = (*(one for one in before if one not in _EXCHANGED), role)
+        if roles == before:
+            yield RoleProgress(0, 0, changed=True)
+            return
+        with self._changing(), shedding.shedding_all(is_needed="decode" in lost):
+            await self._announce(roles, leaving=lost)
+            try:
+                async with aclosing(self._emptied(lost)) as stages:
+                    async for progress in stages:
+                        yield progress
+            except BaseException:
+                await run_to_completion(self._announce(before, leaving=()))
+                raise
+            self._identity.leave(lost)
+        yield RoleProgress(0, 0, changed=True)
+
+    async def _emptied(self, lost: tuple[Role, ...]) -> AsyncGenerator[RoleProgress, None]:
+        known = None
+        while True:
+            progress = RoleProgress(sum(map(self._calls.count, lost)), len(self._leases))
+            if not progress.running and not progress.handoffs_held:
+                return
+            if progress != known:
+                yield progress
+                known = progress
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _announce(self, roles: tuple[Role, ...], leaving: tuple[Role, ...]) -> None:
+        self._identity.roles, self._identity.leaving = roles, leaving
+        await self._registration.update(self._record())
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        if self._is_changing:
+            raise RequestExists("a change of this worker's role is running")
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False

@@ -1,0 +1,102 @@
+"""Decodes that are moved to another worker while they run: same ids, and nothing is computed again."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from support.clients.scraping import since
+from support.cluster.in_process import FAST_ROUTER, Stream, bench, running_stream, simulated
+from support.cluster.moving import answer, decoders, shared
+from support.eventually import eventually
+
+LONG = {"prompt": "hello " * 20, "sampling": {"temperature": 1.0, "seed": 3}, "stopping": {"max_tokens": 400}}
+WITH_FAULTS = FAST_ROUTER.model_copy(update={"allow_faults": True})
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Stream:
+    async def ask() -> Stream:
+        async with bench(simulated("d1", "decode")) as running:
+            return await running.generate(**LONG)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.feature("running answers that move to another worker", engine="simulated", facade="grpc")
+async def test_a_stream_is_moved_with_its_kv(undisturbed: Stream) -> None:
+    moved = since("baton_router_moves_total", outcome="moved")
+    async with shared(*decoders("d1", "d2")) as cluster:
+        async with running_stream(cluster.bench, 20, **LONG) as task:
+            source = cluster.busy
+            assert await cluster.move(source) == 1
+            await cluster.moved(source)
+            answer = await task
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text
+        assert (answer.finished.moves, answer.finished.migrations) == (1, 0)
+        assert answer.finished.usage.cached_tokens == 0
+        assert answer.finished.decode_worker_id == cluster.other(source)
+    assert moved.grown == 1
+
+
+async def test_a_stream_may_be_moved_again_and_again(undisturbed: Stream) -> None:
+    async with shared(*decoders("d1", "d2")) as cluster:
+        async with running_stream(cluster.bench, 5, **LONG) as task:
+            for _ in range(5):
+                source = cluster.busy
+                await cluster.move(source)
+                await cluster.moved(source)
+            answer = await task
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.finished.moves == 5
+
+
+async def test_a_worker_that_stops_gives_its_streams_away(undisturbed: Stream) -> None:
+    computed = since("baton_router_moves_total", outcome="recomputed")
+    async with shared(*decoders("d1")) as cluster:
+        async with AsyncExitStack() as stack:
+            tasks = [await stack.enter_async_context(running_stream(cluster.bench, 3, **LONG)) for _ in range(6)]
+            await cluster.start(decoders("d2")[0])
+            await cluster.bench.ready(2)
+            await cluster.stop("d1")
+            answers = [await task for task in tasks]
+        for answer in answers:
+            assert answer.token_ids == undisturbed.token_ids
+            assert (answer.finished.moves, answer.finished.migrations) == (1, 0)
+    assert computed.grown == 0
+
+
+async def test_without_another_worker_a_stream_stays(undisturbed: Stream) -> None:
+    async with shared(*decoders("d1")) as cluster:
+        async with running_stream(cluster.bench, 5, **LONG) as task:
+            assert await cluster.move("d1") == 1
+            answer = await task
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.finished.moves == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "outcome"),
+    [
+        ("drop@lend", "failed"),
+        ("drop@warm;attempt=2", "failed"),
+        ("drop@yield", "failed"),
+        ("drop@queue;role=decode;attempt=2", "returned"),
+        ("drop@reserve;attempt=2", "returned"),
+        ("drop@pull;attempt=2", "returned"),
+        ("drop@confirm;attempt=2", "recomputed"),
+        ("delay=0.02@warm;attempt=2,delay=0.02@lend,delay=0.02@yield", "moved"),
+        ("delay=0.2@pull;attempt=2", "moved"),
+        ("drop@decode:200;attempt=2", "moved"),
+    ],
+)
+async def test_a_failure_at_any_step_costs_no_token(undisturbed: Stream, plan: str, outcome: str) -> None:
+    counted = since("baton_router_moves_total", outcome=outcome)
+    async with shared(*decoders("d1", "d2", allow_faults=True), router=WITH_FAULTS) as cluster:
+        task = asyncio.ensure_future(answer(cluster.bench, plan, **LONG))
+        await eventually(lambda: cluster.running("d1") + cluster.running("d2") > 0)
+        await cluster.move(cluster.busy)
+        stream = await task
+        assert stream.token_ids == undisturbed.token_ids
+        assert stream.text == undisturbed.text
+    assert counted.grown >= 1

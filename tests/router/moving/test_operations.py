@@ -1,0 +1,129 @@
+"""What operators ask of a worker, and what a full pool does: answers go elsewhere, and none ends by it."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from support.clients.baton_command import Baton
+from support.clients.scraping import since
+from support.clients.worker_calls import calls_to, decode_request
+from support.cluster.command_fixtures import baton, environment
+from support.cluster.in_process import Stream, bench, running_stream, simulated
+from support.cluster.moving import answer, decoders, shared
+from support.eventually import eventually
+
+from baton import AsyncClient
+from baton.errors import DeadlineExceeded, Draining, InvalidRequest, RoleMismatch
+from services.config import WorkerConfig
+
+__all__ = ["baton", "environment"]
+
+LONG = {"prompt": "hello " * 20, "sampling": {"temperature": 1.0, "seed": 3}, "stopping": {"max_tokens": 400}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Stream:
+    async def ask() -> Stream:
+        async with bench(simulated("d1", "decode")) as running:
+            return await running.generate(**LONG)
+
+    return asyncio.run(ask())
+
+
+async def test_some_of_a_workers_streams_are_moved(undisturbed: Stream, baton: Baton) -> None:
+    async with shared(*decoders("d1")) as cluster, AsyncExitStack() as stack:
+        tasks = [await stack.enter_async_context(running_stream(cluster.bench, 3, **LONG)) for _ in range(5)]
+        await cluster.start(decoders("d2")[0])
+        await cluster.bench.ready(2)
+        outcome = await baton("move", "d1", "--streams", "2", "--address", cluster.bench.address)
+        assert (outcome.code, outcome.lines) == (0, ["d1 gives 2 answers to other workers"])
+        await eventually(lambda: (cluster.running("d1"), cluster.running("d2")) == (3, 2))
+        answers = [await task for task in tasks]
+        assert sum(one.finished.moves for one in answers) == 2
+        assert all(one.token_ids == undisturbed.token_ids for one in answers)
+
+
+async def test_a_worker_is_drained_by_moving(undisturbed: Stream, baton: Baton) -> None:
+    async with shared(*decoders("d1", "d2")) as cluster, AsyncExitStack() as stack:
+        tasks = [await stack.enter_async_context(running_stream(cluster.bench, 3, **LONG)) for _ in range(6)]
+        outcome = await baton("drain", "d1", "--address", cluster.bench.address)
+        assert outcome.code == 0
+        assert outcome.lines[0].startswith("d1 is drained after ")
+        assert (cluster.running("d1"), cluster.running("d2")) == (0, 6)
+        answers = [await task for task in tasks]
+        assert all(one.token_ids == undisturbed.token_ids for one in answers)
+        assert {one.finished.decode_worker_id for one in answers} == {"d2"}
+
+
+async def test_a_full_pool_gives_a_stream_away_before_one_is_computed_again() -> None:
+    preempted = since("baton_preemptions_total")
+    fields = {"stopping": {"max_tokens": 160, "ignore_eos": True}, "sampling": {"seed": 1}}
+    small, large = (_sized(one, blocks) for one, blocks in zip(decoders("d1", "d2"), (28, 512), strict=True))
+    async with shared(small) as cluster, AsyncExitStack() as stack:
+        streams = [running_stream(cluster.bench, 3, prompt=f"{number} hello", **fields) for number in range(4)]
+        tasks = [await stack.enter_async_context(stream) for stream in streams]
+        await cluster.start(large)
+        answers = [await task for task in tasks]
+        assert sum(one.finished.moves for one in answers) >= 1
+        assert sum(one.finished.migrations for one in answers) == 0
+    assert preempted.grown == 0
+
+
+def _sized(config: WorkerConfig, blocks: int) -> WorkerConfig:
+    engine = config.engine.model_copy(update={"num_blocks": blocks, "decode_step_seconds": 0.02})
+    return config.model_copy(update={"engine": engine})
+
+
+async def test_roles_change_under_load_and_no_request_ends(undisturbed: Stream) -> None:
+    configs = [simulated("p1", "prefill"), *decoders("d1", "x")]
+    async with shared(*configs) as cluster, AsyncClient(cluster.bench.address) as client:
+        done = asyncio.Event()
+
+        async def load() -> int:
+            count = 0
+            while not done.is_set():
+                found = await answer(cluster.bench, **{**LONG, "stopping": {"max_tokens": 100}})
+                assert found.token_ids == undisturbed.token_ids[:100]
+                count += 1
+            return count
+
+        running = [asyncio.ensure_future(load()) for _ in range(6)]
+        for role in ("prefill", "decode") * 5:
+            await client.change_role("x", role)
+            assert cluster.workers["x"].identity.roles == (role,)
+            await asyncio.sleep(0.1)
+        done.set()
+        assert min(await asyncio.gather(*running)) > 1
+
+
+async def test_a_worker_that_has_left_a_role_sends_its_work_elsewhere() -> None:
+    async with shared(*decoders("d1", "x"), simulated("p1", "prefill")) as cluster:
+        async with AsyncClient(cluster.bench.address) as client:
+            await client.change_role("x", "prefill")
+        async with calls_to(cluster.workers["x"].address) as late:
+            with pytest.raises(Draining, match="x does not decode any more: its roles are prefill"):
+                await late.decode(decode_request())
+
+
+async def test_the_only_worker_of_a_role_keeps_it(baton: Baton) -> None:
+    async with shared(*decoders("d1"), simulated("p1", "prefill")) as cluster:
+        async with AsyncClient(cluster.bench.address) as client:
+            with pytest.raises(RoleMismatch, match="d1 is the only ready one of demo with the role decode"):
+                await client.change_role("d1", "prefill")
+            with pytest.raises(InvalidRequest, match="no worker 'd9' is registered"):
+                await client.drain_worker("d9")
+        outcome = await baton("role", "d1", "prefill", "--address", cluster.bench.address)
+        assert outcome.code == 1
+
+
+async def test_a_change_of_roles_that_is_given_up_leaves_the_role(undisturbed: Stream) -> None:
+    async with shared(*decoders("d1")) as cluster, running_stream(cluster.bench, 3, **LONG) as task:
+        # Another worker decodes, but its blocks have another size: the stream has nowhere to go.
+        await cluster.start(simulated("d2", "decode", block_tokens=32))
+        await cluster.bench.ready(2)
+        async with AsyncClient(cluster.bench.address) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.change_role("d1", "prefill", timeout_seconds=0.3)
+        await eventually(lambda: cluster.workers["d1"].identity.leaving == ())
+        assert cluster.workers["d1"].identity.roles == ("decode",)
+        assert (await task).token_ids == undisturbed.token_ids
