@@ -120,7 +120,7 @@ def _capabilities(card: worker_pb2.ModelCard, tokenizer: Tokenizer | None) -> mo
     """The capabilities of the workers, with those that the router adds."""
     capabilities = model_pb2.ModelCapabilities()
     capabilities.CopyFrom(card.capabilities)
-    capabilities.multiple_answers = True
+    capabilities.multiple_answers = not capabilities.images_only
     if tokenizer is not None and tokenizer.can_chat:
         capabilities.tools = tokenizer.tool_format is not None
         capabilities.reasoning = tokenizer.has_reasoning

@@ -26,6 +26,7 @@ class DiffusersEngine(PyTorchPart[DiffusionConfig, DiffusionLoop]):
         return self._loop.steps
 
     def predicted_seconds(self, drawing: Drawing) -> float | None:
+        """The seconds that a drawing would take from now; None if no step was measured."""
         return self._loop.predicted_seconds(drawing)
 
     async def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture, None]:

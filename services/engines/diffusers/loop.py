@@ -80,7 +80,7 @@ class DiffusionLoop(BatchLoop[DrawJob]):
         await self._test(job)
 
     def predicted_seconds(self, drawing: Drawing) -> float | None:
-        """See Diffuser."""
+        """The seconds that a drawing would take from now; None if no step was measured."""
         ahead = sum(
             (self._times.step_seconds(job.drawing) or 0.0) * job.drawing.steps
             for job in self._unfinished

@@ -40,7 +40,7 @@ class SimulatedDiffuser(SimulatedPart):
         return replace(super()._new_facts(vocabulary, load_seconds), drawing=_RULES)
 
     def predicted_seconds(self, drawing: Drawing) -> float | None:
-        """See Diffuser."""
+        """The seconds that a drawing would take from now."""
         return (self._unfinished + 1) * drawing.steps * self._config.draw_step_seconds
 
     async def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture, None]:
