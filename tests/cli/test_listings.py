@@ -13,7 +13,7 @@ async def test_models_shows_limits_and_workers_of_each_role(baton: Baton, cluste
     outcome = await baton("models", "--address", cluster.address)
     assert outcome.code == 0
     assert outcome.lines[-1].split()[:3] == ["small", "4096", "257"]
-    assert outcome.lines[-1].split()[-3:] == ["1", "1", "0"]
+    assert outcome.lines[-1].split()[-4:] == ["1", "1", "0", "0"]
 
 
 async def test_workers_shows_role_state_and_load(baton: Baton, cluster: SmallCluster) -> None:

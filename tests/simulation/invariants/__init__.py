@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever goes wrong. One class each; a planted bug of `mutants.yaml` breaks each one.
+"""What must hold in every run, whatever goes wrong. One class each; docs/simulation.md says which have caught something.
 
 base (what they are told), answers, ends (statuses, cancelled work, leases), blocks, tables, fleet (recovery, quotas,
 logs).
