@@ -5,7 +5,7 @@ further updates, and one watcher that does not read blocks every change.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from grpc import StatusCode, aio
@@ -23,10 +23,13 @@ _Context: TypeAlias = "aio.ServicerContext[health_pb2.HealthCheckRequest, health
 class Health:
     """The health of a process and its services. "" is the process, which is NOT_SERVING until it is set.
 
-    A service that is known but was never set has the health of the process. Use it from one event loop.
+    A service that is known but was never set has the health of the process. While `is_well` is false checks are
+    answered NOT_SERVING at once: they need not wait for the one who looks at it now and then and calls `set`. Use it
+    from one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_well: Callable[[], bool] | None = None) -> None:
+        self._is_well = is_well
         self._serving: dict[str, bool] = {"": False}
         self._known: set[str] = set()
         self._changed = asyncio.Event()
@@ -62,6 +65,8 @@ class Health:
         status = self._status(request.service)
         if status == SERVICE_UNKNOWN:
             await context.abort(StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
+        if self._is_well is not None and not self._is_well():
+            status = NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, _request: Any, _context: Any) -> Any:

@@ -81,7 +81,7 @@ async def host_worker(
         registration = WorkerRegistration(registry)
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
         kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load))
-        worker = Worker(identity, engines, leases, drainer, Health(), kept)
+        worker = Worker(identity, engines, leases, drainer, Health(lambda: engines.responsive), kept)
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
         services = await stack.enter_async_context(_open_services(parts, registration))
         await stack.enter_async_context(_serve(config, worker, services))

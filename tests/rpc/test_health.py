@@ -9,7 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.servers.scripted_router import NAME, Scripted, scripted, status_of
 
 from baton.calls import stream, unary
-from rpc.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING
+from rpc.channels import open_channel
+from rpc.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
+from rpc.server import serve
 from runtime.aio import timeout
 
 
@@ -34,6 +36,22 @@ async def test_a_process_is_not_serving_until_its_owner_says_so() -> None:
         assert await check(peer, "") == NOT_SERVING
         peer.health.set("", True)
         assert await check(peer, "") == SERVING
+
+
+async def test_a_check_sees_at_once_what_is_not_well() -> None:
+    is_well = True
+    health = Health(lambda: is_well)
+    health.set("", True)
+    async with (
+        serve("127.0.0.1:0", [], health=health, drain_seconds=0) as server,
+        open_channel(server.address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await unary(stub.Check(health_pb2.HealthCheckRequest()))).status == SERVING
+        is_well = False
+        assert (await unary(stub.Check(health_pb2.HealthCheckRequest()))).status == NOT_SERVING
+        is_well = True
+        assert (await unary(stub.Check(health_pb2.HealthCheckRequest()))).status == SERVING
 
 
 async def test_a_service_has_the_health_of_its_process() -> None:
