@@ -74,7 +74,12 @@ class Move:
         request.prompt.CopyFrom(decode.prompt)
         seconds = min(KV_TRANSFER_SECONDS, decode.ctx.deadline.remaining_seconds)
         metadata = decode.calls.next_metadata
-        answer = await unary(self._target.decode.Warm(request, timeout=seconds, metadata=metadata))
+        try:
+            answer = await unary(self._target.decode.Warm(request, timeout=seconds, metadata=metadata))
+        except BaseException:
+            # The target releases what it has begun to read. Without this a refusal would leave it to the lease.
+            await decode.calls.release(decode.worker, lent)
+            raise
         return answer.num_bytes
 
     async def _yield(self) -> bool:

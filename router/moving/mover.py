@@ -53,21 +53,24 @@ class Mover:
     def _begin_moves(self, group: TaskGroup) -> bool:
         """Begins moves. True if a worker wants some: then it looks again."""
         known, is_wanted = set(self._cluster.workers), False
+        self._forget_moved()
         for worker, decodes in tuple(self._decodes.by_worker.items()):
             ends = worker.record.draining or worker not in known
-            count = len(decodes) if ends else _share(worker, len(decodes)) - self._moved_lately(worker)
-            is_wanted |= count > 0 or worker in self._moved
-            moving = sum(decode.move is not None for decode in decodes)
-            for decode in self._able(decodes)[: max(0, min(count, self._at_once) - moving)]:
-                decode.move = group.create_task(self._run(decode, needs_room=not ends))
+            lately = self._moved.get(worker, ())
+            count = len(decodes) if ends else _share(worker, len(decodes)) - len(lately)
+            is_wanted |= count > 0 or bool(lately)
+            # Looked at whenever a load changes: the decodes themselves only if some of them are to go.
+            if count > 0:
+                moving = sum(decode.move is not None for decode in decodes)
+                for decode in self._able(decodes)[: max(0, min(count, self._at_once) - moving)]:
+                    decode.move = group.create_task(self._run(decode, needs_room=not ends))
         return is_wanted
 
-    def _moved_lately(self, worker: WorkerHandle) -> int:
-        """The decodes that were moved away so lately that the worker's load may still count them."""
-        lately = [at for at in self._moved.pop(worker, ()) if monotonic() - at < _REPORT_SECONDS]
-        if lately:
-            self._moved[worker] = lately
-        return len(lately)
+    def _forget_moved(self) -> None:
+        """Keeps the moves so late that the worker's load may still count their decodes."""
+        after = monotonic() - _REPORT_SECONDS
+        lately = {worker: [at for at in times if at > after] for worker, times in self._moved.items()}
+        self._moved = {worker: times for worker, times in lately.items() if times}
 
     def _able(self, decodes: dict[ReadDecode, None]) -> Sequence[ReadDecode]:
         """Those that can be moved now; those with the most to generate come first."""

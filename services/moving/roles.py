@@ -10,7 +10,7 @@ from discovery.registry import WorkerRecord
 from engine_protocol.roles import Role
 from runtime.aio import run_to_completion
 from services.engines.base import Engine
-from services.handoff.leases import LeaseTable
+from services.handoff.leases import Lease, LeaseTable
 from services.identity import Identity, WorkerRegistration
 from services.moving.shedding import Shedding
 from services.requests.calls import Calls
@@ -61,13 +61,13 @@ class RoleChanger:
             raise Unsupported("the engine of this worker cannot change between prefill and decode")
         before = self._identity.roles
         lost = tuple(one for one in before if one in _EXCHANGED and one != role)
-        roles = (*(one for one in before if one not in _EXCHANGED), role)
-        if roles == before:
+        if role in before and not lost:
             yield RoleProgress(0, 0, changed=True)
             return
+        roles = (*(one for one in before if one not in _EXCHANGED), role)
         with self._changing(), shedding.shedding_all(is_needed="decode" in lost):
-            await self._announce(roles, leaving=lost)
             try:
+                await self._announce(roles, leaving=lost)
                 async with aclosing(self._emptied(lost)) as stages:
                     async for progress in stages:
                         yield progress
@@ -78,9 +78,15 @@ class RoleChanger:
         yield RoleProgress(0, 0, changed=True)
 
     async def _emptied(self, lost: tuple[Role, ...]) -> AsyncGenerator[RoleProgress, None]:
-        known = None
+        known: RoleProgress | None = None
+        left: set[Lease] = set()
+        was_running = True
         while True:
-            progress = RoleProgress(sum(map(self._calls.count, lost)), len(self._leases))
+            running, held = sum(map(self._calls.count, lost)), set(self._leases.held)
+            # What comes after the last call of the lost role is of the new one, and under load never ends.
+            left = held if was_running else left & held
+            was_running = running > 0
+            progress = RoleProgress(running, len(left))
             if not progress.running and not progress.handoffs_held:
                 return
             if progress != known:

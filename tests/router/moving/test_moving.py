@@ -1,6 +1,8 @@
 """Decodes that are moved to another worker while they run: same ids, and nothing is computed again."""
 
 import asyncio
+import gc
+import weakref
 from contextlib import AsyncExitStack
 
 import pytest
@@ -73,6 +75,37 @@ async def test_without_another_worker_a_stream_stays(undisturbed: Stream) -> Non
             answer = await task
         assert answer.token_ids == undisturbed.token_ids
         assert answer.finished.moves == 0
+
+
+async def test_what_a_worker_has_lent_to_one_that_refuses_it_is_free_at_once(undisturbed: Stream) -> None:
+    failed = since("baton_router_moves_total", outcome="failed")
+    async with shared(*decoders("d1", "d2", allow_faults=True), router=WITH_FAULTS) as cluster:
+        task = asyncio.ensure_future(answer(cluster.bench, "drop@warm;attempt=2", **LONG))
+        await eventually(lambda: cluster.running("d1") + cluster.running("d2") > 0)
+        source = cluster.busy
+        await cluster.move(source)
+        await eventually(lambda: failed.grown > 0)
+        # Sooner than a lease ends, which is 5 s.
+        await eventually(lambda: not len(cluster.workers[source].leases), 2.0)
+        assert (await task).token_ids == undisturbed.token_ids
+
+
+async def test_a_router_keeps_nothing_of_a_worker_that_has_given_its_streams_away() -> None:
+    async with shared(*decoders("d1", "d2")) as cluster:
+        async with running_stream(cluster.bench, 5, **LONG) as task:
+            source = cluster.busy
+            [handle] = [weakref.ref(one) for one in cluster.bench.cluster.workers if one.record.worker_id == source]
+            await cluster.stop(source)
+            await task
+        await cluster.start(decoders(source)[0])
+        await cluster.bench.ready(2)
+        await cluster.bench.generate(**{**LONG, "stopping": {"max_tokens": 1}})  # the placer remembers its last choice
+
+        def is_gone() -> bool:
+            gc.collect()
+            return handle() is None
+
+        await eventually(is_gone, 5.0)
 
 
 @pytest.mark.parametrize(
