@@ -428,6 +428,9 @@ class RequestExecution(Waiting):
     def _end_of_yielded(self, decode: ReadDecode, end: decode_pb2.DecodeYielded) -> None:
         """Takes over the KV of a decode that goes on elsewhere. Raises InvalidReply."""
         record, ids = decode.worker.record, self._completion.token_ids
+        # Of a kept decode another router may have asked.
+        if self._yielded is not None and decode.target is None and decode.calls.reader <= 1:
+            raise InvalidReply("the decode yields again without a token, and was not asked to")
         if end.HasField("handoff"):
             if not ids:
                 raise InvalidReply("the decode yields KV before its first token")

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 from grpc import aio
 from structlog.testing import capture_logs
@@ -231,6 +232,20 @@ async def test_a_broken_decode_goes_on_elsewhere(name: str, multiplexed: bool, u
         assert stream.finished.decode_worker_id == "d1"
         assert stream.finished.migrations == 1
         await eventually(lambda: running.used_blocks() == 0)
+
+
+def only_yields(reply: decode_pb2.DecodeResponse) -> Iterable[Reply]:
+    """No tokens, and in the place of the end that it yields."""
+    return [decode_pb2.DecodeResponse(yielded=decode_pb2.DecodeYielded())] if reply.HasField("finished") else []
+
+
+async def test_a_decode_that_yields_again_and_again_is_given_up() -> None:
+    async with bench(router=IMPATIENT) as running, beside(running, "decode", multiplexed=True) as broken:
+        broken.changes["Decode"] = only_yields
+        with pytest.raises(aio.AioRpcError) as failed:
+            await running.generate(**LONG)
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        assert broken.calls["Decode"] < 10
 
 
 # More than was asked for: the answer is complete, and the client gets nothing of the rest.
