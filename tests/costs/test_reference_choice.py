@@ -104,7 +104,7 @@ class State:
             case 4:
                 ticket = costs.shares.give(rank, rank, source.randrange(2000), source.random())
                 if source.random() < 0.5:
-                    rank.queue.done(ticket)
+                    rank.queue.done(ticket, 100)
             case 5:
                 for _ in range(source.randrange(60)):
                     self.policy._arrivals.count()

@@ -30,7 +30,7 @@ def test_a_router_lists_roles_and_serves_while_a_decode_worker_does(shared_etcd:
     plan = FleetPlan(tmp_path.name, shared_etcd.endpoint, worker, (PATIENT,), prefill=1, decode=1, metrics=True)
     with shared_fleet(plan, tmp_path) as running:
         router = running.metrics["router-0"]
-        roles = {"encode": NONE, "prefill": ONE, "decode": ONE, "embed": NONE}
+        roles = {"encode": NONE, "prefill": ONE, "decode": ONE, "embed": NONE, "diffuse": NONE}
         until_health(router, 200, {"status": "SERVING", "roles": roles, "models": {"demo": ["decode", "prefill"]}})
         own = {"status": "SERVING", "worker_id": "decode-0", "roles": ["decode"], "model": "demo"}
         assert get_health(running.metrics["decode-0"]) == (200, own)

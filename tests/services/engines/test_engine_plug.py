@@ -57,7 +57,10 @@ async def test_an_engine_from_outside_serves_a_whole_request() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("engine={kind: sglang}", "engine: unknown engine 'sglang'; expected one of broken, echo, pytorch, simulated"),
+        (
+            "engine={kind: sglang}",
+            "engine: unknown engine 'sglang'; expected one of broken, diffusers, echo, pytorch, simulated",
+        ),
         ("engine={kind: broken}", "engine: engine 'broken' cannot be loaded: No module named 'no'"),
         ("engine={kind: wrong}", "engine: engine 'wrong': echo_engine:EchoEngine is not an EngineKind"),
         ("engine={kind: echo, nam: parrot}", "engine.nam: unknown key (did you mean 'name'?)"),
