@@ -1,6 +1,8 @@
 """/v1/responses in the background, streamed after a number, retrieved, cancelled, deleted, and gone on from."""
 
 import asyncio
+import struct
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -375,6 +377,51 @@ async def test_a_chats_handle_is_no_response(pair: Pair) -> None:
         await pair.second.responses.retrieve(f"resp_{source.last_id.split(';')[0]}")
     await source.read(pair.other.openai_address)
     assert source.is_done
+
+
+async def test_a_response_that_is_made_to_go_on_from_itself_holds_up_nobody(pair: Pair) -> None:
+    address = pair.running.openai_address
+    first = await EventSource("/responses", {**ASKED, "store": True}).read(address)
+    identity = first.events[0]["response"]["id"]
+    again = EventSource("/responses", {**ASKED, "store": True, "previous_response_id": identity})
+    await again.read(address)
+    # The id of an event of this request, with the name of the response that it goes on from.
+    name = struct.unpack(">QIQI", urlsafe_b64decode(first.last_id.split(";")[1]))[2]
+    handle, origin, _ = again.last_id.split(";")
+    seed, created, _, crc = struct.unpack(">QIQI", urlsafe_b64decode(origin))
+    forged = urlsafe_b64encode(struct.pack(">QIQI", seed, created, name, crc)).decode()
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    again.last_id = f"{handle};{forged};0.0.0"
+    await again.read(address)
+    assert again.events[-1]["response"]["id"] == identity
+    with pytest.raises(openai.BadRequestError, match="goes on from more than"):
+        await pair.first.responses.create(**ASKED, previous_response_id=identity)
+
+
+async def test_no_error_tells_the_secret_of_a_response(pair: Pair) -> None:
+    made = await pair.first.responses.create(**ASKED, background=True)
+    await pair.first.responses.delete(made.id)
+    secret = made.id[32:]
+    refused = []
+    for asking in (
+        pair.first.responses.retrieve(made.id),
+        pair.first.put(f"/responses/{made.id}", cast_to=dict),
+        pair.first.responses.create(**ASKED, previous_response_id=made.id),
+    ):
+        with pytest.raises(openai.APIStatusError) as error:
+            await asking
+        refused.append((error.value.status_code, secret in str(error.value.body)))
+    assert refused == [(404, False), (405, False), (400, False)]
+
+
+async def test_an_id_of_an_event_needs_a_stream_that_is_kept(pair: Pair) -> None:
+    source = EventSource("/completions", {"model": "demo", "prompt": "a", "max_tokens": 9})
+    await source.read(pair.running.openai_address, until=3)
+    source.headers = {"x-baton-keep": "0"}
+    with pytest.raises(Refused) as refused:
+        await source.read(pair.running.openai_address)
+    assert refused.value.error["param"] == "last-event-id"
 
 
 async def test_a_forged_id_of_an_event_is_refused(pair: Pair) -> None:
