@@ -261,7 +261,7 @@ async def _not_found(adopting: "asyncio.Task[bool]") -> StoredResponse:
     await wait_until_done(adopting)
     with suppress(StreamLost, asyncio.CancelledError):
         adopting.result()
-    raise RequestNotFound(f"no such response is kept, here or on a decode worker")
+    raise RequestNotFound("no such response is kept, here or on a decode worker")
 
 
 def _handle_of(identity: str) -> Handle | None:
@@ -294,7 +294,9 @@ def put_before(
     """Puts a conversation before the turns, of which it returns copies: a part would keep all of its request."""
     copies = [_copied(turn) for turn in turns]
     if before:
-        instructions = [_copied(turn) for turn in list(request.chat.messages)[: len(request.chat.messages) - len(turns)]]
+        instructions = [
+            _copied(turn) for turn in list(request.chat.messages)[: len(request.chat.messages) - len(turns)]
+        ]
         del request.chat.messages[:]
         request.chat.messages.extend([*instructions, *(turn for one in before for turn in one.conversation), *copies])
     return copies

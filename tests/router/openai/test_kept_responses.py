@@ -13,11 +13,14 @@ import openai
 import pytest
 from support.clients.event_source import EventSource, Refused
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, openai_bench
+from support.clients.scraping import since
 from support.cluster.in_process import Bench, simulated
 from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
 
-from router.config import OpenAIConfig, RouterConfig, StoredResponsesConfig
+from baton.inference.v1 import cluster_service_pb2
+from router.config import OpenAIConfig, QuotaConfig, QuotasConfig, RouterConfig, StoredResponsesConfig
+from router.resume.handle import Handle
 from router.server import Router, host_router
 from rpc.auth.access import AuthConfig
 from services.config import WorkerConfig
@@ -377,6 +380,40 @@ async def test_a_chats_handle_is_no_response(pair: Pair) -> None:
         await pair.second.responses.retrieve(f"resp_{source.last_id.split(';')[0]}")
     await source.read(pair.other.openai_address)
     assert source.is_done
+
+
+async def test_a_response_that_is_taken_over_again_and_again_is_charged_once() -> None:
+    quota = QuotaConfig(tokens_per_second=1.0, burst_seconds=9000.0)
+    quotas = QuotasConfig(tenants={"acme": quota})
+    router = OPENAI_ROUTER.model_copy(update={"quotas": quotas})
+    async with openai_bench(simulated("w", "prefill", "decode", **STEP), router=router) as running:
+        of = client(running.openai_address, **{"x-baton-tenant": "acme"})
+        made = await of.responses.create(**{**ASKED, "max_output_tokens": 200}, background=True)
+        await events_of(await of.responses.retrieve(made.id, stream=True), until=20)
+        handle, taken = Handle.parse(made.id.removeprefix("resp_")), made.id
+        for number in range(8):
+            # Another hint at its worker: to a router it is one that it does not have yet.
+            taken = f"resp_{handle.at(str(number)).text}"
+            await events_of(await of.responses.retrieve(taken, stream=True), until=20 + 15 * number)
+        found = await ended(of, taken)
+        [tenant] = (await running.operators.ListTenants(cluster_service_pb2.ListTenantsRequest())).tenants
+        assert 9000 - tenant.tokens_left == pytest.approx(found.usage.total_tokens, abs=20)
+
+
+async def test_a_response_that_is_not_found_is_no_lost_answer(pair: Pair) -> None:
+    lost = since("baton_router_resumptions_total", result="lost")
+    with pytest.raises(openai.NotFoundError):
+        await pair.first.responses.retrieve(f"resp_{Handle.new('ab' * 16).text}")
+    assert lost.grown == 0
+
+
+async def test_a_response_has_one_id(pair: Pair) -> None:
+    made = await pair.first.responses.create(**ASKED, background=True)
+    await ended(pair.first, made.id)
+    for of in (pair.first, pair.second):
+        with pytest.raises(openai.NotFoundError):
+            await of.responses.retrieve(f"{made.id[:20]}{'!' * 3000}{made.id[20:]}")
+    assert (await ended(pair.second, made.id)).id == made.id
 
 
 async def test_a_response_that_is_made_to_go_on_from_itself_holds_up_nobody(pair: Pair) -> None:
