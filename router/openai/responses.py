@@ -1,6 +1,7 @@
 """/v1/responses: texts and calls, whole or streamed. Those that are kept are in `stored`."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -101,12 +102,18 @@ class ResponseBuilder:
     """Builds the object `response`, and the objects in it."""
 
     def __init__(self, request: ResponsesRequest, identity: str, created: int) -> None:
-        self._request = request
+        # The input may be large, and no response tells of it.
+        self._request = request.model_copy(update={"input": ""})
         self.identity = identity
         self._created = created
         self._tools = [tool.model_dump() for tool in request.offered_tools]
         choice = request.tool_choice or "auto"
         self._tool_choice = choice.model_dump() if isinstance(choice, FlatNamedTool) else choice
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of the request without its input, about."""
+        return len(self._request.model_dump_json())
 
     @property
     def is_streamed(self) -> bool:

@@ -42,9 +42,13 @@ class ResumedExecution(RequestExecution):
         self._resumptions = adopted.attachment - 1 if adopted else 1
 
     async def run(self) -> None:
-        """Sends what the client lacks, then decodes to the end. The tenant has paid for what the client has."""
-        assert self._ctx.keep is not None
-        self._stats.charged_tokens = self._ctx.keep.of(self._ctx.answer).have.tokens
+        """Sends what the client lacks, then decodes to the end. The tenant has paid for what a client or router has."""
+        keep = self._ctx.keep
+        assert keep is not None
+        self._stats.charged_tokens = keep.of(self._ctx.answer).have.tokens
+        if self._adopted is not None and keep.origin:
+            # A response in the background always has a router that reads it, and charges for it.
+            self._stats.charged_tokens = len(self._completion.token_ids)
         if self._adopted is None and not self._completion.token_ids:
             await super().run()
             return

@@ -12,6 +12,7 @@ _VERSION = "b1."
 _ID_BYTES = _SECRET_BYTES = 16
 _HINT_BYTES = 4
 _BYTES = _ID_BYTES + _SECRET_BYTES + _HINT_BYTES
+_LENGTH = len(_VERSION) + len(urlsafe_b64encode(bytes(_BYTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class Handle:
             found = urlsafe_b64decode(text.removeprefix(_VERSION).encode())
         except (Error, ValueError):
             found = b""
-        if not text.startswith(_VERSION) or len(found) != _BYTES:
+        # What is not base64 is passed over: a handle has one text.
+        if not text.startswith(_VERSION) or len(found) != _BYTES or len(text) != _LENGTH:
             raise InvalidRequest.of("handle", "is not one that Started.resumption gives")
         secret_at, hint_at = _ID_BYTES, _ID_BYTES + _SECRET_BYTES
         return cls(found[:secret_at].hex(), found[secret_at:hint_at], found[hint_at:])

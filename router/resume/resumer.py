@@ -83,7 +83,7 @@ class Resumer:
                 answers = await self._attacher.attach_all(request, self._remaining(request), attached)
                 span.set({"baton.adopted": sum(isinstance(one, Adopted) for one in answers)})
             if not answers:
-                metrics.RESUMPTIONS.labels("computed_again" if message.HasField("request") else "lost").inc()
+                self._count_missing(message)
                 return False
             metrics.RESUMPTIONS.labels("adopted").inc()
             ctx, reply = self._context(request, answers, timings), reply_to(answers[0].record)
@@ -92,6 +92,13 @@ class Resumer:
             ended = partial(end_reply, reply, ctx.timings)
             await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
         return True
+
+    def _count_missing(self, message: generate_pb2.ResumeGenerationRequest) -> None:
+        """Counts an answer that no worker has. One that is only looked up by an id, without an attempt, is not lost."""
+        if message.HasField("request"):
+            metrics.RESUMPTIONS.labels("computed_again").inc()
+        elif message.attempt:
+            metrics.RESUMPTIONS.labels("lost").inc()
 
     def _require_workers(self) -> None:
         """Raises NoWorker on a router that has just started: that it finds no answer tells nothing yet."""

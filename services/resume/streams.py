@@ -206,7 +206,7 @@ class KeptStreams:
             entry.deadline.cancel()
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
-        self._finished[entry] = entry.stream.size
+        self._finished[entry] = entry.stream.size + entry.stream.kept.prompt.ByteSize()
         self._note_usage()
         while sum(self._finished.values()) > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))

@@ -52,16 +52,14 @@ class AskedResponse:
 def keep_seconds_of(call: HttpCall, in_body: float | None, *, is_stream: bool) -> float:
     """The seconds that a stream is to go on without its client; 0 if it ends with it. Raises InvalidRequest."""
     given = _header(call, KEEP_HEADER)
-    if given is None and in_body is None:
-        if is_stream and _header(call, HEADER) is not None:
-            raise InvalidRequest.of(HEADER, f"comes without {KEEP_HEADER}, so there is nothing to go on with")
-        return 0.0
     field = "stream_options.keep_seconds" if given is None else KEEP_HEADER
-    seconds = in_body if given is None else _number(given)
+    seconds = (in_body or 0.0) if given is None else _number(given)
     if seconds is None or not 0 <= seconds <= 1e6:
         raise InvalidRequest.of(field, "is not a number of seconds")
     if seconds and not is_stream:
         raise InvalidRequest.of(field, "keeps streams only: set stream")
+    if is_stream and not seconds and _header(call, HEADER) is not None:
+        raise InvalidRequest.of(HEADER, f"comes without {KEEP_HEADER}, so there is nothing to go on with")
     return seconds
 
 

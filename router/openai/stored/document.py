@@ -75,10 +75,10 @@ class ResponseDocument:
         return self.status != "queued"
 
     @property
-    def output_bytes(self) -> int:
-        """The bytes of its output, about."""
+    def num_bytes(self) -> int:
+        """The bytes of its output, and of what it tells of its request, about."""
         texts = sum(len(text.encode()) for text in self._texts.values())
-        return texts + sum(call.ByteSize() for call in self._calls)
+        return self._builder.num_bytes + texts + sum(call.ByteSize() for call in self._calls)
 
     @property
     def answer(self) -> generate_pb2.ChatMessage:
@@ -93,7 +93,9 @@ class ResponseDocument:
     # What comes.
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
-        """Takes the next message of the pipeline."""
+        """Takes the next message of the pipeline; none once it has ended, as while it is being cancelled."""
+        if self.has_ended:
+            return
         match message.WhichOneof("event"):
             case "token":
                 self._texts["reasoning"] += message.token.reasoning

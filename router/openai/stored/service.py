@@ -80,16 +80,14 @@ class ResponseService:
     ) -> Sequence[generate_pb2.ChatMessage]:
         """Puts the conversation before the request's own turns, which are returned. Raises InvalidRequest."""
         turns = list(request.chat.messages)[1 if body.instructions else 0 :]
-        if body.previous_response_id is None:
-            return turns
-        before = self.table.conversation(body.previous_response_id, self.owner(call).digest)
-        size = sum(turn.ByteSize() for turn in before)
-        record_size(message_bytes() + size)
+        before: Sequence[StoredResponse] = ()
+        if body.previous_response_id is not None:
+            before = self.table.chain(body.previous_response_id, self.owner(call).digest)
+        size = message_bytes() + sum(one.size for one in before)
+        record_size(size)
         if size > _MANY_BYTES:
-            await asyncio.to_thread(_put_before, request, before, turns)
-        else:
-            _put_before(request, before, turns)
-        return turns
+            return await asyncio.to_thread(put_before, request, before, turns)
+        return put_before(request, before, turns)
 
     def recording(
         self,
@@ -209,7 +207,7 @@ class ResponseService:
             if not found.done():
                 adopting.cancel()
         if not found.done():
-            return await _not_found(adopting, identity)
+            return await _not_found(adopting)
         entry = found.result()
         self._start(entry, _awaited(adopting), "")
         with suppress(TimeoutError):
@@ -259,11 +257,11 @@ async def _awaited(task: "asyncio.Task[bool]") -> None:
         raise
 
 
-async def _not_found(adopting: "asyncio.Task[bool]", identity: str) -> StoredResponse:
+async def _not_found(adopting: "asyncio.Task[bool]") -> StoredResponse:
     await wait_until_done(adopting)
     with suppress(StreamLost, asyncio.CancelledError):
         adopting.result()
-    raise RequestNotFound(f"no response {identity[:80]!r} is kept, here or on a decode worker")
+    raise RequestNotFound("no such response is kept, here or on a decode worker")
 
 
 def _handle_of(identity: str) -> Handle | None:
@@ -288,12 +286,23 @@ def _origin(body: ResponsesRequest, created: int) -> bytes:
     return json.dumps({"created": created, "body": given}).encode()
 
 
-def _put_before(
+def put_before(
     request: generate_pb2.GenerateRequest,
-    before: Sequence[generate_pb2.ChatMessage],
+    before: Sequence[StoredResponse],
     turns: Sequence[generate_pb2.ChatMessage],
-) -> None:
-    instructions = list(request.chat.messages)[: len(request.chat.messages) - len(turns)]
-    whole = [*instructions, *before, *turns]
-    del request.chat.messages[:]
-    request.chat.messages.extend(whole)
+) -> Sequence[generate_pb2.ChatMessage]:
+    """Puts a conversation before the turns, of which it returns copies: a part would keep all of its request."""
+    copies = [_copied(turn) for turn in turns]
+    if before:
+        instructions = [
+            _copied(turn) for turn in list(request.chat.messages)[: len(request.chat.messages) - len(turns)]
+        ]
+        del request.chat.messages[:]
+        request.chat.messages.extend([*instructions, *(turn for one in before for turn in one.conversation), *copies])
+    return copies
+
+
+def _copied(turn: generate_pb2.ChatMessage) -> generate_pb2.ChatMessage:
+    copy = generate_pb2.ChatMessage()
+    copy.CopyFrom(turn)
+    return copy

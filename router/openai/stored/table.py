@@ -15,6 +15,9 @@ from router.telemetry import metrics
 
 _ENTRY_BYTES = 2048  # of its own objects
 _LOOKED_AT = 8  # of the least recently used, whether they are too old
+# Of a conversation. An id that a client has chosen may even name a response that goes on from itself.
+_MOST_BEFORE = 1024
+_SHOWN = 12  # characters of an id, in errors: more of one in the background is its secret
 _NOT_HERE = (
     "no response {id!r} is kept here: it was made without `store` or `background`, has been dropped, belongs to "
     "another tenant, or is on another router"
@@ -39,7 +42,12 @@ class StoredResponse:
 
     def measure(self) -> int:
         """The bytes that it takes."""
-        return _ENTRY_BYTES + sum(turn.ByteSize() for turn in self.turns or ()) + self.document.output_bytes
+        return _ENTRY_BYTES + sum(turn.ByteSize() for turn in self.turns or ()) + self.document.num_bytes
+
+    @property
+    def conversation(self) -> Sequence[generate_pb2.ChatMessage]:
+        """Its own turns and its output, which has ended."""
+        return (*(self.turns or ()), self.document.answer)
 
 
 class StoredResponses:
@@ -68,11 +76,17 @@ class StoredResponses:
         return self._bytes.get(tenant, 0)
 
     def add(self, entry: StoredResponse) -> None:
-        """Keeps a response. Raises InvalidRequest if it is larger than all of a tenant may be, and Overloaded."""
+        """Keeps a response, instead of its owner's of the same id.
+
+        Raises InvalidRequest if it is larger than all of a tenant may be, or has another's id, and Overloaded.
+        """
         self.require_room(entry)
+        if (before := self._entries.get(entry.identity)) is not None:
+            if before.owner != entry.owner:
+                raise InvalidRequest.of("store", "the response has the id of another")
+            self.drop(before)
         if not entry.document.has_ended:
-            if len(self._running) >= self._config.max_running:
-                raise Overloaded("as many responses run in the background as may", retry_after_seconds=1.0)
+            self._require_running_room(entry)
             self._running.add(entry)
         entry.stored_at = self._clock()
         self._entries[entry.identity] = entry
@@ -84,13 +98,22 @@ class StoredResponses:
         if size > most:
             raise InvalidRequest.of("store", f"the response takes {size} bytes; {most} are kept for a tenant")
 
+    def _require_running_room(self, entry: StoredResponse) -> None:
+        """Raises Overloaded if too many run, or too large ones: none of them can be dropped for others."""
+        own = [one.size for one in self._running if one.tenant == entry.tenant]
+        size, all_bytes = entry.measure(), sum(one.size for one in self._running)
+        is_full = len(self._running) >= self._config.max_running or size + all_bytes > self._config.max_bytes
+        if is_full or size + sum(own) > self._config.tenant_bytes:
+            raise Overloaded("as many responses run in the background as may", retry_after_seconds=1.0)
+
     def update(self, entry: StoredResponse) -> None:
         """Counts what a response takes now, and drops what is too much."""
         if self._entries.get(entry.identity) is not entry:
             return
         self._count(entry, entry.measure() - entry.size)
-        if entry.document.has_ended:
+        if entry.document.has_ended and entry in self._running:
             self._running.discard(entry)
+            entry.stored_at = self._clock()
         self._drop_old()
         self._drop_over(self._config.tenant_bytes, entry.tenant)
         self._drop_over(self._config.max_bytes, None)
@@ -99,25 +122,32 @@ class StoredResponses:
         """A response of its owner. Raises RequestNotFound."""
         entry = self._entries.get(identity)
         if entry is None or entry.owner != owner or self._is_old(entry):
-            raise RequestNotFound(_NOT_HERE.format(id=identity[:80]))
+            raise RequestNotFound(_NOT_HERE.format(id=identity[:_SHOWN]))
         self._entries.move_to_end(identity)
         return entry
 
-    def conversation(self, identity: str, owner: bytes) -> list[generate_pb2.ChatMessage]:
-        """The turns of a conversation up to a response, with its output. Raises InvalidRequest."""
+    def chain(self, identity: str, owner: bytes) -> Sequence[StoredResponse]:
+        """The responses of a conversation up to one of them. Raises InvalidRequest."""
         found: list[StoredResponse] = []
         while identity:
-            try:
-                found.append(self.get(identity, owner))
-            except RequestNotFound as error:
-                raise InvalidRequest.of("previous_response_id", error.message) from None
-            if found[-1].document.status not in ("completed", "incomplete"):
-                raise InvalidRequest.of("previous_response_id", f"its status is {found[-1].document.status}")
-            if found[-1].turns is None:
-                text = "was begun by another router, which has its input: send the conversation"
+            if len(found) >= _MOST_BEFORE:
+                text = f"goes on from more than {_MOST_BEFORE} responses: send the conversation"
                 raise InvalidRequest.of("previous_response_id", text)
+            found.append(self._previous(identity, owner))
             identity = found[-1].previous
-        return [turn for one in reversed(found) for turn in (*(one.turns or ()), one.document.answer)]
+        return found[::-1]
+
+    def _previous(self, identity: str, owner: bytes) -> StoredResponse:
+        try:
+            entry = self.get(identity, owner)
+        except RequestNotFound as error:
+            raise InvalidRequest.of("previous_response_id", error.message) from None
+        if entry.document.status not in ("completed", "incomplete"):
+            raise InvalidRequest.of("previous_response_id", f"its status is {entry.document.status}")
+        if entry.turns is None:
+            text = "was begun by another router, which has its input: send the conversation"
+            raise InvalidRequest.of("previous_response_id", text)
+        return entry
 
     def drop(self, entry: StoredResponse) -> None:
         """Forgets a response."""

@@ -1,6 +1,8 @@
 """/v1/responses in the background, streamed after a number, retrieved, cancelled, deleted, and gone on from."""
 
 import asyncio
+import struct
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,11 +13,14 @@ import openai
 import pytest
 from support.clients.event_source import EventSource, Refused
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, openai_bench
+from support.clients.scraping import since
 from support.cluster.in_process import Bench, simulated
 from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
 
-from router.config import OpenAIConfig, RouterConfig, StoredResponsesConfig
+from baton.inference.v1 import cluster_service_pb2
+from router.config import OpenAIConfig, QuotaConfig, QuotasConfig, RouterConfig, StoredResponsesConfig
+from router.resume.handle import Handle
 from router.server import Router, host_router
 from rpc.auth.access import AuthConfig
 from services.config import WorkerConfig
@@ -375,6 +380,85 @@ async def test_a_chats_handle_is_no_response(pair: Pair) -> None:
         await pair.second.responses.retrieve(f"resp_{source.last_id.split(';')[0]}")
     await source.read(pair.other.openai_address)
     assert source.is_done
+
+
+async def test_a_response_that_is_taken_over_again_and_again_is_charged_once() -> None:
+    quota = QuotaConfig(tokens_per_second=1.0, burst_seconds=9000.0)
+    quotas = QuotasConfig(tenants={"acme": quota})
+    router = OPENAI_ROUTER.model_copy(update={"quotas": quotas})
+    async with openai_bench(simulated("w", "prefill", "decode", **STEP), router=router) as running:
+        of = client(running.openai_address, **{"x-baton-tenant": "acme"})
+        made = await of.responses.create(**{**ASKED, "max_output_tokens": 200}, background=True)
+        await events_of(await of.responses.retrieve(made.id, stream=True), until=20)
+        handle, taken = Handle.parse(made.id.removeprefix("resp_")), made.id
+        for number in range(8):
+            # Another hint at its worker: to a router it is one that it does not have yet.
+            taken = f"resp_{handle.at(str(number)).text}"
+            await events_of(await of.responses.retrieve(taken, stream=True), until=20 + 15 * number)
+        found = await ended(of, taken)
+        [tenant] = (await running.operators.ListTenants(cluster_service_pb2.ListTenantsRequest())).tenants
+        assert 9000 - tenant.tokens_left == pytest.approx(found.usage.total_tokens, abs=20)
+
+
+async def test_a_response_that_is_not_found_is_no_lost_answer(pair: Pair) -> None:
+    lost = since("baton_router_resumptions_total", result="lost")
+    with pytest.raises(openai.NotFoundError):
+        await pair.first.responses.retrieve(f"resp_{Handle.new('ab' * 16).text}")
+    assert lost.grown == 0
+
+
+async def test_a_response_has_one_id(pair: Pair) -> None:
+    made = await pair.first.responses.create(**ASKED, background=True)
+    await ended(pair.first, made.id)
+    for of in (pair.first, pair.second):
+        with pytest.raises(openai.NotFoundError):
+            await of.responses.retrieve(f"{made.id[:20]}{'!' * 3000}{made.id[20:]}")
+    assert (await ended(pair.second, made.id)).id == made.id
+
+
+async def test_a_response_that_is_made_to_go_on_from_itself_holds_up_nobody(pair: Pair) -> None:
+    address = pair.running.openai_address
+    first = await EventSource("/responses", {**ASKED, "store": True}).read(address)
+    identity = first.events[0]["response"]["id"]
+    again = EventSource("/responses", {**ASKED, "store": True, "previous_response_id": identity})
+    await again.read(address)
+    # The id of an event of this request, with the name of the response that it goes on from.
+    name = struct.unpack(">QIQI", urlsafe_b64decode(first.last_id.split(";")[1]))[2]
+    handle, origin, _ = again.last_id.split(";")
+    seed, created, _, crc = struct.unpack(">QIQI", urlsafe_b64decode(origin))
+    forged = urlsafe_b64encode(struct.pack(">QIQI", seed, created, name, crc)).decode()
+    for worker in pair.running.workers.values():
+        worker.kept.forget_all()
+    again.last_id = f"{handle};{forged};0.0.0"
+    await again.read(address)
+    assert again.events[-1]["response"]["id"] == identity
+    with pytest.raises(openai.BadRequestError, match="goes on from more than"):
+        await pair.first.responses.create(**ASKED, previous_response_id=identity)
+
+
+async def test_no_error_tells_the_secret_of_a_response(pair: Pair) -> None:
+    made = await pair.first.responses.create(**ASKED, background=True)
+    await pair.first.responses.delete(made.id)
+    secret = made.id[32:]
+    refused = []
+    for asking in (
+        pair.first.responses.retrieve(made.id),
+        pair.first.put(f"/responses/{made.id}", cast_to=dict),
+        pair.first.responses.create(**ASKED, previous_response_id=made.id),
+    ):
+        with pytest.raises(openai.APIStatusError) as error:
+            await asking
+        refused.append((error.value.status_code, secret in str(error.value.body)))
+    assert refused == [(404, False), (405, False), (400, False)]
+
+
+async def test_an_id_of_an_event_needs_a_stream_that_is_kept(pair: Pair) -> None:
+    source = EventSource("/completions", {"model": "demo", "prompt": "a", "max_tokens": 9})
+    await source.read(pair.running.openai_address, until=3)
+    source.headers = {"x-baton-keep": "0"}
+    with pytest.raises(Refused) as refused:
+        await source.read(pair.running.openai_address)
+    assert refused.value.error["param"] == "last-event-id"
 
 
 async def test_a_forged_id_of_an_event_is_refused(pair: Pair) -> None:

@@ -292,6 +292,16 @@ async def test_ended_streams_take_bounded_memory(start: Starter) -> None:
         assert len(decode.worker.kept) == 3
 
 
+async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:
+    async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=8000))) as decode:
+        for number in range(4):
+            request = _kept(str(number), 10, grace=30)
+            request.prompt.token_ids.extend([200] * 900)
+            found = await _read(decode.calls.decodes.Decode(request), Reading())
+            assert found.error is None, found.error
+        assert len(decode.worker.kept) == 2
+
+
 async def test_a_worker_may_keep_none(start: Starter) -> None:
     async with in_one_task(start("decode", keep=KeepConfig(max_seconds=0))) as decode:
         [record] = decode.registry.workers()

@@ -1,0 +1,134 @@
+"""The table of kept responses: ids that clients choose, conversations, and bounds."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.inference.v1 import generate_pb2
+from router.config import StoredResponsesConfig
+from router.openai.responses import ResponseBuilder, ResponsesRequest
+from router.openai.stored.document import ResponseDocument
+from router.openai.stored.service import put_before
+from router.openai.stored.table import StoredResponse, StoredResponses
+
+ANN, BOB = b"ann", b"bob"
+
+
+class HandClock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+async def entry_of(identity: str, owner: bytes = ANN, *, ends: bool = True, **body: Any) -> StoredResponse:
+    asked = ResponsesRequest(model="m", input="x", store=True, **body)
+    document = ResponseDocument(ResponseBuilder(asked, identity, 0), "m")
+    turn = generate_pb2.ChatMessage(role="user")
+    turn.parts.add(text="hello")
+    previous = asked.previous_response_id or ""
+    entry = StoredResponse(identity, owner, owner.decode(), document, [turn], previous, is_background=not ends)
+    if ends:
+        await end(entry)
+    return entry
+
+
+async def end(entry: StoredResponse) -> None:
+    await entry.document.send(generate_pb2.GenerateResponse(started=generate_pb2.Started(model="m")))
+    await entry.document.send(generate_pb2.GenerateResponse(finished=generate_pb2.Finished()))
+
+
+def table_of(clock: HandClock | None = None, **config: Any) -> StoredResponses:
+    return StoredResponses(StoredResponsesConfig(**config), clock or HandClock())
+
+
+async def test_an_id_that_is_kept_again_counts_once() -> None:
+    table = table_of()
+    for _ in range(3):
+        again = await entry_of("resp_1")
+        table.add(again)
+    assert (len(table), table.num_bytes) == (1, again.size)
+    table.drop(again)
+    assert table.num_bytes == 0
+
+
+async def test_an_id_of_another_owner_is_not_taken() -> None:
+    table = table_of()
+    table.add(own := await entry_of("resp_1"))
+    with pytest.raises(InvalidRequest):
+        table.add(await entry_of("resp_1", BOB))
+    assert table.get("resp_1", ANN) is own
+
+
+async def test_a_response_that_goes_on_from_itself_ends_no_search() -> None:
+    table = table_of()
+    table.add(await entry_of("resp_1", previous_response_id="resp_1"))
+    with pytest.raises(InvalidRequest, match="goes on from more than"):
+        await asyncio.wait_for(asyncio.to_thread(table.chain, "resp_1", ANN), 5.0)
+
+
+async def test_a_long_conversation_holds_the_event_loop_for_no_time() -> None:
+    table = table_of()
+    for number in range(1024):
+        before = {"previous_response_id": f"resp_{number - 1}"} if number else {}
+        table.add(await entry_of(f"resp_{number}", **before))
+    began = time.thread_time()
+    found = table.chain("resp_1023", ANN)
+    assert time.thread_time() - began < 0.02
+    assert [one.identity for one in found] == [f"resp_{number}" for number in range(1024)]
+
+
+async def test_what_a_response_tells_of_its_request_counts() -> None:
+    entry = await entry_of("resp_1", instructions="x" * 10_000, metadata={"a": "y" * 10_000})
+    assert entry.measure() > 20_000
+
+
+async def test_running_responses_take_no_more_than_their_bytes() -> None:
+    table = table_of(tenant_bytes=50_000, max_bytes=70_000)
+    large = {"ends": False, "instructions": "x" * 20_000}
+    for number in range(2):
+        table.add(await entry_of(f"resp_{number}", **large))
+    with pytest.raises(Overloaded):  # of the tenant
+        table.add(await entry_of("resp_2", **large))
+    table.add(await entry_of("resp_3", BOB, **large))
+    with pytest.raises(Overloaded):  # of all
+        table.add(await entry_of("resp_4", BOB, **large))
+
+
+async def test_a_response_stays_from_its_end_on() -> None:
+    clock = HandClock()
+    table = table_of(clock, seconds=10)
+    table.add(entry := await entry_of("resp_1", ends=False))
+    clock.seconds = 60
+    await end(entry)
+    table.update(entry)
+    assert table.get("resp_1", ANN) is entry
+
+
+async def test_what_comes_after_a_cancellation_changes_nothing() -> None:
+    entry = await entry_of("resp_1", ends=False)
+    entry.document.cancel()
+    before = list(entry.document.events(-1))
+    await end(entry)
+    assert (entry.document.status, list(entry.document.events(-1))) == ("cancelled", before)
+
+
+def test_a_stored_turn_keeps_nothing_else_of_its_request() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before, kept = resident(), []
+    for _ in range(20):
+        request = generate_pb2.GenerateRequest()
+        request.chat.messages.add(role="system").parts.add(text="x" * 4_000_000)
+        request.chat.messages.add(role="user").parts.add(text="hello")
+        kept.append(put_before(request, (), list(request.chat.messages)[1:]))
+        del request
+    assert resident() - before < 40_000_000
