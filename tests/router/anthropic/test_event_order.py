@@ -4,10 +4,9 @@ import json
 from collections.abc import MutableMapping
 from typing import Any
 
+from baton.inference.v1 import generate_pb2
 from router.anthropic.answers import MessageHead, MessageStream
 from router.openai.call import HttpCall
-
-from baton.inference.v1 import generate_pb2
 
 FIRST = {"id": "a", "name": "f", "arguments": '{"x": 1}'}
 SECOND = {"id": "b", "name": "g", "arguments": '{"y": 2}'}

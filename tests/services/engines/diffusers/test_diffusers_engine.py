@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from torch import Tensor
 from support.eventually import eventually
+from torch import Tensor
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from services.engines.diffusion import Drawing, Picture, Step
