@@ -81,9 +81,7 @@ class ChoiceStream:
         had = dict(enumerate(ids.positions if ids else ()))
         self._wants_usage = wants_usage and not any(one.knows_usage for one in had.values())
         self._calls = {index: one.tool_calls for index, one in had.items() if one.tool_calls}
-        self._begun: dict[
-            tuple[int, int], str
-        ] = {}  # ids of calls of which a part has been written, by answer and index
+        self._begun: dict[tuple[int, int], str] = {}  # by answer and index, ids of calls that are partly written
         # The characters of each answer's tokens with log probabilities.
         self._offsets = {index: one.offset for index, one in had.items()}
         self._ended = {index for index, one in had.items() if one.is_finished}
