@@ -1,7 +1,8 @@
 """Answers as messages of Anthropic's API: whole, or streamed as events."""
 
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -93,8 +94,8 @@ class MessageStream:
         self._head = head
         self._index = -1
         self._kind: Literal["", "text", "thinking", "tool_use"] = ""  # of the block that has begun
-        self._begun: set[int] = set()  # calls of which a part has been written
-        self._calls = 0  # that are complete
+        self._begun: set[str] = set()  # ids of the calls that were written from their beginning
+        self._has_calls = False  # that are complete
         self._reasoning: list[str] = []
         self._prefix = b""  # of a delta of this block
 
@@ -102,10 +103,7 @@ class MessageStream:
         """Writes the next message of the pipeline."""
         match message.WhichOneof("event"):
             case "token":
-                delta = message.token
-                events = self._text("thinking", delta.reasoning) + self._text("text", delta.text)
-                events += self._calls_of(delta)
-                if events:
+                if events := self._events(message.token):
                     await self._call.write(events)
             case "started":
                 begun = self._head.begun(message.started)
@@ -121,11 +119,20 @@ class MessageStream:
         )
 
     async def _end(self, finished: generate_pb2.Finished) -> None:
-        ending = self._head.ending(finished, has_calls=bool(self._calls))
+        ending = self._head.ending(finished, has_calls=self._has_calls)
         usage = self._head.usage(finished.usage)
         del usage["cache_creation"]
         last = self._close() + _event("message_delta", delta=ending, usage=usage) + _event("message_stop")
         await self._call.end(last)
+
+    def _events(self, delta: generate_pb2.TokenDelta) -> bytes:
+        """The call that has begun, then the texts, which follow it, then other calls."""
+        pieces, calls = delta.tool_call_deltas, delta.tool_calls
+        begin = next((at for at, one in enumerate(pieces) if one.id), len(pieces))
+        ended = sum(one.id in self._begun for one in calls)
+        events = self._calls_of(pieces[:begin], calls[:ended])
+        events += self._text("thinking", delta.reasoning) + self._text("text", delta.text)
+        return events + self._calls_of(pieces[begin:], calls[ended:])
 
     def _text(self, kind: Literal["text", "thinking"], text: str) -> bytes:
         """A delta of a text, in the block of its kind. Built from a prefix: they are almost all of a stream."""
@@ -147,22 +154,25 @@ class MessageStream:
         ).encode()
         return begun
 
-    def _calls_of(self, delta: generate_pb2.TokenDelta) -> bytes:
-        """More of the call that is being written, and those that are complete, in their order."""
-        pieces, events = list(delta.tool_call_deltas), b""
-        for called in delta.tool_calls:
-            while pieces and pieces[0].index <= self._calls:
-                events += self._piece(pieces.pop(0))
-            if self._calls not in self._begun:
+    def _calls_of(self, pieces: Sequence[generate_pb2.ToolCallDelta], calls: Sequence[generate_pb2.ToolCall]) -> bytes:
+        """More of calls that are being written, and those that are complete, in their order."""
+        left, events = deque(pieces), b""
+        indexes = {one.id: one.index for one in pieces if one.id}
+        for called in calls:
+            last = indexes.get(called.id, 0 if called.id in self._begun else -1)
+            while left and (not left[0].id or left[0].index <= last):
+                events += self._piece(left.popleft())
+            if called.id not in self._begun:
                 events += self._begin_call(called) + self._input(called.arguments)
             events += self._close()
-            self._calls += 1
-        return events + b"".join(map(self._piece, pieces))
+            self._has_calls = True
+        return events + b"".join(map(self._piece, left))
 
     def _piece(self, piece: generate_pb2.ToolCallDelta) -> bytes:
-        events = b"" if piece.index in self._begun else self._begin_call(piece)
-        self._begun.add(piece.index)
-        return events + self._input(piece.arguments)
+        begun = self._begin_call(piece) if piece.id else b""
+        if piece.id:
+            self._begun.add(piece.id)
+        return begun + self._input(piece.arguments)
 
     def _begin_call(self, called: generate_pb2.ToolCall | generate_pb2.ToolCallDelta) -> bytes:
         events = self._close() + self._open({**_call(called), "input": {}})

@@ -102,13 +102,15 @@ class InputTurn(Fields):
 class Conversation:
     """A ChatInput that grows by turns of Anthropic's API.
 
-    `places` are where the body has each turn and part, for errors. Marks of its blocks go to `marks`.
+    `places` are where the body has each turn and part, for errors. Marks of its blocks go to `marks`. `set_reasoning`
+    comes last.
     """
 
     def __init__(self, chat: generate_pb2.ChatInput, marks: CacheMarks) -> None:
         self._chat = chat
         self._marks = marks
         self.places: dict[str, str] = {}
+        self._thoughts: dict[int, list[str]] = {}  # by turn
 
     def add_system(self, system: "str | Sequence[TextBlock]") -> None:
         """Adds the instructions."""
@@ -133,9 +135,17 @@ class Conversation:
                 turn = None
                 continue
             turn = turn or self._turn(role, place)
-            self._add_block(turn, where, block)
+            if isinstance(block, ThinkingBlock):
+                self._thoughts.setdefault(len(self._chat.messages) - 1, []).append(block.thinking)
+            else:
+                self._add_block(turn, where, block)
         if not blocks:
             self._turn(role, place)
+
+    def set_reasoning(self) -> None:
+        """Sets the reasoning of all turns. A message keeps the memory of each value that a field of it has had."""
+        for index, thoughts in self._thoughts.items():
+            self._chat.messages[index].reasoning = "".join(thoughts)
 
     def _turn(self, role: str, place: str) -> generate_pb2.ChatMessage:
         """The last turn if it is of this role, or a new one."""
@@ -162,16 +172,12 @@ class Conversation:
 
     def _add_block(self, turn: generate_pb2.ChatMessage, place: str, block: "str | ContentBlock") -> None:
         field = f"chat.messages[{len(self._chat.messages) - 1}]"
-        match block:
-            case ThinkingBlock():
-                turn.reasoning += block.thinking
-                return
-            case ToolUseBlock():
-                self.places[f"{field}.tool_calls[{len(turn.tool_calls)}]"] = place
-                arguments = json_text(block.input, f"{place}.input")
-                turn.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
-                self._marks.add(place, block.cache_control, self._chat)
-                return
+        if isinstance(block, ToolUseBlock):
+            self.places[f"{field}.tool_calls[{len(turn.tool_calls)}]"] = place
+            arguments = json_text(block.input, f"{place}.input")
+            turn.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
+            self._marks.add(place, block.cache_control, self._chat)
+            return
         self.places[f"{field}.parts[{len(turn.parts)}]"] = place
         match block:
             case str():

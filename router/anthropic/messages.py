@@ -95,6 +95,7 @@ class PromptFields(Fields):
             conversation.add_system(self.system)
         for index, message in enumerate(self.messages):
             conversation.add(index, message)
+        conversation.set_reasoning()
         marks.add("", self.cache_control, made.chat)
         if self.messages and self.messages[-1].role == "assistant":
             raise refuse(f"messages[{len(self.messages) - 1}].role", "an answer that is begun cannot be continued")

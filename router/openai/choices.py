@@ -81,7 +81,7 @@ class ChoiceStream:
         had = dict(enumerate(ids.positions if ids else ()))
         self._wants_usage = wants_usage and not any(one.knows_usage for one in had.values())
         self._calls = {index: one.tool_calls for index, one in had.items() if one.tool_calls}
-        self._begun: set[tuple[int, int]] = set()  # calls of answers, of which a part has been written
+        self._begun: dict[tuple[int, int], str] = {}  # by answer and index, ids of calls that are partly written
         # The characters of each answer's tokens with log probabilities.
         self._offsets = {index: one.offset for index, one in had.items()}
         self._ended = {index for index, one in had.items() if one.is_finished}
@@ -162,11 +162,12 @@ class ChoiceStream:
     def _call_fields(self, delta: generate_pb2.TokenDelta) -> list[dict[str, Any]]:
         """More of the calls that are being written, and those that are complete and have not been written at all."""
         fields = [_call_piece(one) for one in delta.tool_call_deltas]
-        self._begun.update((delta.index, one.index) for one in delta.tool_call_deltas)
-        first = self._calls.get(delta.index, 0)
-        if delta.tool_calls:
-            self._calls[delta.index] = first + len(delta.tool_calls)
-        for index, one in enumerate(delta.tool_calls, first):
+        self._begun.update({(delta.index, one.index): one.id for one in delta.tool_call_deltas if one.id})
+        for one in delta.tool_calls:
+            index = self._calls.get(delta.index, 0)
+            while self._begun.get((delta.index, index), one.id) != one.id:
+                index += 1  # that one never became complete
+            self._calls[delta.index] = index + 1
             if (delta.index, index) not in self._begun:
                 fields.append({"index": index, **_call(one)})
         return fields

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from router.text.parsing.arguments import GrowingArguments
-from router.text.parsing.parts import CallPiece, Part, Text, ToolCall, overlap, plain
+from router.text.parsing.parts import BrokenCall, CallPiece, Part, Text, ToolCall, overlap, plain
 
 # The calls in a block's text, as (name, arguments); None if it does not parse.
 Read = Callable[[str], "Sequence[tuple[str, str]] | None"]
@@ -45,7 +45,7 @@ class BlockParser:
             if found is None:
                 break
             parts += found
-        return parts + self._pieces() if self._is_inside else parts
+        return parts + self._pieces(self._held) if self._is_inside else parts
 
     def flush(self) -> list[Part]:
         """The rest: a block without an `end` may be complete."""
@@ -83,22 +83,22 @@ class BlockParser:
         if at < 0:
             self._searched = len(self._held) - len(end) + 1
             return None
-        pieces = self._pieces()
+        pieces = self._pieces(self._held[:at])
         self._is_inside = False
         return [*pieces, *self._block(self._pop(at + len(self._end)))]
 
-    def _pieces(self) -> list[Part]:
+    def _pieces(self, block: str) -> list[Part]:
         """The arguments that have come of the block that has begun."""
         if self._arguments is None:
             return []
-        is_begun, more = bool(self._arguments.name), self._arguments.more(self._held)
+        is_begun, more = bool(self._arguments.name), self._arguments.more(block)
         return [CallPiece(self._arguments.name, more)] if more or (more is not None and not is_begun) else []
 
     def _unread(self, block: str) -> list[Part]:
         """A block that is no call: text, unless it has been sent as the beginning of one."""
         has_begun = self._arguments is not None and bool(self._arguments.name)
         self._arguments = None
-        return [Text("", block)] if has_begun else self._text(block)
+        return [BrokenCall(block)] if has_begun else self._text(block)
 
     def _in_string(self, at: int) -> bool:
         """True if a string of JSON goes on at this place, which is not before the last one asked for."""

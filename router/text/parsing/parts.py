@@ -38,7 +38,14 @@ class CallPiece:
     arguments: str
 
 
-Part: TypeAlias = Text | Reasoning | ToolCall | CallPiece
+@dataclass(frozen=True, slots=True)
+class BrokenCall:
+    """A call that has come in pieces, and is none."""
+
+    raw: str
+
+
+Part: TypeAlias = Text | Reasoning | ToolCall | CallPiece | BrokenCall
 
 
 class Parser(Protocol):

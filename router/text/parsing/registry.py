@@ -10,7 +10,7 @@ import structlog
 
 from baton.inference.v1 import generate_pb2
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
-from router.text.parsing.parts import CallPiece, Parser, Part, Reasoning, Text, ToolCall
+from router.text.parsing.parts import BrokenCall, CallPiece, Parser, Part, Reasoning, Text, ToolCall
 from router.text.parsing.reasoning import BEGIN, END, ReasoningParser
 
 log = structlog.get_logger(__name__)
@@ -110,6 +110,9 @@ class AnswerParser:
                 if not self._has_begun:
                     delta.id, delta.name, self._has_begun = self._identity, part.name, True
                 parsed.call_deltas.append(delta)
+            case BrokenCall():
+                self._count += 1  # a client that has its beginning takes the next call for another one
+                self._has_begun = False
             case ToolCall():
                 call = generate_pb2.ToolCall(id=self._identity, name=part.name, arguments=part.arguments)
                 self._count += 1

@@ -4,15 +4,20 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from runtime.clock import monotonic
 from services.engines.diffusers.pipeline import Pipeline
 from services.engines.diffusion import Drawing, Picture, Step
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
+from services.engines.pytorch.failures import is_out_of_memory
 from services.engines.pytorch.stall_detector import StallDetector
 
 _RETRY_SECONDS = 1.0
 _NEWEST_SHARE = 0.3  # of a measurement in the average
+_MOST_UNREAD = 4  # steps of a picture; there is no preview while more wait, since each may be megabytes
+_LONGEST_REASON = 200  # in characters
+# What pipelines raise for options that they cannot draw by.
+_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
 class _NobodyWaits(Exception):
@@ -99,13 +104,36 @@ class DiffusionLoop(BatchLoop[DrawJob]):
             for job in alike:
                 job.began = True
             try:
-                pictures = self._pipeline.draw([job.drawing for job in alike], self._after_step(alike))
+                self._draw(alike)
             except _NobodyWaits:
                 pass
-            else:
-                for job, png in zip(alike, pictures, strict=True):
-                    self._post(job, Picture(png, job.drawing.width, job.drawing.height))
+            except (RuntimeError, *_REFUSALS) as error:
+                if any(job.is_test for job in alike) or not self._can_go_on(error):
+                    raise
+                self._refuse(alike, error)
         self._pipeline.free()
+
+    def _draw(self, jobs: Sequence[DrawJob]) -> None:
+        pictures = self._pipeline.draw([job.drawing for job in jobs], self._after_step(jobs))
+        for job, png in zip(jobs, pictures, strict=True):
+            self._post(job, Picture(png, job.drawing.width, job.drawing.height))
+
+    def _can_go_on(self, error: Exception) -> bool:
+        """True if it is only these drawings that fail, as those of a size that the networks cannot have."""
+        if not isinstance(error, RuntimeError):
+            return True
+        if is_out_of_memory(error):
+            return False
+        try:
+            self._pipeline.draw([self._test_drawing], lambda _done, _preview: None)
+        except RuntimeError:
+            return False
+        return True
+
+    def _refuse(self, jobs: Sequence[DrawJob], error: Exception) -> None:
+        text = f"{self._pipeline.name} cannot draw this: {str(error)[:_LONGEST_REASON]}"
+        for job in jobs:
+            self._post(job, InvalidRequest.of("options", text))
 
     def _after_step(self, jobs: Sequence[DrawJob]) -> Callable[[int, Callable[[int], bytes]], None]:
         """Measures each step but the first, tells the clients that still wait, and ends a batch without any."""
@@ -123,7 +151,8 @@ class DiffusionLoop(BatchLoop[DrawJob]):
             remaining = None if each is None else each * (drawing.steps - done)
             for index, job in enumerate(jobs):
                 every = job.drawing.preview_steps
-                is_due = every and done % every == 0 and done < drawing.steps and not job.result.cancelled()
+                is_wanted = not job.result.cancelled() and job.steps.qsize() <= _MOST_UNREAD
+                is_due = every and done % every == 0 and done < drawing.steps and is_wanted
                 step = Step(done, drawing.steps, remaining, preview(index) if is_due else b"")
                 self._loop.call_soon_threadsafe(job.steps.put_nowait, step)
             began = monotonic()

@@ -1,10 +1,13 @@
 """Wrong bodies by Anthropic's API: 400 in its form, and the field by its name in the body."""
 
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
 from support.clients.anthropic_api import post_message
 from support.cluster.in_process import Bench
+
+from router.anthropic.messages import MessagesRequest
 
 TURN: Any = {"role": "user", "content": "hi"}
 PLAIN: Any = {"model": "demo", "max_tokens": 3, "messages": [TURN]}
@@ -89,3 +92,13 @@ async def test_other_refusals_have_its_form(served: Bench) -> None:
     no_json = await post_message(served, b"{")
     found = [(one.status_code, one.json()["error"]["type"]) for one in (too_large, unknown, no_json)]
     assert found == [(413, "request_too_large"), (404, "not_found_error"), (400, "invalid_request_error")]
+
+
+def test_a_turn_with_many_thoughts_has_the_memory_of_its_text() -> None:
+    thoughts = [{"type": "thinking", "thinking": "x" * 20_000} for _ in range(400)]
+    turns = [TURN, {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "So"}]}, TURN]
+    body = MessagesRequest.model_validate({**PLAIN, "messages": turns})
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    made = body.asked("x").request
+    assert made.chat.messages[1].reasoning == "x" * 8_000_000
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 200 * 1024

@@ -92,3 +92,18 @@ def test_a_format_whose_calls_do_not_grow_gives_them_whole() -> None:
     reader = AnswerParser(None, LLAMA, ("write",), call_id="x", grows=True)
     assert reader.push('{"name": "write", "parameters": {"a": 1}}').call_deltas == []
     assert [call.name for call in reader.flush().tool_calls] == ["write"]
+
+
+@pytest.mark.parametrize("length", [1, 1000])
+def test_a_call_after_one_that_turned_out_to_be_none_is_another_one(length: int) -> None:
+    broken = '<tool_call>{"name": "write", "arguments": {"a": "oops}}\n</tool_call>'
+    made, reader, text = Parsed(), parser(), f"{broken}So: {CALL}"
+    for at in range(0, len(text), length):
+        add(made, reader.push(text[at : at + length]))
+    add(made, reader.flush())
+    [call] = made.tool_calls
+    heads = [(one.index, one.id) for one in made.call_deltas if one.id]
+    assert [index for index, _ in heads] == [0, 1]
+    assert heads[1][1] == call.id != heads[0][1]
+    assert "".join(one.arguments for one in made.call_deltas if one.index == 1) == ARGUMENTS
+    assert "So" not in "".join(one.arguments for one in made.call_deltas if one.index == 0)

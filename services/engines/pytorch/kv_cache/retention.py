@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from services.engines import metrics
@@ -106,7 +106,9 @@ class EvictionOrder:
                 self._kept[link] = wanted
                 continue
             left -= kept is None or kept.tenant != wanted.tenant
-            self._keep(link, wanted)
+            # A tenant that has the same prompt must not take away from how much it matters to another one.
+            is_others = kept is not None and kept.tenant != wanted.tenant and kept.priority > wanted.priority
+            self._keep(link, replace(wanted, priority=kept.priority) if kept is not None and is_others else wanted)
         self._next_sweep = min(self._next_sweep, wanted.until)
         return granted
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.eventually import eventually
+from torch import Tensor
 
-from baton.errors import ConfigError, Overloaded
+from baton.errors import ConfigError, InvalidRequest, Overloaded
 from services.engines.diffusion import Drawing, Picture, Step
 
 pytest.importorskip("diffusers", reason="needs the extra `diffusion`")
@@ -89,6 +90,34 @@ async def test_waiting_pictures_of_one_shape_are_one_batch_and_the_queue_is_boun
         assert engine.steps == 8 + 3 + 3
     differences = [abs(a - b) for a, b in zip(alone.tobytes(), together.tobytes(), strict=True)]
     assert max(differences) <= 1
+
+
+async def test_previews_that_nobody_reads_are_not_made(engine: DiffusersEngine) -> None:
+    async with aclosing(engine.draw(replace(DRAWING, steps=40, preview_steps=1))) as events:
+        first = await anext(events)
+        await eventually(lambda: engine.load().running == 0)
+        unread = [event async for event in events if isinstance(event, Step)]
+    assert isinstance(first, Step)
+    assert len(unread) == 39
+    assert sum(bool(step.preview) for step in unread) <= 6
+
+
+async def test_a_size_that_the_pipeline_refuses_fails_its_drawing_alone(engine: DiffusersEngine) -> None:
+    with pytest.raises(InvalidRequest, match=r"options: StableDiffusionPipeline cannot draw this: .*divisible by 8"):
+        await drawn(engine, replace(DRAWING, width=60, height=60))
+    await drawn(engine, DRAWING)
+
+
+async def test_a_size_that_the_networks_cannot_have_fails_its_drawing_alone(engine: DiffusersEngine) -> None:
+    network = engine._pipeline.network
+
+    def refuse(_network: object, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].shape[-1] != inputs[0].shape[-2]:
+            raise RuntimeError("Sizes of tensors must match")
+
+    with network.register_forward_pre_hook(refuse), pytest.raises(InvalidRequest, match="must match"):
+        await drawn(engine, replace(DRAWING, width=32))
+    await drawn(engine, DRAWING)
 
 
 @pytest.mark.parametrize(

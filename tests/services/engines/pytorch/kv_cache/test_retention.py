@@ -53,6 +53,15 @@ def test_a_tenant_retains_no_more_than_its_share() -> None:
     assert pool.retain(LINKS[:2], Retain(90, tenant=b"a")) == 2
 
 
+def test_another_tenant_does_not_lower_a_priority() -> None:
+    pool = filled([LINKS[:2], LINKS[2:4]])
+    pool.retain(LINKS[:2], Retain(60, priority=5, tenant=b"a"))
+    pool.retain(LINKS[2:4], Retain(60, tenant=b"a"))
+    pool.retain(LINKS[:2], Retain(90, priority=-10, tenant=b"b"))
+    pool.allocate(2)
+    assert [is_cached(pool, link) for link in LINKS[:4]] == [True, True, False, False]
+
+
 def test_an_evicted_block_is_charged_no_longer() -> None:
     pool = filled([LINKS[:2]], share=0.5)
     assert pool.retain(LINKS[:2], Retain(60, tenant=b"a")) == 1
