@@ -21,9 +21,10 @@ class TierLoads:
         """Returns the blocks to load, after the first `cached` ones of the chain, which the pool has; None if another
         sequence is loading them: wait for it.
         """
-        tiers, missing = self._tiers, hashes[cached:]
+        tiers = self._tiers
         if tiers is None:
             return []
+        missing = hashes[cached:]
         if missing and tiers.is_loading(missing[0]):
             return None
         count = tiers.worth_loading(missing) if missing else 0
