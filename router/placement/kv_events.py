@@ -79,6 +79,8 @@ class KvFeed:
                 removed, stored = _keys(changed.removed), _keys(changed.stored)
                 if len(changed.moved) > _MOST_TIERS:
                     raise InvalidReply(f"KV events of {len(changed.moved)} tiers; at most {_MOST_TIERS} are allowed")
+                if sum(len(each.block_hashes) for each in changed.moved) > _MOST_HASHES:
+                    raise InvalidReply(f"KV events: more than {_MOST_HASHES} blocks have moved, which is not allowed")
                 moved = [_keys(each.block_hashes) for each in changed.moved]
                 self._caches.remove(cache, removed)
                 self._caches.store(cache, stored)

@@ -71,11 +71,12 @@ class Forecast(Generic[W]):
         self._has_first_token = True
         self._arrive()
         cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
-        for computed in self._work.queue.done(self._ticket, self._request.prompt_tokens - cached):
+        tokens = self._request.prompt_tokens - cached
+        for computed in self._work.queue.done(self._ticket, tokens, cached + tokens / 2, self._prediction.load.seconds):
             # Each by itself would look as if the first one had taken all the time, and the others none.
-            tokens, seconds = computed.tokens / computed.prompts, computed.seconds / computed.prompts
-            seconds -= min(self._prediction.load.seconds, seconds)
-            self._cost.prefill.add(tokens, seconds, cached + tokens / 2)
+            seconds = max(0.0, computed.seconds - computed.loading) / computed.prompts
+            context = computed.looks_back / max(1, computed.tokens)
+            self._cost.prefill.add(computed.tokens / computed.prompts, seconds, context)
         if cached_tokens is not None:
             self._correct(cached_tokens)
         actual = self._clock() - self._started

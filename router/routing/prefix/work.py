@@ -23,18 +23,29 @@ class WorkTicket:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Prompts that a rank has computed together: how many, their tokens, and the seconds that all of them took."""
+    """Prompts that a rank has computed together: how many, their tokens, and the seconds that all of them took.
+
+    `looks_back` is the sum of what each token looked back on, and `loading` are the seconds that were to be loaded.
+    """
 
     prompts: int
     tokens: int
     seconds: float
+    looks_back: float = 0.0
+    loading: float = 0.0
 
     def is_with(self, later: "Computed") -> bool:
         """True if what was ready next was computed with these."""
         return later.seconds <= max(_TOGETHER_SECONDS, _TOGETHER_SHARE * self.seconds / self.prompts)
 
     def __add__(self, later: "Computed") -> "Computed":
-        return Computed(self.prompts + later.prompts, self.tokens + later.tokens, self.seconds + later.seconds)
+        return Computed(
+            self.prompts + later.prompts,
+            self.tokens + later.tokens,
+            self.seconds + later.seconds,
+            self.looks_back + later.looks_back,
+            self.loading + later.loading,
+        )
 
 
 _NOTHING = Computed(0, 0, 0.0)
@@ -73,17 +84,19 @@ class PromptQueue:
         self.seconds += seconds
         return ticket
 
-    def done(self, ticket: WorkTicket, tokens: int) -> list[Computed]:
-        """Removes a prompt that is computed. Returns what is known by now of those that were computed together.
+    def done(self, ticket: WorkTicket, tokens: int, context: float = 0.0, loading: float = 0.0) -> list[Computed]:
+        """Removes a prompt that is computed, of tokens that looked back on so many on average, after so many seconds of
+        loading. Returns what is known by now of those that were computed together, which may be earlier ones.
 
         Nothing of a prompt that followed one that was given up: how much of it was computed before that is not known.
         """
         has_begun, is_known = self._has_head_begun, self._tickets.get(id(ticket)) is ticket
         since = self._remove(ticket)
         if since is None:
-            self._beside += Computed(int(is_known), tokens * is_known, 0.0)
+            if is_known:
+                self._beside += Computed(1, tokens, 0.0, tokens * context, loading)
             return []
-        latest = self._beside + Computed(1, tokens, self.head_since - since)
+        latest = self._beside + Computed(1, tokens, self.head_since - since, tokens * context, loading)
         self._beside, self._has_head_begun = _NOTHING, True
         found = self._grouped(latest if has_begun else None)
         if not self._tickets and self._together is not None:

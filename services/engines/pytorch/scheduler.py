@@ -311,7 +311,7 @@ class Scheduler:
         cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
         hashes = sequence.chain.upto(sequence.tokens, cacheable)
         need = self._find(len(sequence.tokens), hashes)
-        contents = self._loads.contents_for(sequence, hashes[len(need.cached) :])
+        contents = self._loads.contents_for(sequence, hashes, len(need.cached))
         if contents is None:
             return Grant.LATER
         if sequence.hold and not self.kept.may_add(need.cached, need.missing):
@@ -327,6 +327,7 @@ class Scheduler:
         """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""
         sequence.computed = cached * self._limits.block_tokens
         sequence.stored_blocks = cached
+        contents = self._loads.still_there(contents)
         if contents:
             self._loads.begin(sequence, contents, cached)
         else:

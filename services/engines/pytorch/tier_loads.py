@@ -17,21 +17,26 @@ class TierLoads:
         self._pool = pool
         self._block_tokens = block_tokens
 
-    def contents_for(self, sequence: TokenSequence, hashes: Sequence[bytes]) -> list[BlockContents] | None:
-        """Returns the first of these blocks that are to be loaded; None if another sequence is loading them: wait for
-        it. `hashes` are those that the pool does not have.
+    def contents_for(self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int) -> list[BlockContents] | None:
+        """Returns the blocks to load, after the first `cached` ones of the chain, which the pool has; None if another
+        sequence is loading them: wait for it.
         """
         tiers = self._tiers
         if tiers is None:
             return []
-        if hashes and tiers.is_loading(hashes[0]):
+        missing = hashes[cached:]
+        if missing and tiers.is_loading(missing[0]):
             return None
-        count = tiers.worth_loading(hashes) if hashes else 0
-        contents = [BlockContents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
-        parked = sequence.parked
-        if parked is not None and count == len(hashes) and parked.block_hash in tiers.directory:
-            contents.append(parked)
-        return contents
+        count = tiers.worth_loading(missing) if missing else 0
+        contents = [BlockContents(block_hash, self._block_tokens) for block_hash in missing[:count]]
+        if sequence.parked is not None and count == len(missing) and self._follows(sequence, sequence.parked, hashes):
+            contents.append(sequence.parked)
+        tiers.directory.touch([each.block_hash for each in contents])
+        return tiers.directory.readable(contents)
+
+    def still_there(self, contents: Sequence[BlockContents]) -> Sequence[BlockContents]:
+        """Returns the first of these blocks that have not left their tier for those that the pool has evicted since."""
+        return self._tiers.directory.readable(contents) if self._tiers is not None and contents else contents
 
     def begin(self, sequence: TokenSequence, contents: Sequence[BlockContents], first: int) -> None:
         """Starts to load into the blocks of a sequence, from `first` on."""
@@ -69,7 +74,7 @@ class TierLoads:
     def park(self, sequence: TokenSequence) -> None:
         """Keeps the unfinished block of a sequence that is preempted; the others are in the prefix cache."""
         filled, tokens = divmod(sequence.computed, self._block_tokens)
-        if self._tiers is None or not tokens:
+        if self._tiers is None or not tokens or sequence.prompt_report is not None:  # which needs all to be computed
             return
         name = sequence.chain.unfinished(sequence.tokens, sequence.computed)
         if name is not None and self._tiers.park(sequence.blocks[filled], BlockContents(name, tokens)):
@@ -80,6 +85,13 @@ class TierLoads:
         if sequence.parked is not None and self._tiers is not None:
             self._tiers.directory.lose(sequence.parked.block_hash)
             sequence.parked = None
+
+    def _follows(self, sequence: TokenSequence, parked: BlockContents, hashes: Sequence[bytes]) -> bool:
+        """True if an unfinished block comes right after the full ones. More of them than when it was parked may be
+        cached, because another sequence has computed them.
+        """
+        end = len(hashes) * self._block_tokens + parked.tokens
+        return sequence.chain.unfinished(sequence.tokens, end) == parked.block_hash
 
     def _finish(self, sequence: TokenSequence, tiers: KvTiers) -> None:
         load, sequence.load, sequence.parked = sequence.load, None, None

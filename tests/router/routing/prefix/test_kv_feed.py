@@ -9,6 +9,7 @@ import pytest
 from support.clock import ManualClock
 
 from baton.engine.v1 import worker_pb2
+from baton.errors import InvalidReply
 from router.placement.kv_events import KvFeed
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
@@ -205,3 +206,12 @@ def test_a_reader_without_tiers_still_counts_a_block_that_moved_as_cached() -> N
     message = kv_event(1, 0, change)
     assert list(message.changed.stored) == list(message.changed.removed) == []
     assert kv_event(1, 0, KvStored(0, (name(1),), KvTier.HOST)).stored.block_hashes == [name(1)]
+
+
+def test_more_moved_blocks_than_a_message_may_have_are_refused_whatever_their_tiers() -> None:
+    caches = PrefixCaches()
+    moved = [worker_pb2.KvBlocksStored(block_hashes=[name(0)] * 16_384, tier=worker_pb2.KV_TIER_HOST) for _ in range(2)]
+    message = worker_pb2.SubscribeKvEventsResponse(epoch=1, changed=worker_pb2.KvBlocksChanged(moved=moved))
+    with pytest.raises(InvalidReply, match="more than 16384 blocks have moved"):
+        KvFeed(CACHE.process, 1, caches).apply(message)
+    assert caches.num_blocks(CACHE) == 0

@@ -9,9 +9,10 @@ from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
 from router.routing.known_loras import KnownLoras
-from router.routing.policy import PromptBlocks, RoutingRequest
-from router.routing.prefix.cost import Costs, Priors
-from router.routing.prefix.prefix_caches import Below, Cache
+from router.routing.policy import NO_LOAD, LoadPlan, Prediction, PromptBlocks, RoutingRequest
+from router.routing.prefix.cost import Costs, Priors, RelativeCost
+from router.routing.prefix.forecast import Forecast
+from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
 from router.routing.prefix.rank_costs import DecodeRank, Matched, PrefillRank, RankCosts
 
 SIZE = 16
@@ -146,3 +147,29 @@ def test_a_decode_worker_without_memory_for_the_prompt_and_those_before_it_has_n
 def test_a_stream_is_held_up_by_prompts_that_still_run_when_it_arrives() -> None:
     place = PrefillRank(*decoding(worker("w", others_tokens=400)).here)
     assert [place.late(arrival) for arrival in (1.0, 4.0, 9.0)] == [3.0, 0.0, 0.0]
+
+
+def test_what_a_prompt_loaded_is_not_taken_from_the_time_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[float, float, float]] = []
+    add = RelativeCost.add
+
+    def adding(cost: RelativeCost, amount: float, seconds: float, context: float = 0.0) -> None:
+        measured.append((amount, seconds, context))
+        add(cost, amount, seconds, context)
+
+    monkeypatch.setattr(RelativeCost, "add", adding)
+    clock, one = ManualClock(), worker("a")
+    costs, caches = Costs(COSTS, clock), PrefixCaches(clock)
+
+    def placed(cached_tokens: int, load: LoadPlan) -> Forecast[Seen]:
+        prediction = Prediction(
+            None, one, 0.0, 8.0, 0.0, 0.0, 0.0, cached_tokens, 1600 - cached_tokens, True, load=load
+        )
+        return Forecast(caches, costs, request(1600), prediction, {}, clock)
+
+    first, second = placed(0, NO_LOAD), placed(800, LoadPlan(800, 0, 5.0))
+    clock.advance(10.0)
+    first.first_token(0)
+    clock.advance(6.0)
+    second.first_token(800)
+    assert measured == [(1600, 10.0, 800.0), (800, 1.0, 1200.0)]

@@ -4,9 +4,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
+from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.write_rule import Clock, WriteRule
 
 TierListener = Callable[[BlockMoved | BlockRemoved], None]
@@ -90,6 +92,17 @@ class TierDirectory:
                 break
         return host, disk
 
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Lets blocks of a chain leave after all others, which are about to be read."""
+        for block_hash in reversed(hashes):
+            place = self.place_of(block_hash)
+            if place is not None:
+                self._slots(place.tier).slot_of.move_to_end(block_hash)
+
+    def readable(self, contents: Sequence[BlockContents]) -> list[BlockContents]:
+        """Returns the first of these blocks that are here, and not still on their way to the disk."""
+        return list(takewhile(lambda each: each.block_hash in self and each.block_hash not in self.unwritten, contents))
+
     def place_of(self, block_hash: bytes) -> Place | None:
         """Returns where a block is."""
         for tier, slots in self._tiers():
@@ -108,8 +121,11 @@ class TierDirectory:
     def put_back(self, block_hash: bytes, place: Place) -> None:
         """Puts a block back that was taken, and that the pool has not got after all."""
         slots = self._slots(place.tier)
-        if block_hash in self or not slots.total:
+        if block_hash in self:
             self.free(place)
+            return
+        if not slots.total:
+            self._listener(BlockRemoved(block_hash))
             return
         slots.slot_of[block_hash] = place.slot
         self._listener(BlockMoved(block_hash, place.tier))

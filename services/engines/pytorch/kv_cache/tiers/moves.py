@@ -255,12 +255,18 @@ class Movers:
         return self._check(load, [item], [seal], digests)
 
     def _check(self, load: Load, items: Sequence[LoadItem], seals: Sequence[bytes], digests: Sequence[int]) -> bool:
-        """Counts blocks that are what they should be; False, with the failure, at the first that is not."""
-        for item, seal, digest in zip(items, seals, digests, strict=True):
-            try:
-                self._sealer.check(seal, item.contents, digest)
-            except DamagedBlock as damage:
-                load.failure, load.is_damaged = f"{damage} of a block in {item.place.tier.name}", True
+        """Counts blocks that are what they should be; False, with the failure, at the first that is not.
+
+        After `cancel` it counts no more: the engine's thread has read by then how many there are.
+        """
+        with load.lock:
+            if load.is_cancelled:
                 return False
-            load.checked += 1
-        return True
+            for item, seal, digest in zip(items, seals, digests, strict=True):
+                try:
+                    self._sealer.check(seal, item.contents, digest)
+                except DamagedBlock as damage:
+                    load.failure, load.is_damaged = f"{damage} of a block in {item.place.tier.name}", True
+                    return False
+                load.checked += 1
+            return True

@@ -8,6 +8,9 @@ _STEP = 0.2
 _PRIORS = {KvTier.HOST: 5e9, KvTier.DISK: 1e9}
 # A load takes so long however little it loads.
 _LOAD_BASE_SECONDS = 0.002
+# Of the loads that are not worth it one in so many is made, to notice when they are again: a link is measured by loads
+# only, and a single one that was held up would otherwise end them for good.
+_TRIAL = 20
 # A load that takes no longer than this is never late.
 _LEAST_PATIENCE_SECONDS = 0.05
 
@@ -21,6 +24,7 @@ class Rates:
         self._bytes_per_second = dict(_PRIORS)
         self._measured: set[KvTier] = set()
         self._token_seconds: float | None = None
+        self._refused = 0
 
     def loaded(self, tier: KvTier, blocks: int, seconds: float) -> None:
         """Notes a load."""
@@ -46,13 +50,18 @@ class Rates:
         return None if self._token_seconds is None else blocks * self._block_tokens * self._token_seconds
 
     def worth_loading(self, host: int, disk: int) -> int:
-        """Returns how many of the next blocks are sooner loaded than computed: none, those in host memory, or all."""
+        """Returns how many of the next blocks are sooner loaded than computed: none, those in host memory, or all. One
+        in 20 times it is all, even so.
+        """
         whole, part = self.compute_seconds(host + disk), self.compute_seconds(host)
         if whole is None or part is None:
             return host + disk
         from_host, from_disk = self.load_seconds(KvTier.HOST, host), self.load_seconds(KvTier.DISK, disk)
         seconds = {0: whole, host: from_host + (whole - part), host + disk: from_host + from_disk}
-        return min(seconds, key=lambda blocks: (seconds[blocks], -blocks))
+        best = min(seconds, key=lambda blocks: (seconds[blocks], -blocks))
+        self._refused += best < host + disk
+        is_trial = best < host + disk and self._refused % _TRIAL == 0
+        return host + disk if is_trial else best
 
     def patience_seconds(self, blocks: int) -> float:
         """The longest wait for a load of blocks: as long as it takes to compute them."""

@@ -68,6 +68,7 @@ class KvTiers:
         self._writes: deque[Write] = deque()
         self._waiting: list[_Waiting] = []
         self._loading: set[bytes] = set()
+        self._back_in_pool: set[bytes] = set()  # of those that are loaded: computed or pulled meanwhile
         self._failures: dict[KvTier, deque[float]] = {KvTier.HOST: deque(), KvTier.DISK: deque()}
         self._tokens: Counter[str] = Counter()
         metrics.watch_tiers(self.directory)
@@ -98,6 +99,8 @@ class KvTiers:
     def stored(self, block_hash: bytes) -> None:
         """Drops a copy, since the pool has the block again."""
         self.directory.drop(block_hash)
+        if block_hash in self._loading:
+            self._back_in_pool.add(block_hash)
 
     def lose(self, hashes: Sequence[bytes]) -> int:
         """Drops blocks that nobody will read again. Returns how many were here."""
@@ -145,8 +148,8 @@ class KvTiers:
     def has_ended(self, load: Load) -> bool:
         """True if a load is complete, has failed, or is late, and is then given up."""
         if not load.is_done and time.monotonic() > load.late_at:
-            load.failure = "late"
             self._movers.cancel(load)
+            load.failure = load.failure or "late"
             load.is_done = True
         return load.is_done
 
@@ -159,15 +162,16 @@ class KvTiers:
             self._movers.cancel(load)
         loaded = load.items[: load.checked]
         for index, item in enumerate(load.items):
-            self._loading.discard(item.contents.block_hash)
-            if index < load.checked:
+            is_damaged = index == load.checked and load.is_damaged
+            if index < load.checked or is_damaged:
                 self.directory.free(item.place)
-            elif index == load.checked and load.is_damaged:
-                self.directory.free(item.place)
-                self._listener(BlockRemoved(item.contents.block_hash))
-                self._note_failure(item.place.tier, load.failure, is_damage=True)
+                is_in_pool = self._end(item)
+                if is_damaged and not is_in_pool:
+                    self._listener(BlockRemoved(item.contents.block_hash))
             else:
-                self.directory.put_back(item.contents.block_hash, item.place)
+                self._put_back(item)
+            if is_damaged:
+                self._note_failure(item.place.tier, load.failure, is_damage=True)
         self._count(load, loaded)
         return loaded
 
@@ -176,8 +180,7 @@ class KvTiers:
         if not load.is_done:
             self._movers.cancel(load)
         for item in load.items:
-            self._loading.discard(item.contents.block_hash)
-            self.directory.put_back(item.contents.block_hash, item.place)
+            self._put_back(item)
 
     def begin(self) -> None:
         """Forgets what was counted and measured, since the warm-up is no client's work."""
@@ -216,6 +219,21 @@ class KvTiers:
             self._waiting = [each for each in self._waiting if each not in ready]
             for each in ready:
                 each.call()
+
+    def _put_back(self, item: LoadItem) -> None:
+        """Leaves a block where it was, unless the pool has had it since: then no tier needs it."""
+        if self._end(item):
+            self.directory.free(item.place)
+        else:
+            self.directory.put_back(item.contents.block_hash, item.place)
+
+    def _end(self, item: LoadItem) -> bool:
+        """Ends the load of a block. Returns whether the pool has got the block from elsewhere since that began."""
+        block_hash = item.contents.block_hash
+        self._loading.discard(block_hash)
+        is_in_pool = block_hash in self._back_in_pool
+        self._back_in_pool.discard(block_hash)
+        return is_in_pool
 
     def _demote(self, block: int, contents: BlockContents) -> bool:
         self.poll()

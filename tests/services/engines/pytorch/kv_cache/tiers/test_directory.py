@@ -151,3 +151,14 @@ def test_what_is_sooner_computed_is_not_loaded() -> None:
         rates.loaded(KvTier.HOST, blocks=100, seconds=100.0)
     assert rates.worth_loading(host=10, disk=0) == 0
     assert 0.1 <= rates.patience_seconds(10) <= 0.11
+
+
+def test_one_load_that_was_held_up_does_not_end_loads_for_good() -> None:
+    rates = Rates(block_bytes=1 << 20, block_tokens=16)
+    rates.computed(1000, 0.1)
+    rates.loaded(KvTier.HOST, 1, 5.0)
+    assert rates.worth_loading(10, 0) == 0
+    for _ in range(100):
+        if rates.worth_loading(10, 0):
+            rates.loaded(KvTier.HOST, 10, 0.004)
+    assert rates.worth_loading(10, 0) == 10
