@@ -31,7 +31,7 @@ PREDICTING = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="pre
 REQUEST = {"prompt": "hello" * 20, "stopping": {"max_tokens": 3}}
 Event = worker_pb2.SubscribeKvEventsResponse
 
-# What a KV event says: of a worker with one rank and 512 blocks.
+# What a KV event says: of a worker with one rank and 128 blocks.
 EVENTS: dict[str, dict[str, Any]] = {
     "a short hash": {"stored": {"block_hashes": [b"1234567"]}},
     "an empty hash": {"changed": {"stored": [b""]}},
@@ -57,7 +57,8 @@ async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(na
     faults = since("baton_router_worker_faults_total", stage="kv_events")
     async with bench(PREFILL, DECODE, router=PREDICTING) as running:
         await serves(running)
-        async with tampered(running, simulated("broken", "prefill", "decode"), multiplexed=True) as broken:
+        small = simulated("broken", "prefill", "decode", num_blocks=128)
+        async with tampered(running, small, multiplexed=True) as broken:
             await eventually(lambda: broken.worker is not None and running.cluster.workers[-1].load.blocks_total > 0)
             views = {one.worker_id: one.cache_view for one in await running.list_workers()}
             broken.changes["SubscribeKvEvents"] = changed
