@@ -137,7 +137,7 @@ def simulated(worker_id: str, *roles: str, **engine: object) -> WorkerConfig:
     return WorkerConfig(
         worker_id=worker_id,
         roles=roles,  # type: ignore[arg-type]
-        engine=SimulatedConfig(name="demo", num_blocks=512, **engine),  # type: ignore[arg-type]
+        engine=SimulatedConfig(**{"name": "demo", "num_blocks": 512, **engine}),  # type: ignore[arg-type]
         handoff=HandoffConfig(lease_seconds=5.0),
         drain_seconds=0,
     )
