@@ -25,6 +25,7 @@ class Found:
     worker: WorkerHandle
     hop: int
     tokens: int
+    has_yielded: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,9 @@ class StreamFinder:
         well = [worker for worker in workers if not worker.problem]
         found = await self._ask_all(well, request)
         others = [worker for worker in workers if worker.problem]
-        if others and len(found) < len(question.call_ids):
+        # What has yielded may go on at one of those.
+        settled = [streams for streams in found.values() if not all(one.has_yielded for one in streams)]
+        if others and len(settled) < len(question.call_ids):
             for call_id, more in (await self._ask_all(others, request)).items():
                 found.setdefault(call_id, []).extend(more)
         return found
@@ -76,7 +79,8 @@ class StreamFinder:
         answers = await asyncio.gather(*(_ask_one(worker, request) for worker in workers))
         for worker, streams in zip(workers, answers, strict=True):
             for stream in streams:
-                found.setdefault(stream.request_id, []).append(Found(worker, stream.hop, stream.tokens))
+                one = Found(worker, stream.hop, stream.tokens, stream.has_yielded)
+                found.setdefault(stream.request_id, []).append(one)
         return found
 
 

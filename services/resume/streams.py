@@ -182,7 +182,10 @@ class KeptStreams:
             if (entry := self._entries.get(request_id)) is not None:
                 stream = entry.stream
                 stream.drain()
-                yield decode_pb2.FoundStream(request_id=request_id, hop=stream.hop, tokens=len(stream.ids))
+                has_yielded = stream.finished is not None and stream.finished.HasField("yielded")
+                yield decode_pb2.FoundStream(
+                    request_id=request_id, hop=stream.hop, tokens=len(stream.ids), has_yielded=has_yielded
+                )
 
     # Its owners.
 

@@ -3,13 +3,17 @@
 import asyncio
 import gc
 import weakref
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
+from support.clients.resuming import Received
 from support.clients.scraping import since
 from support.cluster.in_process import FAST_ROUTER, Stream, bench, running_stream, simulated
 from support.cluster.moving import answer, decoders, shared
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
+
+from baton.calls import stream
+from baton.inference.v1 import generate_pb2
 
 LONG = {"prompt": "hello " * 20, "sampling": {"temperature": 1.0, "seed": 3}, "stopping": {"max_tokens": 400}}
 WITH_FAULTS = FAST_ROUTER.model_copy(update={"allow_faults": True})
@@ -66,6 +70,31 @@ async def test_a_worker_that_stops_gives_its_streams_away(undisturbed: Stream) -
             assert answer.token_ids == undisturbed.token_ids
             assert (answer.finished.moves, answer.finished.migrations) == (1, 0)
     assert computed.grown == 0
+
+
+@pytest.mark.parametrize("with_copy", [False, True])
+async def test_a_kept_answer_that_has_moved_is_resumed_where_it_went(undisturbed: Stream, *, with_copy: bool) -> None:
+    request = generate_pb2.GenerateRequest(**LONG, response={"keep": {"seconds": 5}})
+    received = Received(request)
+    async with shared(*decoders("d1", "d2"), router=FAST_ROUTER) as cluster:
+        source = ""
+        async with aclosing(stream(cluster.bench.stub.Generate(request, timeout=PATIENCE_SECONDS))) as messages:
+            async for message in messages:
+                received.add(message)
+                if not source and received.tokens >= 20:
+                    source = cluster.busy
+                    await cluster.move(source)
+                if source and not cluster.running(source) and cluster.running(cluster.other(source)):
+                    break
+        [other] = [one for one in cluster.bench.cluster.workers if one.record.worker_id != source]
+        other.suspend("it was late once")
+        resumed = cluster.bench.stub.ResumeGeneration(received.resume(with_copy=with_copy), timeout=PATIENCE_SECONDS)
+        async with aclosing(stream(resumed)) as messages:
+            async for message in messages:
+                received.add(message)
+                assert not cluster.running(source)
+    assert list(received.ids[0]) == list(undisturbed.token_ids)
+    assert not any(one.recomputed for one in received.resumed)
 
 
 async def test_without_another_worker_a_stream_stays(undisturbed: Stream) -> None:
