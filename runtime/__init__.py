@@ -10,6 +10,7 @@
 | frequent_metrics | cheaper histograms and counters, for every token and request |
 | lasting | tasks that last as long as the process |
 | garbage | garbage collection without long pauses |
+| available_memory | the memory that this process may still take |
 | monitor | the HTTP server for /metrics and /health |
 | clock, entropy, threads | the clocks, secrets and ids, and threads of this process, each in one place |
 | aio | task groups, timeouts, waits that a cancellation does not interrupt |

@@ -64,7 +64,7 @@ def check(request: image_pb2.ImageServiceGenerateRequest, target: DrawingModel) 
 def _check_size(options: image_pb2.ImageOptions, rules: model_pb2.ImageGeneration, violations: Violations) -> None:
     for name in ("width", "height"):
         if options.HasField(name):
-            size, multiple = getattr(options, name), rules.size_multiple
+            size, multiple = getattr(options, name), rules.size_multiple or 1
             is_multiple = size > 0 and size % multiple == 0
             violations.require(is_multiple, f"options.{name}", f"must be a multiple of {multiple}, is {size}")
     width = options.width if options.HasField("width") else rules.width

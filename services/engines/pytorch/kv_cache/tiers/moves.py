@@ -114,7 +114,7 @@ class Mover(Generic[Job]):
             while jobs := self._next():
                 try:
                     self._run(jobs)
-                except (RuntimeError, OSError) as error:  # PyTorch raises the first for almost every failure
+                except Exception as error:  # of whatever kind: the thread goes on, and the jobs' owner hears of it
                     for job in jobs:
                         job.failure = job.failure or str(error) or type(error).__name__
                 with self._changed:

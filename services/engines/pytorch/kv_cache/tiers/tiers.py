@@ -1,6 +1,5 @@
 """The tiers below the device pool, for the engine's thread: what leaves the pool, and what a request loads."""
 
-import os
 import secrets
 import time
 from collections import Counter, deque
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from runtime.available_memory import available_bytes
 from services.engines import metrics
 from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
@@ -305,5 +305,5 @@ class KvTiers:
 def _host_slots(options: TierOptions, layout: KvLayout, pool_blocks: int) -> int:
     if options.host_bytes != "auto":
         return max(1, int(options.host_bytes) // layout.block_bytes)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(_AUTO_POOLS * pool_blocks, int(available * _AUTO_SHARE_OF_MEMORY) // layout.block_bytes))
+    share = int(available_bytes() * _AUTO_SHARE_OF_MEMORY)
+    return max(1, min(_AUTO_POOLS * pool_blocks, share // layout.block_bytes))
