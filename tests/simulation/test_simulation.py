@@ -11,7 +11,7 @@ from simulation.mutants import Mutant, hunt, plant, read
 from simulation.plan import PROFILES, from_values, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-_SAMPLE_SECONDS = 70
+_SAMPLE_SECONDS = 30
 
 
 def simulate(*arguments: str) -> "subprocess.CompletedProcess[str]":
