@@ -20,8 +20,8 @@ def _machine(meminfo: Path) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _container(cgroup: Path) -> int:
     """The memory that the limit of cgroups, version 2, leaves; without one as much as there can be."""
-    """What the limit of cgroups, version 2, leaves; as much as there can be without one."""
     try:
         limit = int((cgroup / "memory.max").read_text())
         return max(0, limit - int((cgroup / "memory.current").read_text()))
