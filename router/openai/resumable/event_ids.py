@@ -24,7 +24,7 @@ HEADER = "last-event-id"
 _ORIGIN = struct.Struct(">QIQI")
 _ORIGIN_LENGTH = len(urlsafe_b64encode(bytes(_ORIGIN.size)))
 _NUMBER = r"\d{1,10}"
-_CRC = r"[0-9a-f]{1,8}"
+_CRC = r"[0-9a-f]{8}"  # all digits: one of the letters that follow is a digit, too
 _ANSWER = re.compile(
     rf"({_NUMBER})\.({_NUMBER})\.({_CRC})(?:\.({_NUMBER})\.({_CRC})\.({_NUMBER})\.({_NUMBER}))?([ofu]?)", re.ASCII
 )
@@ -92,9 +92,9 @@ class Position:
     @property
     def text(self) -> str:
         """As in ids."""
-        short = f"{self.tokens}.{self.text_bytes}.{self.text_crc:x}"
+        short = f"{self.tokens}.{self.text_bytes}.{self.text_crc:08x}"
         if self.reasoning_bytes or self.tool_calls or self.offset:
-            short += f".{self.reasoning_bytes}.{self.reasoning_crc:x}.{self.tool_calls}.{self.offset}"
+            short += f".{self.reasoning_bytes}.{self.reasoning_crc:08x}.{self.tool_calls}.{self.offset}"
         return short + self.state
 
     @property

@@ -20,6 +20,7 @@ from support.eventually import eventually
 
 from baton.inference.v1 import cluster_service_pb2
 from router.config import OpenAIConfig, QuotaConfig, QuotasConfig, RouterConfig, StoredResponsesConfig
+from router.openai.resumable.event_ids import Position
 from router.resume.handle import Handle
 from router.server import Router, host_router
 from rpc.auth.access import AuthConfig
@@ -429,7 +430,7 @@ async def test_a_response_that_is_made_to_go_on_from_itself_holds_up_nobody(pair
     forged = urlsafe_b64encode(struct.pack(">QIQI", seed, created, name, crc)).decode()
     for worker in pair.running.workers.values():
         worker.kept.forget_all()
-    again.last_id = f"{handle};{forged};0.0.0"
+    again.last_id = f"{handle};{forged};{Position().text}"
     await again.read(address)
     assert again.events[-1]["response"]["id"] == identity
     with pytest.raises(openai.BadRequestError, match="goes on from more than"):
