@@ -66,8 +66,3 @@ class Resume:
     def question_seconds(self) -> float:
         """The time that it has to answer."""
         return self.stall_seconds / 2
-
-    @property
-    def look_seconds(self) -> float:
-        """The time between two looks at a stream."""
-        return self.stall_seconds / 8

@@ -1,0 +1,85 @@
+"""Routers that say nothing: how a client tells a lost one from a slow engine.
+
+Once the stream of a kept answer has been silent for longer than is usual, its client asks the router a question. If it
+is not answered, the client asks another router how far the answer is: if its worker has tokens that have not come, the
+router is lost, or its connection. Streams of one router that ask at the same time ask once.
+"""
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from baton.connection.retry import Resume
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.inference.v1 import generate_pb2, server_info_pb2
+from baton.resuming import Received
+
+# The time for the answer to a question is so many round trips, within bounds. With round trips that are longer still,
+# the other router does not answer in time either, and the present one is not left.
+_ROUND_TRIPS, _LEAST_SECONDS, _MOST_SECONDS = 3.0, 0.1, 0.3
+_PROGRESS_SECONDS = 0.25
+# The time between two looks at a stream, at least.
+LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A call of a router by its number, and the time that it has to answer."""
+
+    router: int
+    method: str
+    message: Message
+    seconds: float
+
+
+# What a question brings: a message, or an error.
+Reply = Message | BatonError
+
+
+class Inquiries:
+    """The rule by which a client finds out that a router is lost, without the calls themselves."""
+
+    def __init__(self, resume: Resume, routers: int) -> None:
+        self._resume = resume
+        self._routers = routers
+        self._round_trips: dict[int, float] = {}  # the shortest of each router
+
+    def knows(self, router: int) -> bool:
+        """True if it is known how long this router takes to answer."""
+        return router in self._round_trips
+
+    def meet(self, router: int) -> Generator[Question, Reply, bool]:
+        """Learns how long a router takes to answer, by a first question, which may have to connect, and a second."""
+        first = yield from self._answers(router, self._resume.question_seconds)
+        return first and (yield from self._answers(router, self._resume.question_seconds))
+
+    def is_lost(self, router: int, received: Received) -> Generator[Question, Reply, bool]:
+        """Returns whether a router has to be left, whose stream is silent."""
+        if (yield from self._answers(router, self._patience_seconds(router))):
+            return False
+        if self._routers > 1:
+            asked = generate_pb2.GetGenerationProgressRequest(handle=received.handle)
+            another = (router + 1) % self._routers
+            reply = yield Question(another, "InferenceService/GetGenerationProgress", asked, _PROGRESS_SECONDS)
+            if isinstance(reply, generate_pb2.GetGenerationProgressResponse) and received.is_behind(reply):
+                return True
+        if received.silence.seconds < self._resume.silent_seconds:
+            return False
+        return not (yield from self._answers(router, self._resume.question_seconds))
+
+    def _answers(self, router: int, seconds: float) -> Generator[Question, Reply, bool]:
+        began = time.monotonic()
+        reply = yield Question(
+            router, "InferenceService/GetServerInfo", server_info_pb2.GetServerInfoRequest(), seconds
+        )
+        if isinstance(reply, (Unavailable, DeadlineExceeded)):
+            return False
+        took = time.monotonic() - began
+        self._round_trips[router] = min(took, self._round_trips.get(router, took))
+        return True
+
+    def _patience_seconds(self, router: int) -> float:
+        round_trips = _ROUND_TRIPS * self._round_trips.get(router, _MOST_SECONDS)
+        return min(self._resume.question_seconds, _MOST_SECONDS, max(_LEAST_SECONDS, round_trips))
