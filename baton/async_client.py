@@ -21,7 +21,7 @@ from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
 )
-from baton.inquiries import LOOK_SECONDS, Inquiries, Question, Reply
+from baton.inquiries import Inquiries, Question, Reply
 from baton.requests import UnaryCall
 from baton.resuming import Received
 
@@ -285,7 +285,7 @@ class AsyncGeneration:
         received, silence = self._received, self._received.silence
         self._inquirer.meet(router)
         while True:
-            pause, began = max(LOOK_SECONDS, silence.seconds_until_due), time.monotonic()
+            pause, began = silence.look_seconds, time.monotonic()
             await asyncio.sleep(pause)
             if silence.seconds_until_due > 0 or silence.was_held_up(time.monotonic() - began - pause):
                 continue

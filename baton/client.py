@@ -22,7 +22,7 @@ from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
 )
-from baton.inquiries import LOOK_SECONDS, Inquiries, Question, Reply
+from baton.inquiries import Inquiries, Question, Reply
 from baton.requests import UnaryCall
 from baton.resuming import Received
 
@@ -306,7 +306,7 @@ class Generation:
                 call.cancel()
             else:
                 silence.postpone()
-        return max(LOOK_SECONDS, silence.seconds_until_due)
+        return silence.look_seconds
 
 
 @contextmanager
@@ -319,7 +319,7 @@ def _watching(generation: Generation) -> Iterator[None]:
 
     def watch() -> None:
         inquirer.meet()
-        pause, began = LOOK_SECONDS, time.monotonic()
+        pause, began = 0.0, time.monotonic()
         while not is_over.wait(pause):
             found = watched()
             if found is None:

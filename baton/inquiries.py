@@ -20,8 +20,6 @@ from baton.resuming import Received
 # the other router does not answer in time either, and the present one is not left.
 _ROUND_TRIPS, _LEAST_SECONDS, _MOST_SECONDS = 3.0, 0.1, 0.3
 _PROGRESS_SECONDS = 0.25
-# The time between two looks at a stream, at least.
-LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)

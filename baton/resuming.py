@@ -15,6 +15,8 @@ from baton.inference.v1 import generate_pb2
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 # A stream that is silent for so many of its usual gaps, and at least so long, is unusual.
 _GAPS, _SHORTEST_SECONDS = 3.0, 0.15
+# The least time between two looks at a stream.
+_LOOK_SECONDS = 0.02
 # Of the longest gap, what counts after each further message.
 _REMEMBERED = 0.9
 # A program that wakes up so late has not read what has come.
@@ -36,6 +38,11 @@ class Silence:
     def seconds(self) -> float:
         """How long it has been silent."""
         return time.monotonic() - self.heard_at
+
+    @property
+    def look_seconds(self) -> float:
+        """The time until the next look at it: a token that comes meanwhile makes a question due earlier."""
+        return min(_SHORTEST_SECONDS, max(_LOOK_SECONDS, self.seconds_until_due))
 
     @property
     def seconds_until_due(self) -> float:

@@ -9,62 +9,14 @@ from pathlib import Path
 
 import pytest
 from support.cluster.fleet import Fleet, FleetPlan, Node, fleet
-from support.engines.adapters import save_adapter
-from support.engines.checkpoints import DEMO
-from support.engines.written_engine import HERMES_TEMPLATE
+from support.faults.kept_requests import BODIES, any_requests, embedded_requests, embedded_worker, paced_requests
 from support.faults.lost_routers import EventSources, Report, Streams
-from support.images.demo_questions import questions
 from support.servers.etcd import EtcdServer
 
-from baton.inference.v1 import generate_pb2
-
 _SIMULATED = "engine={kind: simulated, name: demo, num_blocks: 4096, block_bytes: 1024, decode_step_seconds: 0.01}"
-_EMBEDDED = (
-    "engine={kind: pytorch, model: models/demo, name: demo, device: cpu, threads: 1, kv_cache_bytes: 48MiB, "
-    "lora: {folder: FOLDER, max_loaded: 2}}"
-)
 # Losses, each a second after the one before: a few in a sample.
 _LOSSES = 4 if os.environ.get("BATON_FAULTS") != "full" else 24
 _ROUTER = ("probe={interval_seconds: 0.3, timeout_seconds: 1.5, hung_seconds: 3}", "drain_seconds=1")
-_SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}'
-
-
-_SEEDED: dict[str, object] = {"model": "demo", "temperature": 0.8, "seed": 11, "max_tokens": 60, "ignore_eos": True}
-_MESSAGES = {"messages": [{"role": "user", "content": "Sort: pear apple"}]}
-_BODIES: dict[str, tuple[str, dict[str, object]]] = {
-    "chat": ("/chat/completions", {**_SEEDED, **_MESSAGES}),
-    "three": ("/chat/completions", {**_SEEDED, **_MESSAGES, "n": 3, "stream_options": {"include_usage": True}}),
-    "stop": ("/chat/completions", {**_SEEDED, **_MESSAGES, "stop": ["qz", "th", "e e"]}),
-    "logprobs": ("/completions", {**_SEEDED, "prompt": "Sort: pear", "logprobs": 1}),
-}
-
-
-def _requests(*, guided: bool) -> dict[str, generate_pb2.GenerateRequest]:
-    seeded = {"temperature": 0.8, "seed": 11}
-    stopping = {"max_tokens": 60, "ignore_eos": True}
-    asked: dict[str, dict[str, object]] = {
-        "plain": {"sampling": {"temperature": 0.0}},
-        "seeded": {"sampling": seeded},
-        "stop": {"sampling": seeded, "stopping": {**stopping, "stop": ["qz", "th", "e e"]}},
-        "three": {"sampling": {**seeded, "n": 3}},
-        "logprobs": {"sampling": seeded, "response": {"logprobs": 2}},
-        "rare_messages": {"sampling": seeded, "response": {"min_tokens_per_message": 9}},
-        "slow_reader": {"sampling": seeded, "stopping": {**stopping, "max_tokens": 200}},
-    }
-    if guided:
-        asked["guided"] = {"sampling": seeded, "guided": {"json_schema": _SCHEMA}}
-        user = {"role": "user", "parts": [{"text": "Sort: pear apple"}]}
-        asked["chat"] = {"sampling": seeded, "prompt": None, "chat": {"messages": [user]}}
-        tools = {"tools": [{"name": "sort", "parameters": _SCHEMA}], "tool_choice": {"is_required": True}}
-        asked["tools"] = {"sampling": seeded, "prompt": None, "chat": {"messages": [user], **tools}}
-        asked["adapter"] = {"sampling": seeded, "lora_name": "first"}
-        [question] = questions(1, "lost routers")
-        media = [{"data": file} for file in question.files]
-        asked["image"] = {"sampling": seeded, "prompt": question.exercise.prompt, "media": media}
-    return {
-        name: generate_pb2.GenerateRequest(**{"prompt": "Sort: pear apple mango", "stopping": stopping, **fields})  # type: ignore[arg-type]
-        for name, fields in asked.items()
-    }
 
 
 async def _orphans_end(running: Fleet) -> None:
@@ -101,7 +53,7 @@ async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdS
     plan = FleetPlan("lost-sse", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2, openai=True)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        sources = EventSources([node.openai for node in routers], _BODIES)
+        sources = EventSources([node.openai for node in routers], BODIES)
         await sources.learn()
         await sources.run(8, partial(_lose_in_turn, routers, sources.report))
         print(f"\nserver-sent events: {sources.report}")
@@ -117,19 +69,13 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
 ) -> None:
     is_embedded = engine == "embedded"
     worker = ("handoff.lease_seconds=2", "drain_seconds=1")
-    if is_embedded:
-        save_adapter(tmp_path / "adapters" / "first", DEMO, seed=1)
-        template = tmp_path / "hermes.jinja"
-        template.write_text(HERMES_TEMPLATE)
-        engine_text = _EMBEDDED.replace("FOLDER", str(tmp_path / "adapters"))
-        worker = (engine_text, f"chat_template={template}", *worker)
-    else:
-        worker = (_SIMULATED, *worker)
+    worker = (*(embedded_worker(tmp_path) if is_embedded else [_SIMULATED]), *worker)
     encode = int(is_embedded)
     plan = FleetPlan(f"lost-{engine}", shared_etcd.endpoint, worker, _ROUTER, encode, prefill=1, decode=2, routers=2)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        streams = Streams([node.direct for node in routers], _requests(guided=is_embedded), Report())
+        requests = {**any_requests(), **paced_requests(), **(embedded_requests() if is_embedded else {})}
+        streams = Streams([node.direct for node in routers], requests, Report())
         await streams.learn()
 
         await streams.run(8, partial(_lose_in_turn, routers, streams.report))
@@ -146,7 +92,7 @@ async def test_a_router_and_a_worker_killed_together_lose_no_stream(shared_etcd:
     plan = FleetPlan("lost-both", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        streams = Streams([node.direct for node in routers], _requests(guided=False), Report())
+        streams = Streams([node.direct for node in routers], {**any_requests(), **paced_requests()}, Report())
         await streams.learn()
 
         async def lose() -> None:

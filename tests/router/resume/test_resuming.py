@@ -284,6 +284,31 @@ async def test_a_negative_keep_is_refused(pair: Pair) -> None:
         await _read(pair.first.Generate(request), Received(request))
 
 
+async def test_any_router_tells_how_far_an_answer_is_and_its_reader_goes_on(pair: Pair) -> None:
+    request = _request(sampling={"seed": 5, "temperature": 0.8, "n": 2}, stopping={"max_tokens": 300})
+    received = Received(request)
+    reading = asyncio.create_task(_read(pair.first.Generate(request), received))
+    await eventually(lambda: received.tokens > 5)
+    asked = generate_pb2.GetGenerationProgressRequest(handle=received.handle)
+    early = await unary(pair.second.GetGenerationProgress(asked))
+    assert [one.index for one in early.answers] == [0, 1]
+    assert all(0 < one.tokens < 300 and not one.is_over for one in early.answers)
+    await reading
+    assert received.whole == (await _whole(pair, request)).whole
+    late = await unary(pair.second.GetGenerationProgress(asked))
+    assert [(one.tokens, one.is_over) for one in late.answers] == [(300, True), (300, True)]
+
+
+async def test_progress_is_told_to_the_owner_alone(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    asked = generate_pb2.GetGenerationProgressRequest(handle=received.handle)
+    tenant = (("x-baton-tenant", "another"),)
+    with pytest.raises(StreamLost):
+        await unary(pair.second.GetGenerationProgress(asked, metadata=tenant))
+    with pytest.raises(InvalidRequest, match="handle"):
+        await unary(pair.second.GetGenerationProgress(generate_pb2.GetGenerationProgressRequest(handle="b1.")))
+
+
 async def test_forged_handles_disturb_nobody(pair: Pair) -> None:
     request = _request(stopping={"max_tokens": 900})
     received, chosen = Received(request), random.Random(1)
