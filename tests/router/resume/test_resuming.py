@@ -19,7 +19,7 @@ from support.recorded_spans import recorded
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2
 from baton.errors import InvalidRequest, NoWorker, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
-from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2, timing_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, timing_pb2
 from baton_http2.server.reply import Reply
 from discovery.memory import MemoryRegistry
 from router.config import QuotaConfig, QuotasConfig
@@ -307,25 +307,6 @@ async def test_progress_is_told_to_the_owner_alone(pair: Pair) -> None:
         await unary(pair.second.GetGenerationProgress(asked, metadata=tenant))
     with pytest.raises(InvalidRequest, match="handle"):
         await unary(pair.second.GetGenerationProgress(generate_pb2.GetGenerationProgressRequest(handle="b1.")))
-
-
-async def test_forged_handles_disturb_nobody(pair: Pair) -> None:
-    request = _request(stopping={"max_tokens": 900})
-    received, chosen = Received(request), random.Random(1)
-    reading = asyncio.create_task(_read(pair.first.Generate(request), received))
-    await eventually(lambda: received.tokens > 5)
-    for _ in range(300):
-        text = list(received.handle)
-        text[chosen.randrange(25, 45)] = chosen.choice("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-        forged = "".join(text)
-        if forged != received.handle:
-            asked = generate_pb2.ResumeGenerationRequest(handle=forged, attempt=chosen.randrange(1, 9))
-            with pytest.raises((StreamLost, InvalidRequest)):
-                await _read(pair.second.ResumeGeneration(asked), Received(request))
-    await reading
-    assert received.whole == (await _whole(pair, request)).whole
-    assert received.finished is not None
-    assert received.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
 @pytest.mark.parametrize("seeded", [True, False])
