@@ -81,9 +81,7 @@ async def _lose_all(plan: _Plan, routers: Sequence[Node], report: Report) -> Non
         if time.monotonic() > ends_at:
             break
         report.losses += 1
-        # The next one of a kind is the other router.
-        kinds = len(plan.how)
-        await _lose(routers[(number // kinds + number) % 2], plan.how[number % kinds])
+        await _lose(routers[number % 2], plan.how[number // 2 % len(plan.how)])
         await asyncio.sleep(1.0)
 
 

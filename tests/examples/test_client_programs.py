@@ -102,7 +102,8 @@ async def test_a_router_that_is_not_there_yet_is_tried_again(program: Program) -
             assert await process.stdout.readexactly(1)
 
 
-async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(program: Program) -> None:
+@pytest.mark.parametrize("way", ["cut", "frozen"])
+async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(program: Program, way: str) -> None:
     if program.language not in ("node", "go"):
         pytest.skip("the command is in Node.js and Go alone")
     async with slow() as running, AsyncExitStack() as stack:
@@ -113,7 +114,10 @@ async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(progra
         process = await stack.enter_async_context(program.started(f"{first.address},{other.address}", "resume", "x"))
         assert process.stdout is not None
         begin = await process.stdout.readexactly(5)
-        await first.cut()
+        if way == "cut":
+            await first.cut()
+        else:
+            first.freeze()
         rest = await process.stdout.readexactly(110)
         assert expected.startswith((begin + rest).decode())
 

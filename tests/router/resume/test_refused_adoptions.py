@@ -106,7 +106,7 @@ def _garbled(chosen: random.Random, handle: str) -> str:
     """Text that is no handle."""
     cut = chosen.randrange(len(handle))
     not_base64 = handle[:cut] + "\u00e9" + handle[cut + 1 :]
-    return chosen.choice((handle[:cut], not_base64, "b2" + handle[2:], handle + "A", ""))
+    return chosen.choice((handle[: max(1, cut)], not_base64, "b2" + handle[2:], handle + "A", "b1."))
 
 
 async def _attempt(attack: Attack, chosen: random.Random) -> None:
@@ -145,8 +145,6 @@ async def _call(
             async for _ in stream(stub.ResumeGeneration(asked, timeout=PATIENCE_SECONDS, metadata=metadata)):
                 break
         case "CancelGeneration":
-            if not asked.handle:
-                raise StreamLost("without a handle it is another request")
             message = generate_pb2.CancelGenerationRequest(handle=asked.handle)
             await unary(stub.CancelGeneration(message, timeout=PATIENCE_SECONDS, metadata=metadata))
         case _:
