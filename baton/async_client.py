@@ -293,6 +293,7 @@ class AsyncGeneration:
             is_lost = received.is_resumable and await self._inquirer.is_lost(router, received)
             if is_lost and silence.heard_at == heard_at and received.is_resumable:
                 self._is_lost = True
+                silence.leave()
                 call.cancel()
                 return
             silence.postpone()

@@ -303,6 +303,7 @@ class Generation:
             is_lost = received.is_resumable and self.inquirer.is_lost(router, received)
             if is_lost and silence.heard_at == heard_at and received.is_resumable:
                 self._is_lost = True
+                silence.leave()
                 call.cancel()
             else:
                 silence.postpone()

@@ -14,11 +14,11 @@ from baton.inference.v1 import generate_pb2
 # Of the calls that resume an answer: the first is made at once, later ones after growing pauses.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 # A stream that is silent for so many of its usual gaps, and at least so long, is unusual.
-_GAPS, _SHORTEST_SECONDS = 3.0, 0.15
+_GAPS, _SHORTEST_SECONDS = 2.0, 0.15
 # The least time between two looks at a stream.
 _LOOK_SECONDS = 0.02
-# Of the longest gap, what counts after each further message.
-_REMEMBERED = 0.9
+# What counts after each further message of the longest gap, and of the patience that a change of router teaches.
+_REMEMBERED, _TAUGHT = 0.9, 0.98
 # A program that wakes up so late has not read what has come.
 _HELD_UP_SECONDS = 0.05
 _UNUSED = Resume()
@@ -55,6 +55,7 @@ class Silence:
         if is_token:
             # The first gap is that to the first token, which takes as long as the prompt does.
             self._gap = 0.0 if self._gap is None else max(now - self.heard_at, _REMEMBERED * self._gap)
+            self._shortest = max(_SHORTEST_SECONDS, _TAUGHT * self._shortest)
             self._due_seconds = min(self._longest, max(self._shortest, _GAPS * self._gap)) * random.uniform(1.0, 1.2)
         self.heard_at = now
 
@@ -67,9 +68,13 @@ class Silence:
         return seconds > _HELD_UP_SECONDS and self.seconds < self._longest
 
     def move(self) -> None:
-        """Another router is asked for the answer: it has its time, and streams that move often are less impatient."""
-        self._gap, self._shortest = None, min(self._longest, 2.0 * self._shortest)
+        """Another router is asked for the answer, and has its time."""
+        self._gap = None
         self._due_seconds = self.seconds + self._longest
+
+    def leave(self) -> None:
+        """The router is left for its silence: streams for which that happens often become more patient."""
+        self._shortest = min(self._longest, 2.0 * self._shortest)
 
 
 @dataclass(slots=True)

@@ -88,15 +88,16 @@ async def _lose_all(plan: _Plan, routers: Sequence[Node], report: Report) -> Non
 async def _lose(router: Node, how: str) -> None:
     match how:
         case "kill":
-            router.kill()
+            # In a thread: it waits for the end of the process, and the clients share this one.
+            await asyncio.to_thread(router.kill)
             # Its start takes a core for a second, of the two that its clients and the other router share here.
             await asyncio.sleep(1.0)
-            router.start()
+            await asyncio.to_thread(router.start)
         case "restart":
             await router.terminate()
-            router.start()
+            await asyncio.to_thread(router.start)
         case "pause":
-            router.pause()
+            await asyncio.to_thread(router.pause)
             await asyncio.sleep(_PAUSE_SECONDS)
             router.resume()
         case "cut":

@@ -26,7 +26,7 @@ const (
 	callTimeout = 10 * time.Second
 
 	// When a silent router is asked, and how long it and another one have to answer (docs/streams.md, "A router that hangs").
-	gaps            = 3
+	gaps            = 2
 	shortestSilence = 150 * time.Millisecond
 	answerTimeout   = 100 * time.Millisecond
 	progressTimeout = 250 * time.Millisecond

@@ -13,7 +13,7 @@ const ENOUGH = 3; // messages of tokens, before a cancel
 const ATTEMPTS = 10;
 const CALL_MS = 10_000;
 // When a silent router is asked, and how long it and another one have to answer (docs/streams.md, "A router that hangs").
-const GAPS = 3;
+const GAPS = 2;
 const SHORTEST_MS = 150;
 const ANSWER_MS = 100;
 const PROGRESS_MS = 250;

@@ -12,8 +12,8 @@ import httpx2
 
 KEEP = {"x-baton-keep": "5"}
 # A stream that is silent for so many of its usual gaps, and at least so long, is a reason to ask its router.
-_GAPS, _SHORTEST_SECONDS = 3.0, 0.15
-_ANSWER_SECONDS = 0.2
+_GAPS, _SHORTEST_SECONDS = 2.0, 0.15
+_ANSWER_SECONDS = 0.15
 
 
 @dataclass
