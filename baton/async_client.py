@@ -21,7 +21,7 @@ from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
 )
-from baton.inquiries import Inquiries, Question, Reply
+from baton.inquiries import Finding, Inquiries, Question, Reply
 from baton.requests import UnaryCall
 from baton.resuming import Received
 
@@ -306,32 +306,39 @@ class _Inquirer:
         self._routers = routers
         self._settings = settings
         self._rule = Inquiries(settings.resume or Resume(), len(routers.channels))
-        self._running: dict[str, asyncio.Future[bool]] = {}
+        self._meeting: set[asyncio.Future[bool]] = set()
+        self._asking: dict[int, asyncio.Future[Finding]] = {}
 
     def meet(self, router: int) -> None:
         """Learns how long the routers take to answer, if it is not known of this one; does not wait for it."""
-        if not self._rule.knows(router):
-            for each in range(len(self._routers.channels)):
-                if not self._rule.knows(each):
-                    self._begin(f"meet {each}", self._rule.meet(each))
+        if self._rule.knows(router) or self._meeting:
+            return
+        for each in range(len(self._routers.channels)):
+            meeting = asyncio.ensure_future(self._run(self._rule.meet(each)))
+            self._meeting.add(meeting)
+            meeting.add_done_callback(self._meeting.discard)
 
     async def is_lost(self, router: int, received: Received) -> bool:
         """True if this router has to be left, by one of its streams."""
-        return await asyncio.shield(self._begin(f"ask {router}", self._rule.is_lost(router, received)))
+        while not self._rule.is_known_lost(router, received):
+            asking, is_own = self._asking.get(router), False
+            if asking is None:
+                asking, is_own = asyncio.ensure_future(self._run(self._rule.ask(router, received))), True
+                self._asking[router] = asking
+                asking.add_done_callback(lambda _done: self._asking.pop(router, None))
+            finding = await asyncio.shield(asking)
+            if is_own or finding is not Finding.SILENT:
+                return finding is Finding.LOST
+        return True
 
-    def _begin(self, name: str, inquiry: Generator[Question, Reply, bool]) -> "asyncio.Future[bool]":
-        if name not in self._running:
-            self._running[name] = asyncio.ensure_future(self._run(inquiry))
-            self._running[name].add_done_callback(lambda _done: self._running.pop(name, None))
-        return self._running[name]
-
-    async def _run(self, inquiry: Generator[Question, Reply, bool]) -> bool:
+    async def _run(self, inquiry: Generator[Question, Reply, Value]) -> Value:
         question = next(inquiry)
         while True:
             try:
                 question = inquiry.send(await self._ask(question))
             except StopIteration as found:
-                return bool(found.value)
+                value: Value = found.value
+                return value
 
     async def _ask(self, question: Question) -> Reply:
         method = self._routers.method(question.method, question.router)

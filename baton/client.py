@@ -22,7 +22,7 @@ from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
 )
-from baton.inquiries import Inquiries, Question, Reply
+from baton.inquiries import Finding, Inquiries, Question, Reply
 from baton.requests import UnaryCall
 from baton.resuming import Received
 
@@ -344,11 +344,11 @@ class _Inquirer:
         self._settings = settings
         self._rule = Inquiries(settings.resume or Resume(), len(routers.channels))
         self._asking = [threading.Lock() for _ in routers.channels]
-        self._found = [(False, 0.0) for _ in routers.channels]  # and when
+        self._answered_at = [0.0 for _ in routers.channels]
 
     def meet(self) -> None:
         """Learns how long the routers take to answer, of those that it is not known of."""
-        for router in range(len(self._found)):
+        for router in range(len(self._asking)):
             if not self._rule.knows(router):
                 self._run(self._rule.meet(router))
 
@@ -356,17 +356,23 @@ class _Inquirer:
         """True if this router has to be left, by one of its streams."""
         asked_at = time.monotonic()
         with self._asking[router]:
-            if self._found[router][1] < asked_at:
-                self._found[router] = self._run(self._rule.is_lost(router, received)), time.monotonic()
-            return self._found[router][0]
+            if self._rule.is_known_lost(router, received):
+                return True
+            if self._answered_at[router] > asked_at:
+                return False
+            finding = self._run(self._rule.ask(router, received))
+            if finding is Finding.ANSWERS:
+                self._answered_at[router] = time.monotonic()
+            return finding is Finding.LOST
 
-    def _run(self, inquiry: Generator[Question, Reply, bool]) -> bool:
+    def _run(self, inquiry: Generator[Question, Reply, Value]) -> Value:
         question = next(inquiry)
         while True:
             try:
                 question = inquiry.send(self._ask(question))
             except StopIteration as found:
-                return bool(found.value)
+                value: Value = found.value
+                return value
 
     def _ask(self, question: Question) -> Reply:
         method = self._routers.method(question.method, question.router)

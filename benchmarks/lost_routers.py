@@ -40,6 +40,7 @@ class _Plan:
     client: str
     engine: str
     how: Sequence[str]
+    apart_seconds: float
     add_to: Path | None
 
     @property
@@ -58,7 +59,7 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
         routers = [node for node in running.nodes.values() if node.role == "router"]
         streams = _streams(plan, routers)
         await streams.learn()
-        await streams.run(plan.streams, partial(_lose_all, plan, routers, streams.report))
+        await streams.run(plan.streams, partial(_lose_all, plan, routers, streams))
         while used := await running.blocks_used():
             await asyncio.sleep(0.2)
             del used
@@ -74,15 +75,18 @@ def _streams(plan: _Plan, routers: Sequence[Node]) -> Streams | EventSources:
     return Streams(addresses, requests, Report(), stall_seconds=2.0, programs=plan.programs)
 
 
-async def _lose_all(plan: _Plan, routers: Sequence[Node], report: Report) -> None:
+async def _lose_all(plan: _Plan, routers: Sequence[Node], streams: Streams | EventSources) -> None:
     ends_at = time.monotonic() + plan.seconds
     await asyncio.sleep(2.0)
     for number in range(plan.losses):
         if time.monotonic() > ends_at:
             break
-        report.losses += 1
+        streams.report.losses += 1
         await _lose(routers[number % 2], plan.how[number // 2 % len(plan.how)])
-        await asyncio.sleep(1.0)
+        if isinstance(streams, Streams):
+            await streams.balance(plan.streams)
+        # The streams that run go on where they are; each new one is at the router of its client.
+        await asyncio.sleep(plan.apart_seconds)
 
 
 async def _lose(router: Node, how: str) -> None:
@@ -127,6 +131,7 @@ def _parse() -> _Plan:
     parser.add_argument("--client", choices=("library", "events"), default="library")
     parser.add_argument("--engine", choices=("simulated", "embedded"), default="simulated")
     parser.add_argument("--how", nargs="+", choices=("kill", "pause", "cut", "restart"), default=["kill"])
+    parser.add_argument("--apart-seconds", type=float, default=2.0, help="from a router's return to the next loss")
     parser.add_argument("--add-to", type=Path)
     return _Plan(**vars(parser.parse_args()))
 

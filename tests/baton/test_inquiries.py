@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pytest
 from support.cluster.in_process import FAST_ROUTER, bench, simulated
@@ -13,12 +14,13 @@ from baton import Resume
 from baton.calls import stream, unary
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
-from baton.inquiries import Inquiries, Question, Reply
+from baton.inquiries import Finding, Inquiries, Question, Reply
 from baton.resuming import Received, Silence
 from router.server import host_router
 from rpc.channels import open_channel
 from runtime.aio import timeout
 
+Value = TypeVar("Value")
 # No router is left for its silence alone.
 _RESUME = Resume(keep_seconds=30.0, stall_seconds=30.0)
 _ALLOWING = FAST_ROUTER.model_copy(update={"allow_faults": True})
@@ -49,14 +51,15 @@ class Asking:
                 break
         return received
 
-    async def find(self, inquiry: Generator[Question, Reply, bool]) -> bool:
+    async def find(self, inquiry: Generator[Question, Reply, Value]) -> Value:
         question = next(inquiry)
         while True:
             self.asked.append((question.router, question.method.partition("/")[2]))
             try:
                 question = inquiry.send(await self._ask(question))
             except StopIteration as found:
-                return bool(found.value)
+                value: Value = found.value
+                return value
 
     async def _ask(self, question: Question) -> Reply:
         method = getattr(self.stubs[question.router], question.method.partition("/")[2])
@@ -85,28 +88,30 @@ async def asking() -> AsyncIterator[Asking]:
 
 async def test_a_router_that_answers_is_not_left_and_no_other_is_asked(asking: Asking) -> None:
     received = await asking.read("", 5)
-    assert not await asking.find(asking.rule.is_lost(0, received))
+    assert await asking.find(asking.rule.ask(0, received)) is Finding.ANSWERS
     assert asking.asked == [(0, "GetServerInfo")]
 
 
 async def test_a_router_that_hangs_is_left_if_another_one_sees_more_of_the_answer(asking: Asking) -> None:
     received = await asking.read("", 5)
     asking.proxy.freeze()
-    assert await asking.find(asking.rule.is_lost(0, received))
+    assert not asking.rule.is_known_lost(0, received)
+    assert await asking.find(asking.rule.ask(0, received)) is Finding.LOST
+    assert asking.rule.is_known_lost(0, received)
     assert asking.asked == [(0, "GetServerInfo"), (1, "GetGenerationProgress")]
 
 
 async def test_a_router_that_hangs_is_not_left_while_its_worker_has_no_more_of_the_answer(asking: Asking) -> None:
     received = await asking.read("delay=20@decode:5", 5)
     asking.proxy.freeze()
-    assert not await asking.find(asking.rule.is_lost(0, received))
+    assert await asking.find(asking.rule.ask(0, received)) is Finding.SILENT
     assert asking.asked == [(0, "GetServerInfo"), (1, "GetGenerationProgress")]
 
 
 async def test_a_router_is_not_left_at_once_if_there_is_no_other(asking: Asking) -> None:
     received = await asking.read("", 5)
     asking.proxy.freeze()
-    assert not await asking.find(Inquiries(_RESUME, 1).is_lost(0, received))
+    assert await asking.find(Inquiries(_RESUME, 1).ask(0, received)) is Finding.SILENT
     assert asking.asked == [(0, "GetServerInfo")]
 
 

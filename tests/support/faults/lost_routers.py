@@ -82,42 +82,41 @@ class Streams:
         self._addresses = addresses
         self._requests = requests
         self._expected: dict[str, Answer] = {}
+        self._opened: AsyncExitStack
+        self._clients: list[AsyncClient] = []
         self.report = report
         self._is_over = False
 
     async def learn(self) -> None:
         """Learns the undisturbed answers."""
         async with AsyncClient(self._addresses[0]) as client:
-            for name, request in self._requests.items():
-                received = Received(request)
-                async with client.generate(request) as events:
-                    async for event in events:
-                        received.add(event)
-                self._expected[name] = _compared(received)
+            learnt = await asyncio.gather(*(_whole(client, request) for request in self._requests.values()))
+        self._expected = dict(zip(self._requests, learnt, strict=True))
 
     async def run(self, at_once: int, until: Callable[[], Awaitable[None]]) -> None:
         """Keeps so many streams running until `until` has ended, then waits for the last ones."""
-        async with AsyncExitStack() as stack:
-            clients = [
-                await stack.enter_async_context(self._client(number)) for number in range(self._programs or at_once)
-            ]
-            running = [
-                asyncio.create_task(self._keep_on(number, clients[number % len(clients)])) for number in range(at_once)
-            ]
+        async with AsyncExitStack() as self._opened:
+            await self.balance(at_once)
+            running = [asyncio.create_task(self._keep_on(number)) for number in range(at_once)]
             try:
                 await until()
             finally:
                 self._is_over = True
                 await asyncio.gather(*running)
 
+    async def balance(self, at_once: int) -> None:
+        """The next streams have new clients, half of them at each router, as those of a balancer are."""
+        opened = [self._client(number) for number in range(self._programs or at_once)]
+        self._clients = [await self._opened.enter_async_context(client) for client in opened]
+
     def _client(self, number: int) -> AsyncClient:
         addresses = [*self._addresses[number % 2 :], *self._addresses[: number % 2]]
         return AsyncClient(",".join(addresses), resume=Resume(keep_seconds=20.0, stall_seconds=self._stall_seconds))
 
-    async def _keep_on(self, number: int, client: AsyncClient) -> None:
+    async def _keep_on(self, number: int) -> None:
         chosen = random.Random(number)
         while not self._is_over:
-            await self._one(client, chosen.choice(list(self._requests)))
+            await self._one(self._clients[number % len(self._clients)], chosen.choice(list(self._requests)))
 
     async def _one(self, client: AsyncClient, name: str) -> None:
         request, report = self._requests[name], self.report
@@ -146,6 +145,14 @@ class Streams:
             report.resumed += 1
             report.recomputed = (report.recomputed or 0) + generation.recomputations
             report.pauses.append(longest)
+
+
+async def _whole(client: AsyncClient, request: generate_pb2.GenerateRequest) -> Answer:
+    received = Received(request)
+    async with client.generate(request) as events:
+        async for event in events:
+            received.add(event)
+    return _compared(received)
 
 
 def _compared(received: Received) -> Answer:
