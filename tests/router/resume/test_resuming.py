@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.trace import SpanKind
 from support.clients.resuming import Received
 from support.clients.scraping import since
-from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
+from support.cluster.in_process import FAST_ROUTER, PATIENT, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
 from support.images.pictures import picture
 from support.recorded_spans import recorded
@@ -23,6 +23,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_serv
 from baton_http2.server.reply import Reply
 from discovery.memory import MemoryRegistry
 from router.config import QuotaConfig, QuotasConfig
+from router.resume import finding
 from router.resume.handle import Handle, answer_call_id
 from router.resume.resumer import Resumer
 from router.server import Router, host_router
@@ -282,6 +283,24 @@ async def test_a_negative_keep_is_refused(pair: Pair) -> None:
     request = generate_pb2.GenerateRequest(prompt="a", response={"keep": {"seconds": -1}})
     with pytest.raises(InvalidRequest, match=r"response\.keep"):
         await _read(pair.first.Generate(request), Received(request))
+
+
+async def test_a_busy_worker_that_has_the_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not answer in the time of one question, and is well: nothing is computed again."""
+    monkeypatch.setattr(finding, "_ANSWER_SECONDS", 0.3)
+    worker, request = simulated("worker", "prefill", "decode", decode_step_seconds=0.002), _request()
+    async with timeout(50), bench(worker, router=PATIENT) as running, host_router(PATIENT, running.registry) as other:
+        await eventually(lambda: not other.cluster.workers[0].problem)
+        async with open_channel(other.address) as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            received = await _read(running.stub.Generate(request), Received(request), until=5)
+            running.proxies["worker"].freeze()
+            resuming = asyncio.create_task(_read(stub.ResumeGeneration(received.resume()), received))
+            await asyncio.sleep(0.6)
+            assert not resuming.done()
+            await running.proxies["worker"].restore()
+            await resuming
+    assert [resumed.recomputed for resumed in received.resumed] == [False]
 
 
 async def test_any_router_tells_how_far_an_answer_is_and_its_reader_goes_on(pair: Pair) -> None:

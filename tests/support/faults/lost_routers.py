@@ -15,7 +15,7 @@ from baton import AsyncClient, Resume
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 
-_LONGEST_SECONDS = 60.0
+_LONGEST_SECONDS = 180.0
 _SLOW_SECONDS = 0.02
 _STALL_SECONDS = 1.0
 # What a client of server-sent events may meet while its router is lost.
