@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.cluster.in_process import bench, simulated
 from support.images.simulated_workers import about, multimodal
-from support.servers.broken_worker import IMPATIENT
+from support.servers.broken_worker import router_for
 from support.servers.tampering import SILENCE, Ends, Reply, tampered
 
 from baton.calls import unary
@@ -50,7 +50,7 @@ ENCODES: dict[str, Callable[[Any], Iterable[Reply]]] = {
 @pytest.mark.parametrize("name", ENCODES)
 async def test_a_broken_encode_is_run_again_elsewhere(name: str) -> None:
     workers = [multimodal("e1", "encode"), multimodal("p1", "prefill"), multimodal("d1", "decode")]
-    uncached = IMPATIENT.model_copy(update={"embeddings": EmbeddingsConfig(max_bytes=0)})
+    uncached = router_for(name).model_copy(update={"embeddings": EmbeddingsConfig(max_bytes=0)})
     async with bench(*workers, router=uncached) as running:
         expected = await running.text_of(**about())
         async with tampered(running, multimodal("broken", "encode"), multiplexed=False) as broken:
@@ -82,7 +82,7 @@ EMBEDS: dict[str, Callable[[Any], Iterable[Reply]]] = {
 @pytest.mark.parametrize("name", EMBEDS)
 async def test_a_broken_embed_is_run_again_elsewhere(name: str) -> None:
     request = inference_pb2.EmbedRequest(inputs=[{"text": "one"}, {"text": "another"}])
-    async with bench(simulated("e1", "embed"), router=IMPATIENT) as running:
+    async with bench(simulated("e1", "embed"), router=router_for(name)) as running:
         expected = await unary(running.stub.Embed(request, timeout=20))
         async with tampered(running, simulated("broken", "embed"), multiplexed=False) as broken:
             broken.changes["Embed"] = EMBEDS[name]

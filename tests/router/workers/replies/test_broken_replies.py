@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from support.clients.scraping import since
 from support.cluster.in_process import DECODE, PREFILL, Bench, Stream, bench, simulated
 from support.eventually import eventually
-from support.servers.broken_worker import IMPATIENT, LANES, LONG, beside, tokens
+from support.servers.broken_worker import LANES, LONG, beside, router_for, tokens
 from support.servers.tampering import SILENCE, Ends, Reply, Tampered, tampered
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
@@ -168,7 +168,7 @@ async def asked_until_called(running: Bench, broken: Tampered, method: str, expe
 @pytest.mark.parametrize("name", PREFILLS)
 async def test_a_broken_prefill_is_run_again_elsewhere(name: str, multiplexed: bool, undisturbed: Stream) -> None:
     async with (
-        bench(PREFILL, DECODE, router=IMPATIENT) as running,
+        bench(PREFILL, DECODE, router=router_for(name)) as running,
         beside(running, "prefill", multiplexed=multiplexed) as broken,
     ):
         broken.changes["Prefill"] = PREFILLS[name]
@@ -179,7 +179,10 @@ async def test_a_broken_prefill_is_run_again_elsewhere(name: str, multiplexed: b
 
 @pytest.mark.parametrize("name", HANDOFFS)
 async def test_a_handoff_that_cannot_be_read_is_computed_again(name: str, undisturbed: Stream) -> None:
-    async with bench(DECODE, router=IMPATIENT) as running, beside(running, "prefill", multiplexed=True) as broken:
+    async with (
+        bench(DECODE, router=router_for(name)) as running,
+        beside(running, "prefill", multiplexed=True) as broken,
+    ):
         broken.changes["Prefill"] = HANDOFFS[name]
         stream = await asked_until_called(running, broken, "Prefill", undisturbed)
         assert stream.finished.decode_worker_id == "d1"
@@ -190,7 +193,7 @@ async def test_a_handoff_that_cannot_be_read_is_computed_again(name: str, undist
 @pytest.mark.parametrize("name", DECODES)
 async def test_a_broken_decode_goes_on_elsewhere(name: str, multiplexed: bool, undisturbed: Stream) -> None:
     async with (
-        bench(PREFILL, DECODE, router=IMPATIENT) as running,
+        bench(PREFILL, DECODE, router=router_for(name)) as running,
         beside(running, "decode", multiplexed=multiplexed) as broken,
     ):
         broken.changes["Decode"] = DECODES[name]()

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc import aio
 from support.cluster.in_process import DECODE, PREFILL, bench, simulated
-from support.servers.broken_worker import IMPATIENT, LANES, LONG, beside, tokens
+from support.servers.broken_worker import LANES, LONG, PATIENT, beside, tokens
 from support.servers.tampering import SILENCE, Reply, tampered
 
 from baton.engine.v1 import decode_pb2
@@ -20,7 +20,7 @@ def only_yields(reply: decode_pb2.DecodeResponse) -> Iterable[Reply]:
 
 
 async def test_a_decode_that_yields_again_and_again_is_given_up() -> None:
-    async with bench(router=IMPATIENT) as running, beside(running, "decode", multiplexed=True) as broken:
+    async with bench(router=PATIENT) as running, beside(running, "decode", multiplexed=True) as broken:
         broken.changes["Decode"] = only_yields
         with pytest.raises(aio.AioRpcError) as failed:
             await running.generate(**LONG)
@@ -57,7 +57,7 @@ async def test_the_limits_of_a_request_hold_whatever_the_worker_sends(
 ) -> None:
     workers = [] if len(roles) > 1 else [PREFILL]
     async with (
-        bench(*workers, router=IMPATIENT) as running,
+        bench(*workers, router=PATIENT) as running,
         tampered(running, simulated("broken", *roles), multiplexed=multiplexed) as worker,
     ):
         worker.changes["Decode"] = broken
@@ -77,7 +77,7 @@ async def test_nothing_comes_after_an_end_of_sequence(multiplexed: bool) -> None
         return [reply]
 
     async with (
-        bench(PREFILL, router=IMPATIENT) as running,
+        bench(PREFILL, router=PATIENT) as running,
         tampered(running, simulated("broken", "decode"), multiplexed=multiplexed) as worker,
     ):
         worker.changes["Decode"] = past_the_end
@@ -116,7 +116,7 @@ async def test_log_probabilities_that_do_not_match_their_tokens_are_a_failure(
             change(reply)
         return [reply]
 
-    async with bench(PREFILL, DECODE, router=IMPATIENT) as running:
+    async with bench(PREFILL, DECODE, router=PATIENT) as running:
         expected = await running.generate(**asked)
         async with beside(running, "decode", multiplexed=multiplexed) as broken:
             broken.changes["Decode"] = changed
