@@ -15,7 +15,8 @@ from support.servers.etcd import EtcdServer
 
 _SIMULATED = "engine={kind: simulated, name: demo, num_blocks: 4096, block_bytes: 1024, decode_step_seconds: 0.01}"
 # Losses, each a second after the one before: a few in a sample.
-_LOSSES = 4 if os.environ.get("BATON_FAULTS") != "full" else 24
+_FULL = os.environ.get("BATON_FAULTS") == "full"
+_LOSSES = 24 if _FULL else 3
 _ROUTER = ("probe={interval_seconds: 0.3, timeout_seconds: 1.5, hung_seconds: 3}", "drain_seconds=1")
 
 
@@ -47,7 +48,7 @@ async def _lose_in_turn(routers: Sequence[Node], report: Report) -> None:
     await asyncio.sleep(1.0)
 
 
-@pytest.mark.timeout(170 if _LOSSES == 4 else 500)
+@pytest.mark.timeout(500 if _FULL else 170)
 async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
     plan = FleetPlan("lost-sse", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2, openai=True)
@@ -62,8 +63,8 @@ async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdS
         await _orphans_end(running)
 
 
-@pytest.mark.timeout(170 if _LOSSES == 4 else 500)
-@pytest.mark.parametrize("engine", ["simulated", "embedded"])
+@pytest.mark.timeout(500 if _FULL else 170)
+@pytest.mark.parametrize("engine", ["simulated", "embedded"] if _FULL else ["embedded"])
 async def test_routers_that_are_killed_and_paused_lose_no_stream(
     engine: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:
@@ -86,7 +87,7 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
         await _orphans_end(running)
 
 
-@pytest.mark.timeout(170 if _LOSSES == 4 else 500)
+@pytest.mark.timeout(500 if _FULL else 170)
 async def test_a_router_and_a_worker_killed_together_lose_no_stream(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
     plan = FleetPlan("lost-both", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 from support.engines.adapters import save_adapter
 from support.engines.checkpoints import DEMO
 from support.engines.written_engine import HERMES_TEMPLATE
+from support.faults.lost_routers import request_kinds
 from support.images.demo_questions import questions
 
 from baton.inference.v1 import generate_pb2
@@ -15,6 +16,7 @@ _EMBEDDED = (
     "engine={kind: pytorch, model: models/demo, name: demo, device: cpu, threads: 1, kv_cache_bytes: 48MiB, "
     "lora: {folder: FOLDER, max_loaded: 2}}"
 )
+_PROMPT = "Sort: pear apple mango"
 _SEEDED = {"temperature": 0.8, "seed": 11}
 _BODY: dict[str, object] = {"model": "demo", **_SEEDED, "max_tokens": 60, "ignore_eos": True}
 _MESSAGES = {"messages": [{"role": "user", "content": "Sort: pear apple"}]}
@@ -30,17 +32,7 @@ BODIES: dict[str, tuple[str, dict[str, object]]] = {
 
 def any_requests(max_tokens: int = 60) -> dict[str, generate_pb2.GenerateRequest]:
     """Those that every engine serves."""
-    stopping = {"max_tokens": max_tokens, "ignore_eos": True}
-    return _requests(
-        stopping,
-        {
-            "plain": {"sampling": {"temperature": 0.0}},
-            "seeded": {"sampling": _SEEDED},
-            "stop": {"sampling": _SEEDED, "stopping": {**stopping, "stop": ["qz", "th", "e e"]}},
-            "three": {"sampling": {**_SEEDED, "n": 3}},
-            "logprobs": {"sampling": _SEEDED, "response": {"logprobs": 2}},
-        },
-    )
+    return request_kinds(_PROMPT, max_tokens)
 
 
 def paced_requests() -> dict[str, generate_pb2.GenerateRequest]:
@@ -85,6 +77,6 @@ def _requests(
     stopping: dict[str, object], asked: dict[str, dict[str, object]]
 ) -> dict[str, generate_pb2.GenerateRequest]:
     return {
-        name: generate_pb2.GenerateRequest(**{"prompt": "Sort: pear apple mango", "stopping": stopping, **fields})  # type: ignore[arg-type]
+        name: generate_pb2.GenerateRequest(**{"prompt": _PROMPT, "stopping": stopping, **fields})  # type: ignore[arg-type]
         for name, fields in asked.items()
     }
