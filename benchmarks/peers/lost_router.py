@@ -10,6 +10,7 @@ stream, so a second one would not change their figures: a client can only send t
 
 import argparse
 import asyncio
+import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +23,7 @@ from baton import AsyncClient, Resume
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from benchmarks.peers.clients.load import PACED, PROMPTS, TOKENS, Answer
-from benchmarks.peers.cores import Cores, share_cores
+from benchmarks.peers.cores import Cores
 from benchmarks.peers.environments import FOLDER
 from benchmarks.peers.routers import EACH, PEERS, Baton, Bench, Router, baton, engines
 from benchmarks.peers.workers import workers
@@ -96,7 +97,9 @@ async def main(streams: int, peers: Sequence[str]) -> None:
     """Prints a row for each router."""
     print("| router | streams that ran | lost | longest gap of the others, ms: p50 / most |\n| --- | --- | --- | --- |")
     async with AsyncExitStack() as stack:
-        bench = await _bench(stack, FOLDER, share_cores())
+        # Nothing is measured that needs a core for itself.
+        cores = frozenset(os.sched_getaffinity(0))
+        bench = await _bench(stack, FOLDER, Cores(cores, cores))
         print(await _baton(bench, streams), flush=True)
         for name in peers:
             try:
