@@ -1,7 +1,8 @@
 """The tier in a file: slots of a block and its seal, written once and read at most once.
 
-The file is of one process: it is locked, emptied at start, and removed at the end. What an earlier process has left in
-it is never read, and would not be believed, because the seals name the process.
+The file is of one process, and has no name: it is removed from its folder as soon as it is open, so its space is free
+when the process has ended, however it ends. What an earlier process has left under its path is emptied and never read,
+and would not be believed, because the seals name the process.
 """
 
 import fcntl
@@ -53,7 +54,6 @@ class DiskFile:
         self.num_slots = int(options.bytes) // self._slot_bytes
         if not self.num_slots:
             raise ConfigError(f"engine.tiers.disk.bytes: less than one block, {self._slot_bytes} bytes")
-        self._path = options.path
         self._file = _open(options)
 
     def write(self, slot: int, buffer: Buffer) -> None:
@@ -70,16 +70,17 @@ class DiskFile:
             raise OSError(f"read {count} of {self._slot_bytes} bytes")
 
     def close(self) -> None:
-        """Closes and removes the file."""
+        """Closes the file, which frees its space."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            if self._path.is_file():
-                self._path.unlink(missing_ok=True)
 
 
 def _open(options: DiskOptions) -> int:
-    """Opens the file past the page cache where the file system can, locks it and empties it. Raises ConfigError."""
+    """Opens the file past the page cache where the file system can, locks, empties and removes it. Raises ConfigError.
+
+    A path that is no regular file, such as a block device, stays.
+    """
     key = "engine.tiers.disk.path"
     try:
         try:
@@ -92,6 +93,7 @@ def _open(options: DiskOptions) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if options.path.is_file():
             os.ftruncate(file, 0)
+            options.path.unlink()
     except OSError as error:
         os.close(file)
         reason = "another worker uses it" if isinstance(error, BlockingIOError) else error.strerror
