@@ -8,6 +8,7 @@ and would not be believed, because the seals name the process.
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -19,16 +20,13 @@ from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES
 _SECTOR = 4096
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Host memory for a slot: the block, and in a sector of its own the seal."""
+    """Host memory for a slot: the block, as words and as bytes of whole sectors, and in a sector of its own the seal."""
 
-    def __init__(self, block_bytes: int, device: torch.device) -> None:
-        self._data_bytes = -(-block_bytes // _SECTOR) * _SECTOR
-        self.memory = mmap.mmap(-1, self._data_bytes + _SECTOR)
-        self.words = torch.frombuffer(self.memory, dtype=torch.int32)[: block_bytes // 4]
-        self.data = memoryview(self.memory)[: self._data_bytes]
-        self.tail = memoryview(self.memory)[self._data_bytes :]
-        self._pinned = device.type == "cuda" and pin(self.words)
+    words: torch.Tensor
+    data: memoryview
+    tail: memoryview
 
     @property
     def seal(self) -> bytes:
@@ -39,10 +37,29 @@ class Buffer:
         """Sets the seal."""
         self.tail[:SEAL_BYTES] = seal
 
+
+class Buffers:
+    """So many buffers, in one mapping: a process may have only some ten thousands."""
+
+    def __init__(self, block_bytes: int, count: int, device: torch.device) -> None:
+        data_bytes = -(-block_bytes // _SECTOR) * _SECTOR
+        size = data_bytes + _SECTOR
+        memory = mmap.mmap(-1, count * size)
+        self._words, view = torch.frombuffer(memory, dtype=torch.int32), memoryview(memory)
+        self.buffers = [
+            Buffer(
+                self._words[start // 4 : (start + block_bytes) // 4],
+                view[start : start + data_bytes],
+                view[start + data_bytes : start + size],
+            )
+            for start in range(0, count * size, size)
+        ]
+        self._pinned = device.type == "cuda" and pin(self._words)
+
     def close(self) -> None:
         """Gives pinned memory back; all of it is freed with its last view."""
         if self._pinned:
-            unpin(self.words)
+            unpin(self._words)
             self._pinned = False
 
 

@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from services.engines.kv_events import KvTier
-from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
+from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
 from services.engines.pytorch.kv_cache.tiers.mover import Mover
@@ -40,7 +40,7 @@ class Movers:
         block_bytes = region.memory.block_bytes
         self._batch = max(1, _BATCH_BYTES // block_bytes)
         device = self._down.device
-        self._buffer = Buffer(block_bytes, device) if disk is not None else None  # of loads
+        self._buffers = Buffers(block_bytes, 1, device) if disk is not None else None  # of loads
         self.demotions: Mover[Demotion] = Mover("demotions", device, self._demote, self._batch)
         self.loads: Mover[Load] = Mover("loads", device, self._load)
         self.writes: Mover[Write] = Mover("writes", device, self._write)
@@ -77,8 +77,8 @@ class Movers:
         hung = [mover.name for mover in self._threads if not mover.has_ended(max(0.0, late_at - time.monotonic()))]
         if hung:
             log.error("kv tier threads hang; their memory and file are left open", threads=hung, seconds=_CLOSE_SECONDS)
-        elif self._buffer is not None:
-            self._buffer.close()
+        elif self._buffers is not None:
+            self._buffers.close()
         return not hung
 
     def _demote(self, jobs: Sequence[Demotion]) -> None:
@@ -159,10 +159,11 @@ class Movers:
 
     def _load_through_buffer(self, load: Load, item: LoadItem) -> bool:
         assert self._disk is not None
-        assert self._buffer is not None
+        assert self._buffers is not None
         if item.place.tier is KvTier.DISK:
-            self._disk.read(item.place.slot, self._buffer)
-            row, seal = self._buffer.words, self._buffer.seal
+            [buffer] = self._buffers.buffers
+            self._disk.read(item.place.slot, buffer)
+            row, seal = buffer.words, buffer.seal
         else:
             row, seal = self._region.words[item.place.slot], self._region.seal(item.place.slot)
         with load.lock:

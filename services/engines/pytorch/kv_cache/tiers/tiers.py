@@ -17,11 +17,11 @@ from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockRemoved
 from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener, count_off
-from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
+from services.engines.pytorch.kv_cache.tiers.disk import Buffer, Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
 from services.engines.pytorch.kv_cache.tiers.moves import Movers
-from services.engines.pytorch.kv_cache.tiers.options import DiskOptions, TierOptions
+from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
 from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, Digester, Sealer
 
@@ -78,10 +78,11 @@ class KvTiers:
             opened.callback(self.disk.close)
         self.host = HostRegion(self._layout, _host_slots(options, self._layout, len(pool)), device)
         opened.callback(self.host.close)
-        self._buffers = [Buffer(block_bytes, device) for _ in range(_num_buffers(disk, block_bytes))]
-        for buffer in self._buffers:
-            opened.callback(buffer.close)
-        self._free_buffers = list(self._buffers)
+        self._free_buffers: list[Buffer] = []
+        if disk is not None:
+            buffers = Buffers(block_bytes, max(1, int(disk.write_queue_bytes) // block_bytes), device)
+            opened.callback(buffers.close)
+            self._free_buffers += buffers.buffers
         disk_slots = self.disk.num_slots if self.disk else 0
         self.directory = TierDirectory(self.host.memory.num_blocks, disk_slots, self._listener)
         digester = Digester(block_bytes, device)
@@ -311,10 +312,6 @@ class KvTiers:
                 self._note_failure(load.tier, load.failure)
         elif load.seconds:
             self.rates.loaded(load.tier, len(load.items), load.seconds)
-
-
-def _num_buffers(disk: DiskOptions | None, block_bytes: int) -> int:
-    return max(1, int(disk.write_queue_bytes) // block_bytes) if disk else 0
 
 
 def _host_slots(options: TierOptions, layout: KvLayout, pool_blocks: int) -> int:
