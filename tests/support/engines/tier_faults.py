@@ -1,6 +1,7 @@
 """Operations of the KV tiers that fail, as a device, a link or a disk does."""
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ STEPS: Sequence[Step] = (
 def failing_now_and_then(
     monkeypatch: pytest.MonkeyPatch, steps: Sequence[Step], *, share: float, seed: int = 5
 ) -> Counter[str]:
-    """Lets this share of the calls do what they should, and then fail; counts those that have failed."""
+    """Lets this share of the calls of the tiers' threads do what they should, and then fail; counts these."""
     chance, failures = random.Random(seed), Counter[str]()
     for kind, name, error in steps:
         monkeypatch.setattr(kind, name, _failing(kind, name, error, share, chance, failures))
@@ -43,7 +44,7 @@ def _failing(
 
     def run(self: object, *arguments: object) -> object:
         result = plain(self, *arguments)
-        if chance.random() < share:
+        if threading.current_thread().name.startswith("baton-kv-") and chance.random() < share:
             failures[f"{kind.__name__}.{name}"] += 1
             raise error("it has failed")
         return result

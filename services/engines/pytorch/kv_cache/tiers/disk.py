@@ -22,7 +22,7 @@ _SECTOR = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Host memory for a slot: the block, as words and as bytes of whole sectors, and in a sector of its own the seal."""
+    """Host memory for a slot: the block, as words and as bytes of whole sectors, and in another sector the seal."""
 
     words: torch.Tensor
     data: memoryview
