@@ -9,9 +9,10 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from baton.errors import InvalidRequest
+from router.text.json_values import TOO_LARGE, NotFinite, load_json, located, refuse_constant
 from rpc.interceptors.counting import TextLimits
 
 MAX_VALUES = 65_536
@@ -53,6 +54,8 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
         value = _load(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
     except UnicodeError:
         raise InvalidRequest.of("body", "is not valid UTF-8, or has half of a surrogate pair") from None
+    except NotFinite as error:
+        raise InvalidRequest.of(error.path or "body", TOO_LARGE) from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest.of("body", f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -61,14 +64,10 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
 
 
 def _load(body: bytes) -> Any:
-    value = json.loads(body, parse_constant=_refuse)
+    value = load_json(body)
     if any(escape in body for escape in _SURROGATE):
         json.dumps(value, ensure_ascii=False).encode()
     return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 class _LargeBody:
@@ -88,13 +87,13 @@ class _LargeBody:
 
         def stand_in(constant: str) -> str | _TooLong | _Base64:
             found = next(strings, None) if constant.encode() == _STAND_IN else None
-            return _refuse(constant) if found is None else found
+            return refuse_constant(constant) if found is None else found
 
-        value = json.loads(rest, parse_constant=stand_in)
+        value = load_json(rest, stand_in)
         if next(strings, None) is not None:
             raise ValueError("a string is where none may be")
         value = self._with_images(value)
-        for path, found in _too_long("", value):
+        for path, found in located(value, lambda one: isinstance(one, _TooLong)):
             raise InvalidRequest.of(path or "body", found.description)
         if any(escape in rest for escape in _SURROGATE):
             _require_pairs(value)
@@ -206,19 +205,6 @@ class _LargeBody:
 
 def _too_many(most: int) -> str:
     return f"is too long: with the texts before it, no model here takes more than {most} characters"
-
-
-def _too_long(path: str, value: Any) -> Iterator[tuple[str, _TooLong]]:
-    """The strings over their limits, each with its path. As deep as json.loads can read."""
-    match value:
-        case _TooLong():
-            yield path, value
-        case dict():
-            for name, inner in value.items():
-                yield from _too_long(f"{path}.{name}" if path else name, inner)
-        case list():
-            for index, inner in enumerate(value):
-                yield from _too_long(f"{path}[{index}]", inner)
 
 
 def _require_pairs(value: Any) -> None:

@@ -356,6 +356,25 @@ async def test_old_responses_are_dropped_and_only_so_many_run() -> None:
         assert refused.value.status_code == 503
 
 
+async def test_a_tenant_leaves_running_places_to_others() -> None:
+    router = router_with(max_running=2, tenant_running=1)
+    async with openai_bench(simulated("w", "prefill", "decode", **STEP), router=router) as running:
+        ann, bob = (client(running.openai_address, **{"x-baton-tenant": name}) for name in ("ann", "bob"))
+        long = {**ASKED, "max_output_tokens": 2000}
+        await ann.responses.create(**long, background=True)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await ann.responses.create(**long, background=True)
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert (await bob.responses.create(**long, background=True)).status in ("queued", "in_progress")
+
+
+async def test_a_response_that_is_not_kept_says_what_would_keep_it(pair: Pair) -> None:
+    made = await pair.first.responses.create(**ASKED)
+    with pytest.raises(openai.BadRequestError, match="it was made without `store: true`") as refused:
+        await pair.first.responses.create(**ASKED, previous_response_id=made.id)
+    assert refused.value.param == "previous_response_id"
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [
