@@ -20,7 +20,6 @@ MAX_BYTES_BESIDE_TEXTS = 2 * 2**20
 _PIECE = 64 * 1024  # takes at most a millisecond, whatever is in it, and has no more values than may be
 _LONG_STRING = 64  # bytes; a longer one is read by itself
 _STRUCTURE = (b",", b"[", b"{", b":")
-_SURROGATE = (b"\\ud", b"\\uD")
 _FIRST_OF_A_PAIR = re.compile(rb"\\u[dD][89abAB]..")
 _IS_NAME = re.compile(rb"[ \t\r\n]*:")  # what follows the name of a field
 _ESCAPE_BYTES = 6  # the longest, as \u00e4
@@ -51,7 +50,7 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
     Raises InvalidRequest, of the field `body`, or of the one whose text is over the limits.
     """
     try:
-        value = _load(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
+        value = load_json(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
     except UnicodeError:
         raise InvalidRequest.of("body", "is not valid UTF-8, or has half of a surrogate pair") from None
     except NotFinite as error:
@@ -60,13 +59,6 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
         raise InvalidRequest.of("body", f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
-    return value
-
-
-def _load(body: bytes) -> Any:
-    value = load_json(body)
-    if any(escape in body for escape in _SURROGATE):
-        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
@@ -95,8 +87,6 @@ class _LargeBody:
         value = self._with_images(value)
         for path, found in located(value, lambda one: isinstance(one, _TooLong)):
             raise InvalidRequest.of(path or "body", found.description)
-        if any(escape in rest for escape in _SURROGATE):
-            _require_pairs(value)
         return value
 
     def _without_long_strings(self) -> bytes:
@@ -205,17 +195,3 @@ class _LargeBody:
 
 def _too_many(most: int) -> str:
     return f"is too long: with the texts before it, no model here takes more than {most} characters"
-
-
-def _require_pairs(value: Any) -> None:
-    """Raises UnicodeError for a short string with half of a surrogate pair, wherever it is."""
-    match value:
-        case str() if len(value) <= _LONG_STRING:
-            value.encode()
-        case dict():
-            for name, inner in value.items():
-                name.encode()
-                _require_pairs(inner)
-        case list():
-            for inner in value:
-                _require_pairs(inner)

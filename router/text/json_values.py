@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from runtime.threads import let_others_run
 
 _LONGEST_NAME = 80  # in a path
+_LARGE = 64 * 1024  # of a text, in which numbers may take milliseconds
+_ESCAPES, _BYTE_ESCAPES = ("\\ud", "\\uD"), (b"\\ud", b"\\uD")  # of surrogates
 TOO_LARGE = "is a number beyond those of 64-bit floating point"
 
 
@@ -29,7 +31,9 @@ def load_json(
     constant: Callable[[str], Any] = refuse_constant,
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value of a text. Lets other threads run between objects. Raises NotFinite, ValueError and RecursionError.
+    """The value of a text. Lets other threads run. Raises NotFinite, ValueError and RecursionError.
+
+    A ValueError is a UnicodeError for what is not UTF-8, or has half of a surrogate pair.
 
     `constant` and `pairs` read what json.loads calls so.
     """
@@ -37,16 +41,37 @@ def load_json(
 
     def number(digits: str) -> float:
         nonlocal has_infinite
-        value = float(digits)
+        value = float(let_others_run(digits))
         has_infinite = has_infinite or isinf(value)
         return value
 
     value = json.loads(
-        text, parse_float=number, parse_constant=constant, object_hook=let_others_run, object_pairs_hook=pairs
+        text,
+        parse_float=number,
+        parse_int=_whole_number if len(text) > _LARGE else None,
+        parse_constant=constant,
+        object_hook=let_others_run,
+        object_pairs_hook=pairs,
     )
+    if any(escape in text for escape in (_ESCAPES if isinstance(text, str) else _BYTE_ESCAPES)):
+        require_pairs(value)
     if has_infinite:
         raise NotFinite(next((path for path, _ in located(value, _is_infinite)), ""))
     return value
+
+
+def require_pairs(value: Any) -> None:
+    """Raises UnicodeError for a text with half of a surrogate pair, wherever it is: nothing can encode it."""
+    match value:
+        case str():
+            value.encode()
+        case dict():
+            for name, inner in value.items():
+                name.encode()
+                require_pairs(inner)
+        case list():
+            for inner in value:
+                require_pairs(inner)
 
 
 def located(value: Any, is_wanted: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,6 +86,10 @@ def located(value: Any, is_wanted: Callable[[Any], bool], path: str = "") -> Ite
                 yield from located(inner, is_wanted, f"{path}[{index}]")
         case _ if is_wanted(value):
             yield path, value
+
+
+def _whole_number(digits: str) -> int:
+    return int(let_others_run(digits))
 
 
 def _is_infinite(value: Any) -> bool:

@@ -185,6 +185,9 @@ def _check_object(path: str, text: str, violations: Violations) -> None:
     except NotFinite as error:
         violations.add(f"{path}.{error.path}", TOO_LARGE)
         return
+    except UnicodeError:
+        violations.add(path, "has half of a surrogate pair")
+        return
     except (ValueError, RecursionError):
         is_object = False
     violations.require(is_object, path, "must be the text of a JSON object")
@@ -231,6 +234,8 @@ def _template_variables(chat: generate_pb2.ChatInput) -> dict[str, object]:
     except ValueError:
         path = next(_not_finite("chat.template_variables", struct_pb2.Value(struct_value=chat.template_variables)))
         raise InvalidRequest.of(path, "must be a finite number") from None
+    except RecursionError:
+        raise InvalidRequest.of("chat.template_variables", "is nested too deeply") from None
     return variables
 
 

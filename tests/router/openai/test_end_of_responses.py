@@ -42,8 +42,8 @@ async def test_a_response_that_is_being_taken_over_has_ended_with_the_service() 
         async with open_request_path(OPENAI_ROUTER, running.cluster, policy, None) as path:
             async with ResponseService(path, StoredResponsesConfig()) as service:
                 finding = asyncio.create_task(service.find(made.id, HttpCall({"headers": []}, never, never)))
-                while not len(service.table):
-                    await asyncio.sleep(0)  # no longer: the task that takes it over is to be ended before it goes on
+                while not len(service.table):  # noqa: ASYNC110
+                    await asyncio.sleep(0)  # the task that takes it over is to be ended before it goes on
             assert adopting() == []
             with suppress(asyncio.CancelledError):
                 await finding
