@@ -44,6 +44,9 @@ def _failing_fast(schema: Any) -> Any:
         case {"type": "dict", "values_schema": {"type": kind} as values} if kind != "any":
             checked = core_schema.no_info_before_validator_function(let_others_run, _failing_fast(values))
             return {**schema, "values_schema": checked}
+        case {"type": "list", "items_schema": {"type": "list"} as items}:
+            checked = core_schema.no_info_before_validator_function(let_others_run, _failing_fast(items))
+            return {**schema, "items_schema": checked, "fail_fast": True}
         case dict():
             inner = {name: _failing_fast(value) for name, value in schema.items()}
             return {**inner, "fail_fast": True} if schema.get("type") == "list" else inner

@@ -9,7 +9,6 @@ from runtime.threads import let_others_run
 
 _LONGEST_NAME = 80  # in a path
 _LARGE = 64 * 1024  # of a text, in which numbers may take milliseconds
-_ESCAPES, _BYTE_ESCAPES = ("\\ud", "\\uD"), (b"\\ud", b"\\uD")  # of surrogates
 TOO_LARGE = "is a number beyond those of 64-bit floating point"
 
 
@@ -53,7 +52,7 @@ def load_json(
         object_hook=let_others_run,
         object_pairs_hook=pairs,
     )
-    if any(escape in text for escape in (_ESCAPES if isinstance(text, str) else _BYTE_ESCAPES)):
+    if _has_surrogates(text):
         require_pairs(value)
     if has_infinite:
         raise NotFinite(next((path for path, _ in located(value, _is_infinite)), ""))
@@ -90,6 +89,12 @@ def located(value: Any, is_wanted: Callable[[Any], bool], path: str = "") -> Ite
 
 def _whole_number(digits: str) -> int:
     return int(let_others_run(digits))
+
+
+def _has_surrogates(text: str | bytes) -> bool:
+    if isinstance(text, str):
+        return "\\ud" in text or "\\uD" in text
+    return b"\\ud" in text or b"\\uD" in text
 
 
 def _is_infinite(value: Any) -> bool:

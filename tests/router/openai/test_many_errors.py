@@ -12,6 +12,7 @@ from baton.errors import InvalidRequest
 from router.anthropic.messages import MessagesRequest
 from router.openai.chat import ChatCompletionRequest
 from router.openai.completions import CompletionRequest
+from router.openai.embeddings import EmbeddingsRequest
 from router.openai.fields import read
 from router.openai.responses import ResponsesRequest
 
@@ -48,6 +49,7 @@ LARGE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         {"model": "demo", "max_tokens": 1, "messages": [], "tools": [{"name": "f", "input_schema": {}}] * 50_000},
     ),
     "items": (ResponsesRequest, {"input": [TURN] * 50_000}),
+    "ids": (EmbeddingsRequest, {"input": [[1] * 100] * 50_000}),
     "biases": (ChatCompletionRequest, {"messages": [], "logit_bias": {str(at): "a" for at in range(60_000)}}),
 }
 
