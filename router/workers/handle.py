@@ -33,9 +33,9 @@ from router.routing.known_loras import KnownLoras
 from router.routing.latency import WorkerLatency
 from router.routing.scoring import Ranks
 from router.text.served_model import ServedModel
-from router.workers.corrected_load import CorrectedLoad
+from router.workers.watching.corrected_load import CorrectedLoad
 from router.workers.loras import watch_loras
-from router.workers.report_stream import ReportStream
+from router.workers.watching.report_stream import ReportStream
 from rpc.channels import Dial
 from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
 from runtime.clock import monotonic
