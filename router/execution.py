@@ -19,6 +19,7 @@ from baton.errors import (
 )
 from baton.inference.v1 import generate_pb2, sampling_pb2, timing_pb2
 from discovery.record import KEEPS_STREAMS
+from discovery.registry import WorkerRecord
 from router.context import RequestContext
 from router.moving.decodes import ReadDecode, ReadDecodes
 from router.moving.yielded import Yielded
@@ -35,11 +36,12 @@ from router.telemetry.request_metrics import RequestMetrics
 from router.text.completion import Completion, Finish
 from router.workers.calls import RETRYABLE, DecodeCall, WorkerCalls
 from router.workers.destinations import Destination, DestinationLost, allocates_first
-from router.workers.handle import Waiting, WorkerHandle
+from router.workers.handle import WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
 from router.workers.replies import Suspects, check_handoff, check_yielded, reported_logprobs
 from router.workers.spans import set_routing_attributes
+from router.workers.watching.waiting_calls import Waiting
 from rpc.tracing.span import current_span
 from runtime.aio import timeout
 from runtime.clock import perf_counter
@@ -335,16 +337,16 @@ class RequestExecution(Waiting):
     def answer_seconds(self) -> float:
         return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
-    def another_can(self, worker: WorkerHandle) -> bool:
+    def another_can(self, worker: WorkerRecord) -> bool:
         """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self._completion.finished is not None:
             return True
         if self._held and self._yielded:
-            return worker is not self._held.owner
+            return worker.process != self._held.owner.record.process
         attempts = self._attempts
         if attempts is None or not attempts.has_another or _is_disaggregated(self._routing_request):
             return False
-        tried = attempts.tried | {worker.record.process}
+        tried = attempts.tried | {worker.process}
         return self._placer.can_decode(self._routing_request, self._context_tokens, tried)
 
     def _await_end(self) -> None:

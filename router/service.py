@@ -28,9 +28,9 @@ from router.resume.handle import Handle
 from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.workers.handle import WorkerHandle
-from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
-from router.workers.worker_operations import WorkerOperations
+from router.workers.operations.loras import LoraOperations, read_change
+from router.workers.operations.workers import WorkerOperations
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
 

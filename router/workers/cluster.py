@@ -188,7 +188,7 @@ class Cluster:
             error = watching.exception()
             log.error("worker cannot be watched", worker_id=member.record.worker_id, exc_info=error)
             if member.worker is not None:
-                member.worker.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
+                member.worker.health.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
             if member.leave.is_set():
                 self._forget(key, member)
                 return

@@ -1,15 +1,15 @@
 """The calls that wait for one worker. They are interrupted if it is found to hang, or does not answer for too long."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.errors import BatonError, InvalidReply, Unavailable
+from discovery.registry import WorkerRecord
 from runtime.aio import cancellations, uncancel
 from runtime.clock import monotonic
-
-if TYPE_CHECKING:
-    from router.workers.handle import WorkerHandle
 
 # A worker may be busy with what it has: how much longer it may take to answer for each request that waits there, up to
 # so many, and for each token that is computed before.
@@ -30,15 +30,11 @@ class Waiting:
     awaits_answer = False
     tokens = 0
 
-    def await_answer(self, tokens: int) -> None:
-        """Begins to wait for an answer, before which the worker computes `tokens`."""
-        self.awaits_answer, self.asked_at, self.tokens = True, None, tokens
-
     def answer_seconds(self) -> float:
         """The seconds that an idle worker may take to answer."""
         raise NotImplementedError
 
-    def another_can(self, worker: "WorkerHandle") -> bool:
+    def another_can(self, worker: WorkerRecord) -> bool:
         """True if another worker could answer instead of this one."""
         raise NotImplementedError
 
@@ -81,41 +77,53 @@ class InterruptibleCall:
             raise self._error from None
 
 
-class WaitingCalls:
-    """The calls that wait for `worker`."""
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits for a worker: requests, as it reported, and prompt tokens."""
 
-    def __init__(self, worker: "WorkerHandle") -> None:
-        self._worker = worker
+    record: WorkerRecord
+    requests: int
+    tokens: int
+
+
+class WaitingCalls:
+    """The calls that wait for a worker, beside its `backlog`."""
+
+    def __init__(self, backlog: Callable[[], Backlog]) -> None:
+        self._backlog = backlog
         self._calls: dict[InterruptibleCall, None] = {}
 
-    def interruptible(self, waiting: Waiting | None) -> InterruptibleCall:
-        """A call that can be interrupted while its context is open."""
+    def interruptible(self, waiting: Waiting | None = None) -> InterruptibleCall:
+        """A call whose body is stopped with Unavailable if the worker is found to hang.
+
+        With `waiting` it raises InvalidReply if there is no answer for too long, and another worker could give it.
+        """
         return InterruptibleCall(self._calls, waiting)
 
     def interrupt(self, silent_seconds: float) -> None:
-        """Stops all calls with Unavailable: they may continue elsewhere."""
+        """Stops all calls: they may continue elsewhere."""
         for call in tuple(self._calls):
             call.interrupt(Unavailable(f"no response for {silent_seconds:.1f} s"))
 
     def interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""
-        now, left = monotonic(), _ASKED_AT_ONCE
+        now, left, backlog = monotonic(), _ASKED_AT_ONCE, self._backlog()
         for call in tuple(self._calls):
             waiting = call.waiting
             if waiting is None or not waiting.awaits_answer:
                 continue
             if waiting.asked_at is None:
                 waiting.asked_at = now
-            elif now > self._due(waiting, waiting.asked_at) and left:
+            elif now > waiting.asked_at + _patience_seconds(waiting, backlog) and left:
                 left -= 1
-                if waiting.another_can(self._worker):
+                if waiting.another_can(backlog.record):
                     call.interrupt(InvalidReply(f"no answer for {now - waiting.asked_at:.1f} s"))
                 else:
                     waiting.asked_at = now  # looked at again after as long
 
-    def _due(self, waiting: Waiting, asked_at: float) -> float:
-        """When a worker that is well has answered, as far as can be told from what waits there."""
-        worker = self._worker
-        tokens = waiting.tokens + min(worker.waiting_tokens, _MOST_WAITING * max(waiting.tokens, 1024))
-        requests = min(worker.load.waiting, _MOST_WAITING)
-        return asked_at + waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
+
+def _patience_seconds(waiting: Waiting, backlog: Backlog) -> float:
+    """How soon a worker that is well has answered, as far as can be told from what waits there."""
+    tokens = waiting.tokens + min(backlog.tokens, _MOST_WAITING * max(waiting.tokens, 1024))
+    requests = min(backlog.requests, _MOST_WAITING)
+    return waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
