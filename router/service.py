@@ -101,6 +101,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, _request: model_pb2.ListModelsRequest, _context: Context
     ) -> model_pb2.ListModelsResponse:
+        self._path.cluster.require_registry()
         return model_pb2.ListModelsResponse(models=model_messages(self._path.cluster))
 
     async def GetModel(self, request: model_pb2.GetModelRequest, _context: Context) -> model_pb2.GetModelResponse:

@@ -59,6 +59,11 @@ class WorkerHealth:
         """The seconds since it was last heard of."""
         return monotonic() - self._heard_at
 
+    @property
+    def awaits_card(self) -> bool:
+        """True until its model card has been read for the first time, or could not be."""
+        return self._card_problem == _NO_CARD
+
     def mark_unhealthy(self, problem: str) -> None:
         """Marks it unhealthy until its next health check succeeds."""
         self._check_problem = problem
