@@ -46,9 +46,9 @@ class ResumedExecution(RequestExecution):
         keep = self._ctx.keep
         assert keep is not None
         self._stats.charged_tokens = keep.of(self._ctx.answer).have.tokens
-        if self._adopted is not None and keep.origin:
-            # A response in the background always has a router that reads it, and charges for it.
-            self._stats.charged_tokens = len(self._completion.token_ids)
+        if self._adopted is not None:
+            read_tokens = self._adopted.attached.read_tokens
+            self._stats.charged_tokens = max(self._stats.charged_tokens, read_tokens)
         if self._adopted is None and not self._completion.token_ids:
             await super().run()
             return
