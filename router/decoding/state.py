@@ -1,4 +1,4 @@
-"""What is known of one request on its workers, and what it holds there."""
+"""The state of one request on its workers, and what it holds there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class HeldHandoff:
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What all requests run with: on workers that `placer` chooses. Those in `decodes` can be moved."""
+    """The parts that all requests share: `placer` chooses their workers, and those in `decodes` can be moved."""
 
     placer: Placer
     retries: Retries

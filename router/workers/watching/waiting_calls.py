@@ -79,7 +79,7 @@ class InterruptibleCall:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What waits for a worker: requests, as it reported, and prompt tokens."""
+    """The requests that wait for a worker, as it reported, and the prompt tokens."""
 
     record: WorkerRecord
     requests: int
@@ -123,7 +123,7 @@ class WaitingCalls:
 
 
 def _patience_seconds(waiting: Waiting, backlog: Backlog) -> float:
-    """How soon a worker that is well has answered, as far as can be told from what waits there."""
+    """The seconds in which a worker that is well has answered, as far as can be told from what waits there."""
     tokens = waiting.tokens + min(backlog.tokens, _MOST_WAITING * max(waiting.tokens, 1024))
     requests = min(backlog.requests, _MOST_WAITING)
     return waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
