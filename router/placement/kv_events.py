@@ -15,7 +15,7 @@ from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.telemetry import metrics
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
-from router.workers.report_stream import ReportStream
+from router.workers.watching.report_stream import ReportStream
 from runtime.aio import TaskGroup, timeout
 from runtime.lasting import lasting
 

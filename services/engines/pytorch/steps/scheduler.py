@@ -122,7 +122,7 @@ class Scheduler:
             self._loads.unpark(item)
         item.state = State.DONE
         freed = self._free(item)
-        if freed and isinstance(item, TokenSequence) and item.prompt.session and self._limits.prefix_cache:
+        if freed and isinstance(item, TokenSequence) and self._limits.prefix_cache:
             self._pool.record(item.prompt.session, item.chain.upto(item.tokens, item.computed))
         return freed
 
