@@ -290,6 +290,7 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         attachment=stream.attachment,
         hop=stream.hop,
         token_ids=stream.ids.tolist(),
+        read_tokens=stream.read_tokens,
         is_over=stream.is_over,
     )
     message.prompt.CopyFrom(kept.prompt)
