@@ -7,6 +7,7 @@
 | network, connection | hosts and connections, and what goes wrong with them |
 | channel | grpc.aio's channels over Baton's own HTTP/2 client |
 | transport, registry | KV that is read from others' pools, and records under leases |
+| steps | the steps of requests, at which faults and clients are aimed |
 | plan | what runs, what is asked and what goes wrong, drawn from a seed or read from a file |
 | clients, chaos | who asks, and what goes wrong, as the plan says |
 | reference | the right answers |

@@ -14,7 +14,7 @@ from baton.inference.v1 import inference_service_pb2_grpc
 from baton.resuming import Received
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
-from simulation.plan import Request
+from simulation.plan import CLIENTS, Request
 from simulation.reference import PICTURES, prompt_of
 
 _PAUSE_SECONDS = 0.3
@@ -54,9 +54,11 @@ class Client:
     def __init__(self, world: Any, index: int, asked: Request) -> None:
         self._world = world
         self._asked = asked
+        self._node = world.nodes[CLIENTS[asked.client]]
         self.result = Result(asked, index, Time.now)
         self._call: Any = None
         self._tasks: list[Any] = []
+        self._steps = 0
 
     @property
     def request_id(self) -> str:
@@ -72,6 +74,7 @@ class Client:
                 if result.code != "UNAVAILABLE" or result.ids or result.tries > asked.retries:
                     break
                 result.tries += 1
+                result.sequences.clear()
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             for one in self._tasks:
@@ -88,7 +91,7 @@ class Client:
         if asked.leave_seconds >= 0:
             self._after(asked.leave_seconds, self._leave)
         if asked.cancel_seconds >= 0:
-            self._after(asked.cancel_seconds, lambda: self._tasks.append(asyncio.ensure_future(self._cancel())))
+            self._after(asked.cancel_seconds, self._begin_cancel)
         for seconds in asked.drops:
             self._after(seconds, self._drop)
         if asked.keep:
@@ -140,6 +143,8 @@ class Client:
         if not received.add(event):
             result.sequences.clear()
         result.ids += event.token.token_ids
+        if event.token.token_ids:
+            self._world.steps.tell("token", result.workers[1] if result.workers else "", self.request_id)
         result.text += event.token.text
         if event.HasField("started"):
             result.workers = (event.started.prefill_worker_id, event.started.decode_worker_id)
@@ -147,6 +152,21 @@ class Client:
             result.finished = event.finished
 
     # What it does beside reading.
+
+    def step(self, step: str) -> None:
+        """A step of this request has happened somewhere."""
+        asked = self._asked
+        if asked.step != step:
+            return
+        self._steps += 1
+        if self._steps == asked.step_count:
+            acts = {"leave": self._leave, "cancel": self._begin_cancel, "drop": self._drop}
+            self._tasks.append(
+                self._node.loop.call_later(asked.step_delay, acts[asked.step_act], context=self._node.context())
+            )
+
+    def _begin_cancel(self) -> None:
+        self._tasks.append(asyncio.ensure_future(self._cancel()))
 
     def _after(self, seconds: float, call: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().call_later(seconds, call))

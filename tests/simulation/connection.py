@@ -223,4 +223,6 @@ class Connection(asyncio.Transport):
     def _lost(self, error: Exception | None) -> None:
         if not self._ended:
             self._ended = True
-            self.protocol.connection_lost(error)
+            # As asyncio's transports: a timer that would cut it keeps nothing of its protocol.
+            protocol, self.protocol = self.protocol, None
+            protocol.connection_lost(error)

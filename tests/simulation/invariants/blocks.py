@@ -1,7 +1,9 @@
 """A block has one owner, and no token comes from KV that is unconfirmed, reused, or another prompt's."""
 
+from collections import Counter
 from typing import Any
 
+from services.engines.simulated.blocks import Blocks
 from services.engines.simulated.engine import SimulatedEngine
 from services.handoff.leases import LeaseTable, Released
 from simulation.entropy import Time
@@ -13,21 +15,36 @@ _LONGER_SECONDS = 1.0
 
 
 class BlocksHaveOneOwner(Invariant):
-    """Each block has as many owners as references, and a free one has none. Also looked at before every release."""
+    """Each block has as many owners as references, a free one has none, and none is released that has no owner."""
+
+    def install(self) -> None:
+        release = Blocks.release
+
+        def releasing(blocks: Blocks, block_ids: Any) -> None:
+            for block, count in Counter(block_ids).items():
+                if blocks._references[block] < count:
+                    self.problem(f"block {block} is released {count} times with {blocks._references[block]} references")
+            release(blocks, block_ids)
+
+        Blocks.release = releasing  # type: ignore[method-assign]
 
     def look(self) -> None:
         for name, worker in self.workers():
             engine = engine_of(worker)
             for rank in engine._ranks.all if engine is not None else ():
-                self._check(name, rank)
+                if rank.blocks.used:
+                    self._check(name, rank)
 
     def end(self) -> None:
-        self.look()
+        for name, worker in self.workers():
+            engine = engine_of(worker)
+            for rank in engine._ranks.all if engine is not None else ():
+                self._check(name, rank)
 
     def _check(self, name: str, rank: Any) -> None:
         blocks = rank.blocks
         free, cached = set(blocks._free), blocks._evictable
-        if len(free) != len(blocks._free) or any(block in cached for block in free):
+        if len(free) != len(blocks._free) or not free.isdisjoint(cached):
             self.problem(f"{name}: a block is free twice")
         for block, count in blocks._references.items():
             if count < 0 or (count == 0) != (block in cached or block in free):

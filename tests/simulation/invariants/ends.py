@@ -43,11 +43,11 @@ class StatusesAreRight(Invariant):
             self.problem(f"{result.name}: no client may get this")
             return
         right = {"OK"} | ({"LEFT"} if result.left else set())
-        if asked.cancel_seconds >= 0:
+        if result.cancelled_at is not None:
             right |= {"CANCELLED"}
         if asked.timeout < 30 or asked.window:
             right |= {"DEADLINE_EXCEEDED"}
-        if asked.drops:
+        if asked.drops or asked.step_act == "drop":
             right |= {"LOST"}  # before it has got the handle to resume by
         if not self.world.is_quiet:
             right |= {"RESOURCE_EXHAUSTED"}
