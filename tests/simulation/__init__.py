@@ -3,6 +3,7 @@
 | module | subject |
 |---|---|
 | entropy | virtual clocks and seeded randomness; imported before anything of Baton |
+| hashes | the same hashes in every process |
 | loop | the event loop: time that jumps, order by the seed, nodes that are killed and paused |
 | network, connection | hosts and connections, and what goes wrong with them |
 | channel | grpc.aio's channels over Baton's own HTTP/2 client |

@@ -4,7 +4,6 @@
 from simulation import entropy  # isort: skip
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,17 +11,17 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from simulation.hashes import fix_hashes
 from simulation.plan import PROFILES, Plan, make_plan, read_plan
 from simulation.running import Outcome, run, run_all
 from simulation.shrink import Shrinker
 
 PLANS = Path(__file__).parent / "plans"
-_HASH_SEED = "PYTHONHASHSEED"
 
 
 def main() -> None:
     """The command."""
-    _fix_hashes()
+    fix_hashes("simulation")
     options = _options()
     if options.shrink is not None:
         _shrink(options)
@@ -35,13 +34,6 @@ def main() -> None:
         sys.exit(bool(outcome.problems))
     failed = _repeated(options) if options.repeat else 0
     sys.exit(bool(failed + _run_seeds(options)))
-
-
-def _fix_hashes() -> None:
-    """Starts this program again with fixed hashes: sets of strings have an order then."""
-    if os.environ.get(_HASH_SEED) != "0":
-        arguments = [sys.executable, "-m", "simulation", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, _HASH_SEED: "0"})
 
 
 def _options() -> argparse.Namespace:

@@ -32,6 +32,10 @@ class Happened:
             else {self.fault.target}
         )
 
+    def touches(self, names: "set[str] | None") -> bool:
+        """True if it touches one of the nodes; if none are given, in any case."""
+        return names is None or self.fault.kind == "outage" or bool(self.names & names)
+
 
 class Chaos:
     """Carries out the faults of a plan. `happened` has those that have begun."""
@@ -86,10 +90,7 @@ class Chaos:
 
         `after` is how long one has effects after its end.
         """
-        return any(
-            (one.ended is None or one.ended + after >= since) and (names is None or bool(one.names & names))
-            for one in self.happened
-        )
+        return any((one.ended is None or one.ended + after >= since) and one.touches(names) for one in self.happened)
 
     async def _carry_out(self, fault: Fault) -> None:
         happened = Happened(fault, Time.now)

@@ -19,6 +19,7 @@ from simulation.reference import PICTURES, prompt_of
 
 _PAUSE_SECONDS = 0.3
 _CANCEL_SECONDS = 10.0
+_PATIENCE_SECONDS = 2.0
 
 
 @dataclass
@@ -112,7 +113,8 @@ class Client:
         result = self.result
         method, message = received.next_call()
         name = self._world.plan.fleet.router_names[number % self._world.plan.fleet.routers]
-        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window)
+        patience = _PATIENCE_SECONDS if result.index % 2 else 0.0
+        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window, patience)
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         self._call = getattr(stub, method.partition("/")[2])(message, timeout=max(0.001, seconds), metadata=metadata)
@@ -206,7 +208,8 @@ class Client:
         asked = self._asked
         message = pb.GenerateRequest(request_id=self.request_id)
         if asked.image:
-            message.prompt = "<image>" + chr(97 + asked.prefix) * asked.length
+            # Of three prefixes each the text is the same, and the image is not.
+            message.prompt = "<image>" + chr(97 + asked.prefix // len(PICTURES)) * asked.length
             message.media.add(data=PICTURES[asked.prefix % len(PICTURES)], mime_type="image/png")
         else:
             message.token_ids.ids.extend(prompt_of(asked))

@@ -5,17 +5,15 @@
 Exit code 1 unless each is found. With a state file a hunt goes on where an earlier one has stopped.
 """
 
-# Before anything of Baton: its clocks are bound when it is imported.
-from simulation import entropy  # isort: skip
-
 import argparse
 import inspect
 import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -23,14 +21,17 @@ from typing import Any
 
 import yaml
 
+from simulation.hashes import fix_hashes
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).parent / "mutants.yaml"
-_HASHES = {"PYTHONHASHSEED": "0"}
+INVARIANTS_FILE = Path(__file__).parent / "invariants.yaml"
+_FEW_REQUESTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug: `new` in the place of `old`, which occurs once in `file`. `invariant` is the one that it is for."""
+    """A planted bug: `new` in the place of `old`, which occurs once in `file`; `invariant` is to find it, or any."""
 
     name: str
     models: str
@@ -40,6 +41,11 @@ class Mutant:
     held_out: bool = False
     invariant: str = ""
     profile: str = "all"
+    # Values for the fleet, for every request and for the plan, in the place of what a seed draws.
+    fleet: dict[str, Any] = field(default_factory=dict)
+    requests: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    faults: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -64,6 +70,9 @@ def plant(mutant: Mutant) -> None:
 
     Raises ValueError unless its place occurs once, and is in functions that exist.
     """
+    # Before anything of Baton: its clocks are bound when it is imported. Not by whoever only reads the list.
+    import simulation.entropy  # noqa: F401
+
     path = ROOT / mutant.file
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
@@ -113,7 +122,6 @@ def hunt(mutant: Mutant, seconds: float, progress: Hunt) -> None:
     command = [sys.executable, "-m", "simulation.mutants", "--one", mutant.name, "--seconds", str(seconds)]
     done = subprocess.run(
         [*command, "--first", str(progress.next_seed)],
-        env={**os.environ, **_HASHES},
         capture_output=True,
         text=True,
         timeout=20 * seconds + 300,
@@ -128,22 +136,32 @@ def hunt(mutant: Mutant, seconds: float, progress: Hunt) -> None:
 
 def hunt_here(mutant: Mutant, seconds: float, first_seed: int, requests: int = 50) -> Hunt:
     """Plants the bug, and runs seeds in forks of this process."""
+    plant(mutant)
     from simulation.plan import PROFILES, make_plan
     from simulation.running import run
 
-    plant(mutant)
     progress = Hunt(mutant.name, first_seed)
     while progress.cpu_seconds < seconds:
         seed = progress.next_seed
         profile = PROFILES[seed % len(PROFILES)] if mutant.profile == "all" else mutant.profile
-        outcome = run(make_plan(seed, profile, requests))
+        outcome = run(_shaped(make_plan(seed, profile, requests), mutant))
         progress.next_seed += 1
         progress.cpu_seconds += outcome.cpu_seconds
         progress.requests += outcome.requests
-        if any(mutant.invariant in problem.partition(":")[0] for problem in outcome.problems):
-            progress.found, progress.by = f"{profile} {seed}", outcome.problems[0][:300]
+        broken = [problem for problem in outcome.problems if mutant.invariant in problem.partition(":")[0]]
+        if broken:
+            progress.found, progress.by = f"{profile} {seed}", broken[0][:300]
             break
     return progress
+
+
+def _shaped(plan: Any, mutant: Mutant) -> Any:
+    """A plan with the values that a bug asks for."""
+    from simulation.plan import Fault
+
+    requests = tuple(replace(one, **mutant.requests) for one in plan.requests)
+    faults = tuple(Fault(**one) for one in mutant.faults) or plan.faults
+    return replace(plan, fleet=replace(plan.fleet, **mutant.fleet), requests=requests, faults=faults, **mutant.plan)
 
 
 def _hunt_all(chosen: list[Mutant], options: argparse.Namespace) -> int:
@@ -174,6 +192,40 @@ def _report(mutant: Mutant, progress: Hunt) -> None:
     )
 
 
+def _try_invariants(options: argparse.Namespace) -> bool:
+    """Plants each bug of invariants.yaml in a fork, and prints what has found it. Returns True if one was not found."""
+    mutants = read(INVARIANTS_FILE)
+    missed = False
+    for mutant in mutants:
+        if options.names and mutant.invariant not in options.names:
+            continue
+        progress = _in_fork(mutant, options.seconds)
+        missed |= not progress.found
+        print(f"{mutant.invariant}: ", end="")
+        _report(mutant, progress)
+    return missed
+
+
+def _in_fork(mutant: Mutant, seconds: float) -> Hunt:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            os.write(writer, json.dumps(asdict(hunt_here(mutant, seconds, 0, _FEW_REQUESTS))).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        content = file.read()
+    os.waitpid(child, 0)
+    return Hunt(**json.loads(content))
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -181,13 +233,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="of CPU for each")
     parser.add_argument("--piece", type=float, default=60, help="seconds of CPU for one before the next has its turn")
     parser.add_argument("--state", type=Path, help="a file of how far the hunts have come")
+    parser.add_argument("--invariants", action="store_true", help="each of invariants.yaml, by the one it is for")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one or options.invariants:
+        fix_hashes("simulation.mutants")
     if options.one:
         mutant = next(each for each in read() if each.name == options.one)
         print(json.dumps(asdict(hunt_here(mutant, options.seconds, options.first))))
         return
+    if options.invariants:
+        sys.exit(_try_invariants(options))
     chosen = [mutant for mutant in read() if not options.names or mutant.name in options.names]
     found = _hunt_all(chosen, options)
     print(f"{found} of {len(chosen)} found")
@@ -195,5 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert entropy.cpu_seconds
     main()

@@ -46,6 +46,7 @@ class Fleet:
     answer_seconds: float = 10.0
     keep_parked: int = 256
     concurrent: int = 8  # requests of a tenant, if there are quotas
+    requests_per_second: float = 20.0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -181,6 +182,7 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         answer_seconds=draw.choice((1.0, 10.0)),
         keep_parked=draw.choice((2, 256)),
         concurrent=draw.choice((2, 8)),
+        requests_per_second=draw.choice((1.0, 5.0, 20.0)),
     )
 
 

@@ -28,6 +28,9 @@ class Steps:
     def __init__(self, listeners: list[Listener]) -> None:
         self._listeners = listeners
         self._requests: dict[str, str] = {}  # the client's id of each call at workers
+        self.ids: dict[str, set[str]] = {}  # of the calls at workers, by the client's id
+        self.routers: dict[str, Any] = {}  # the node whose request a call is, by the call's id
+        self.kept: set[str] = set()  # calls that go on without their router
 
     def tell(self, step: str, node: str, request_id: str) -> None:
         """Tells all listeners."""
@@ -40,6 +43,10 @@ class Steps:
 
         def entering(table: RequestTable, ctx: Any) -> Any:
             self._requests[ctx.call_id] = ctx.request_id
+            self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
+            self.routers[ctx.call_id] = NODE.get()
+            if ctx.keep is not None:
+                self.kept.add(ctx.call_id)
             return enter(table, ctx)
 
         def admitting(calls: Calls, kind: str, request_id: str, *arguments: Any) -> None:

@@ -23,6 +23,7 @@ from simulation.chaos import Chaos
 from simulation.clients import Client, Result
 from simulation.entropy import Time
 from simulation.invariants import INVARIANTS, Invariant
+from simulation.invariants.fleet import BURST_SECONDS
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.network import Network
 from simulation.plan import CLIENTS, Plan, Request
@@ -38,6 +39,7 @@ _KEPT_SECONDS = 10.0
 _QUIET_LOOKS = 5  # so many times as rarely
 # How often a worker looks at its load: a third of a run would go into it.
 _LOAD_SECONDS = 0.25
+_LONGEST_SECONDS = 2000.0  # of a run, with all its rounds
 _PROBES = 3  # of each router
 # The numbers of the first requests in quiet, before and after those of the plan, and between those of two rounds.
 _WARM_UP, _PROBE, _ROUND = 8000, 9000, 1000
@@ -140,7 +142,11 @@ class World:
 
     def _router(self, node: Node) -> Any:
         fleet = self.plan.fleet
-        quota = {"requests_per_second": 20.0, "burst_seconds": 2.0, "concurrent": fleet.concurrent}
+        quota = {
+            "requests_per_second": fleet.requests_per_second,
+            "burst_seconds": BURST_SECONDS,
+            "concurrent": fleet.concurrent,
+        }
         config = RouterConfig(
             router_id=node.name,
             listen=f"{node.ip}:7070",
@@ -192,6 +198,9 @@ class World:
             self.network.kill(node, silently=silently)
             self.hosts.pop(name, None)
             self._dead.append(node)
+            if not silently:
+                for each in self.invariants:
+                    each.killed(node)
 
     # The run.
 
@@ -200,7 +209,11 @@ class World:
         entropy.enter(self.plan.seed)
         self._install()
         try:
-            self.loop.run_until_complete(self._drive())
+            driving = self.loop.create_task(self._drive())
+            self.loop.call_later(_LONGEST_SECONDS, self._give_up, driving)
+            self.loop.run_until_complete(driving)
+        except asyncio.CancelledError:
+            pass
         except Deadlock:
             self.problem("Deadlock", "nothing is ready, and no timer is set")
         finally:
@@ -209,6 +222,11 @@ class World:
             error = context.get("exception")
             text = "".join(traceback.format_exception(error))[-1200:] if error else ""
             self.problems.append(f"NoUnexplainedError: {name}: {context.get('message')}: {error!r} {text}")
+
+    def _give_up(self, driving: "asyncio.Task[None]") -> None:
+        names = [result.name for result in self.results if not result.ended]
+        self.problem("EveryCallEnds", f"the run does not end in {_LONGEST_SECONDS:g} s: {', '.join(names[:5])}")
+        driving.cancel()
 
     def _install(self) -> None:
         """Puts the world in the place of what the product reaches the real one by."""

@@ -42,6 +42,9 @@ class Invariant:
     def crashed(self, node: Any, error: Exception, text: str) -> None:
         """The process of a node has ended by an exception."""
 
+    def killed(self, node: Any) -> None:
+        """The process of a node is gone, and its host has reset its connections."""
+
     def drained(self, node: Any) -> None:
         """A node should have ended in order by now."""
 

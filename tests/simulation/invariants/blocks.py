@@ -1,9 +1,11 @@
 """A block has one owner, and no token comes from KV that is unconfirmed, reused, or another prompt's."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from services.engines.simulated.blocks import Blocks
+from baton.errors import EngineFailed
+from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.engine import SimulatedEngine
 from services.handoff.leases import LeaseTable, Released
 from simulation.entropy import Time
@@ -64,10 +66,26 @@ class BlocksHaveOneOwner(Invariant):
 class KvIsOfItsPrompt(Invariant):
     """The bytes of pulled KV are those of the prompt: the engine compares all of them before the first token."""
 
-    def logged(self, name: str, method: str, event: dict[str, Any], error: Any) -> None:
-        text = f"{event} {error!r}"
-        if "does not belong to this prompt" in text:
-            self.problem(f"at {name}: {text[:300]}")
+    def install(self) -> None:
+        # Where it finds out: a request that fails there may be right elsewhere.
+        verify, register = Contents.verify, Contents.register
+
+        def verifying(contents: Contents, sequence: Any) -> None:
+            self._watch(verify, contents, sequence)
+
+        def registering(contents: Contents, block_ids: Any, hashes: Any) -> None:
+            self._watch(register, contents, block_ids, hashes)
+
+        Contents.verify = verifying  # type: ignore[method-assign]
+        Contents.register = registering  # type: ignore[method-assign]
+
+    def _watch(self, check: Callable[..., None], *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except EngineFailed as error:
+            node = NODE.get()
+            self.problem(f"at {node.name if node else '-'}: {error}")
+            raise
 
 
 class KvIsConfirmed(Invariant):
