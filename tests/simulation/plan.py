@@ -47,6 +47,7 @@ class Fleet:
     keep_parked: int = 256
     concurrent: int = 8  # requests of a tenant, if there are quotas
     requests_per_second: float = 20.0
+    waiting_tokens: int = 1024  # unread by a slow client before its decode has to wait
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -183,6 +184,7 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         keep_parked=draw.choice((2, 256)),
         concurrent=draw.choice((2, 8)),
         requests_per_second=draw.choice((1.0, 5.0, 20.0)),
+        waiting_tokens=draw.choice((2, 16, 1024)),
     )
 
 
@@ -190,8 +192,9 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     lengths = draw.choice(((5, 20, 40, 90), (5, 17, 33, 64, 150, 300), (16, 32, 48, 64)))
     # Where workers fail, answers that are long enough to go on elsewhere.
     short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
-    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), short))
+    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), (2, 250), short))
     kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
+    slow = draw.choice((0.0, 0.0, 0.3))  # clients that read slowly, whatever else they do
     prefixes = draw.choice((1, 3, 8))
     # In some seeds they come in bursts, and compete for the same blocks and places.
     bursts = draw.choice((0, 0, 3, 6))
@@ -217,6 +220,8 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
+            if draw.random() < slow:
+                values["window"] = draw.choice((250, 600))
         found.append(Request(**values))
     return found
 
@@ -248,7 +253,8 @@ def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, 
 
 
 def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> tuple[Fault, ...]:
-    lengths = (0.05, 0.5, 2.0, 6.0, 15.0)
+    # Also just beyond the product's own times: until a worker is taken for hung, and until its record expires.
+    lengths = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
     if profile == "one_fault":
         kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
         if draw.random() < 0.7:

@@ -151,6 +151,7 @@ class World:
             router_id=node.name,
             listen=f"{node.ip}:7070",
             drain_seconds=DRAIN_SECONDS,
+            limits={"max_waiting_tokens": fleet.waiting_tokens},
             routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
             probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
             retry=RetryConfig(answer_seconds=fleet.answer_seconds),
