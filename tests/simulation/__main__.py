@@ -43,7 +43,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=50, help="of each seed")
     parser.add_argument("--plan", type=Path, nargs="*", default=[], help="files, in the place of seeds")
     parser.add_argument("--kept", action="store_true", help="first the plans that have found something once")
-    parser.add_argument("--repeat", type=int, default=0, help="so many seeds run twice, and are compared")
+    parser.add_argument(
+        "--repeat", type=int, default=0, help="so many seeds, from FIRST on, run twice, and are compared"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of CPU; then no new seed begins")
     parser.add_argument("--log", help="a file for the event log of one seed")
     parser.add_argument("--shrink", type=int, help="prints the smallest plan of a seed, and writes it into plans/")
@@ -90,8 +92,8 @@ def _run_seeds(options: argparse.Namespace) -> int:
 
 def _repeated(options: argparse.Namespace) -> int:
     """Runs seeds twice, with their logs. Returns how many differ."""
-    differ = 0
-    for seed in range(options.repeat):
+    differ, first = 0, int(options.seeds.partition(":")[0])
+    for seed in range(first, first + options.repeat):
         plan = make_plan(seed, PROFILES[1 + seed % 3], options.requests)
         one, other = (run(plan, keeps_log=True) for _ in range(2))
         if one.lines != other.lines or one.digest != other.digest:

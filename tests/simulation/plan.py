@@ -216,6 +216,8 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
             "together": draw.choice((0, 0, 0, 4, 16)),
             "tenant": draw.choice(TENANTS) if fleet.has_quotas else "",
         }
+        # A worker's pool holds all of one request.
+        values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20)
         if draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
