@@ -13,6 +13,8 @@ from simulation.registry import NAME
 
 # A node that has drained is started again after this.
 _DRAINED_SECONDS = 12.0
+# How often a fault of one connection hits the active one of its node.
+_ACTIVE = 0.7
 
 
 @dataclass
@@ -154,7 +156,9 @@ class Chaos:
         pairs = network.between(self._world.nodes[fault.target])
         if not pairs:
             return
-        pair = self._random.choice(pairs)
+        # Mostly the one that something was just sent on: the step that a fault is aimed at runs there.
+        busiest = max(pairs, key=lambda pair: (pair.active_at, pair.number))
+        pair = busiest if self._random.random() < _ACTIVE else self._random.choice(pairs)
         match fault.kind:
             case "reset":
                 pair.reset()

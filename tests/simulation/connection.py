@@ -30,6 +30,11 @@ class Pair:
         one.peer, other.peer = other, one
         self.ends = (one, other)
 
+    @property
+    def active_at(self) -> float:
+        """When something was last sent on it."""
+        return max(end._last_at for end in self.ends)
+
     def name_ends(self, ours: tuple[str, int], theirs: tuple[str, int]) -> None:
         """The addresses that its ends tell."""
         self.ends[0].names = {"peername": theirs, "sockname": ours}

@@ -194,6 +194,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
     answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), (2, 250), short))
     kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
+    images = draw.choice((0.05, 0.1, 0.6))
     slow = draw.choice((0.0, 0.0, 0.3))  # clients that read slowly, whatever else they do
     prefixes = draw.choice((1, 3, 8))
     # In some seeds they come in bursts, and compete for the same blocks and places.
@@ -212,7 +213,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
             "prefix": draw.randrange(prefixes),
             "tokens": draw.choice(answers),
             "seed": draw.randrange(3),
-            "image": draw.random() < 0.1,
+            "image": draw.random() < images,
             "together": draw.choice((0, 0, 0, 4, 16)),
             "tenant": draw.choice(TENANTS) if fleet.has_quotas else "",
         }
