@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 2.0
 
 @dataclass
 class Result:
-    """What a client got."""
+    """The answer that a client got, and how it ended."""
 
     asked: Request
     index: int
