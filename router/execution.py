@@ -38,6 +38,7 @@ from router.workers.destinations import Destination, DestinationLost, allocates_
 from router.workers.handle import Waiting, WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
+from router.workers.prefix_sources import report_loan
 from router.workers.replies import Suspects, check_handoff, check_yielded, reported_logprobs
 from router.workers.spans import set_routing_attributes
 from rpc.tracing.span import current_span
@@ -220,6 +221,7 @@ class RequestExecution(Waiting):
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         self._stats.prefilled_on(worker.record.worker_id, cached_tokens)
         self._stats.found_in_caches(handoff.usage)
+        report_loan(self._progress, handoff.usage)
         if self._suspects is not None:
             self._suspects.answered(worker)
         if first.finish_reason:
@@ -424,6 +426,7 @@ class RequestExecution(Waiting):
             if not self._stats.prefill_worker_id:
                 self._stats.found_in_caches(usage)
         self._progress.found_cached(cached_tokens)
+        report_loan(self._progress, usage)
 
     def _end_of_yielded(self, decode: ReadDecode, end: decode_pb2.DecodeYielded) -> None:
         """Takes over the KV of a decode that goes on elsewhere. Raises InvalidReply."""

@@ -87,6 +87,18 @@ class Forecast(Generic[W]):
         if self._prediction.prefill_worker is None:
             self._correct(cached_tokens)
 
+    def borrowed(self, tokens: int, seconds: float) -> None:
+        peer, blocks = self._prediction.load.peer, self._request.blocks
+        if peer is None:
+            return
+        link = self._costs.of(peer.record).link_to(self._cost)
+        if tokens or seconds > peer.seconds:
+            # One that brought nothing took at least so long for what it was to bring.
+            link.add(min(tokens or peer.tokens, peer.tokens) / blocks.block_tokens * blocks.block_bytes, seconds)
+        elif not self._caches.reports(peer.record.process):
+            first = peer.num_blocks - peer.tokens // blocks.block_tokens
+            self._caches.correct(Cache(peer.record.process, peer.rank), blocks.keys[first : peer.num_blocks])
+
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         owner, reader = self._prediction.prefill_worker, self._prediction.decode_worker
         if owner is None:

@@ -14,7 +14,7 @@ from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.tiers.directory import Place, Spill
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion, computing_nothing
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, DamagedBlock, Sealer
+from services.engines.seals import BlockContents, DamagedBlock, Sealer
 
 # So much is copied before its digests are read: long enough to hide what starting a copy takes.
 _BATCH_BYTES = 32 << 20

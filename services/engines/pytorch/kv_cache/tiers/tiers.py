@@ -15,13 +15,14 @@ from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockRemoved
+from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.moves import Demotion, Load, LoadItem, Movers, Write
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, Digester, Sealer
+from services.engines.seals import BlockContents, Sealer
 
 log = structlog.get_logger(__name__)
 
