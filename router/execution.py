@@ -216,12 +216,12 @@ class RequestExecution(Waiting):
         first, cached_tokens = handoff.first_token, handoff.usage.cached_tokens
         if cached_tokens > tokens:
             cached_tokens = tokens
+        report_loan(self._progress, handoff.usage)
         self._progress.first_token(cached_tokens)
         reported = self._reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
         await self._add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         self._stats.prefilled_on(worker.record.worker_id, cached_tokens)
         self._stats.found_in_caches(handoff.usage)
-        report_loan(self._progress, handoff.usage)
         if self._suspects is not None:
             self._suspects.answered(worker)
         if first.finish_reason:

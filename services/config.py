@@ -40,6 +40,11 @@ class HandoffConfig(Section):
     )
     verify_every: int = Field(default=64, ge=1, description="Of so many handoffs `verify: sample` compares one.")
 
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off_is_no_false(cls, verify: object) -> object:
+        return "off" if verify is False else verify  # YAML reads `off` as false
+
     @property
     def check_every(self) -> int:
         """Of so many handoffs one is compared; 0 for none."""

@@ -10,6 +10,7 @@ lora_operations.py   LoraOperations: what operators do with adapters, on all wor
 worker_operations.py   WorkerOperations: what operators do with one worker: move its decodes, drain it, change its role
 offer.py    Offer: what all of this offers, for GetServerInfo
 destinations.py    Destination: what a decode worker allocates before the prompt is computed
+prefix_sources.py  where a worker is to borrow the beginning of a prompt, and what came of it
 prefetches.py      Prefetch: a decode worker reads KV while its prompt is computed
 corrected_load.py  a worker's load between its reports
 replies.py  checks what workers answer, and suspends those that answer wrong

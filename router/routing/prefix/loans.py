@@ -57,7 +57,7 @@ def with_loan(
     if PREFIX_LOANS in borrower.record.capabilities:
         least = _seconds(borrower, tokens, own.blocks * size) + own.load.seconds - _LEAST_GAIN_SECONDS
         for lender in available:
-            num_blocks, link = min(lender.num_blocks, (tokens - 1) // size), lender.cost.link_to(borrower)
+            num_blocks, link = min(lender.num_blocks, (tokens - 1) // size), lender.cost.loan_to(borrower)
             if num_blocks <= own.blocks or not link.exists:
                 continue
             pulled = num_blocks - own.in_pool
