@@ -4,6 +4,9 @@ from baton.engine.v1 import handoff_pb2
 from router.routing.policy import Placement, Progress
 from router.workers.handle import WorkerHandle
 
+# A loan that takes no longer than this is never late.
+_LEAST_PATIENCE_SECONDS = 0.05
+
 
 def prefix_source(placement: Placement[WorkerHandle], worker: WorkerHandle) -> handoff_pb2.PrefixSource | None:
     """Where this worker is to pull the beginning of the prompt from; None if it is to compute it, or not to run it."""
@@ -18,7 +21,7 @@ def prefix_source(placement: Placement[WorkerHandle], worker: WorkerHandle) -> h
         data_parallel_rank=peer.rank,
         num_blocks=peer.num_blocks,
     )
-    source.patience.FromNanoseconds(int(peer.saved_seconds * 1e9))
+    source.patience.FromNanoseconds(int(max(_LEAST_PATIENCE_SECONDS, peer.saved_seconds) * 1e9))
     return source
 
 

@@ -232,10 +232,11 @@ class _Loan:
         """Puts the blocks whose seals are right into the prefix cache."""
         reservation, self._reservation = self._reservation, None
         assert reservation is not None
-        await run_to_completion(reservation.cache(reservation.cached_blocks + self._checked))
+        # Before the wait: what begins is done, even if the patience ends meanwhile.
         self.num_tokens = self._checked * self.layout.block_tokens
         self.num_bytes = self._checked * self.layout.block_bytes
         self.transport = pool.transport
+        await run_to_completion(reservation.cache(reservation.cached_blocks + self._checked))
 
     async def release(self) -> None:
         """Frees the blocks, unless they are in the cache. No transfer may still write into them."""

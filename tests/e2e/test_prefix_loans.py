@@ -2,28 +2,34 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from support.clients.baton_command import Baton
+from support.clients.generation import generate
+from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.command_fixtures import baton, environment
 from support.cluster.demo import demo_worker
-from support.cluster.in_process import PATIENT, Bench, Stream, bench
+from support.cluster.in_process import PATIENT, Bench, Stream, bench, simulated
+from support.cluster.traced import generated, traced
 from support.engines.adapters import merged, save_adapter
 from support.engines.checkpoints import DEMO, PlainModel
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.images.demo_questions import as_prompt, questions
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
 from router.config import RouterConfig, RoutingConfig
 from runtime.aio import timeout
+from runtime.timing_profile import DecodePoint, PrefillPoint, TimingProfile
 from services.config import HandoffConfig, WorkerConfig
 
 __all__ = ["baton", "environment"]
 
 GREEDY = sampling_pb2.SamplingParams(temperature=0)
 TOKENS, BLOCK_TOKENS = 8, 16
+PROFILE: list[Path] = []
 ALONE, DISAGGREGATED = generate_pb2.TOPOLOGY_AGGREGATED, generate_pb2.TOPOLOGY_DISAGGREGATED
 
 
@@ -43,8 +49,19 @@ def fields(ids: Sequence[int], topology: generate_pb2.Topology.ValueType, **othe
     }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Routers take the model for a slow one, so that a loan has seconds of patience on a busy machine."""
+    profile = TimingProfile("demo", (PrefillPoint(1, 0.0025), PrefillPoint(4096, 10.24)), (DecodePoint(1, 64, 0.01),))
+    PROFILE.append(tmp_path_factory.mktemp("profile") / "slow.json")
+    PROFILE[0].write_text(profile.to_json())
+    yield
+    PROFILE.clear()
+
+
 def router(*, prefix_loans: bool = True) -> RouterConfig:
-    return PATIENT.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds", prefix_loans=prefix_loans)})
+    routing = RoutingConfig(policy="predicted_seconds", prefix_loans=prefix_loans, profile=str(PROFILE[0]))
+    return PATIENT.model_copy(update={"routing": routing})
 
 
 @asynccontextmanager
@@ -100,6 +117,27 @@ async def test_a_loan_is_explained(baton: Baton) -> None:
     assert "peer" in "".join(shown.lines[:3]).split()
 
 
+async def test_a_loan_is_a_span_of_its_request() -> None:
+    text = bytes(random.Random(9).choices(range(8, 250), k=1200))
+    workers = simulated("p1", "prefill"), simulated("d1", "decode")
+    async with traced(*workers, routing=router().routing) as cluster:
+        running = cluster.running
+        async with calls_to(running.workers["d1"].address) as calls:
+            await calls.decode(decode_request(text=text))
+        async with timeout(PATIENCE_SECONDS):
+            while not (await candidate(running, list(text))).peer_tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        verdict = await generated(cluster, **fields(list(text), DISAGGREGATED))
+        assert not verdict.faults
+        [loan] = cluster.trace().named("prefix loan")
+        [route] = cluster.trace().named("route")
+    assert (loan.attributes["baton.prefix_loan.outcome"], loan.attributes["baton.prefix_loan.tokens"]) == (
+        "borrowed",
+        1184,
+    )
+    assert loan.attributes["baton.worker_id"] == route.attributes["baton.route.peer_worker_id"] == "d1"
+
+
 async def test_loans_are_off_unless_they_are_configured() -> None:
     ids = prompt(3)
     async with cluster(prefix_loans=False) as running:
@@ -138,6 +176,24 @@ async def test_no_prefix_crosses_an_adapter(tmp_path: Path) -> None:
         base = await borrowed(running, ids)
         assert base.finished.usage.peer_cached_tokens > 0
         assert tuple(base.token_ids) == plain[""].generate(tuple(ids), TOKENS)
+
+
+async def test_the_beginning_of_a_prompt_with_pictures_is_lent() -> None:
+    """Its chain has the digests of the pictures: another one has other names."""
+    chosen = max(questions(12, "loans"), key=lambda each: len(each.pictures))
+    asked = as_prompt(chosen)
+    asked.prompt = "A list of words that say nothing about it, " * 12 + asked.prompt
+    async with cluster(*map(demo_worker, ("encode", "prefill", "decode"))) as running:
+        answers = []
+        for topology in (ALONE, DISAGGREGATED):
+            asked.routing.topology = topology
+            answers.append(await generate(running.stub, asked))
+            await eventually(lambda: running.used_blocks() == 0)
+    alone, loaned = answers
+    assert loaned.ids == alone.ids
+    usage = loaned.finished.usage
+    assert usage.media_tokens > 0
+    assert usage.peer_cached_tokens == usage.cached_tokens == (usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 async def test_a_lender_that_has_gone_is_not_waited_for() -> None:

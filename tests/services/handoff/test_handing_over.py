@@ -281,6 +281,11 @@ async def test_a_handoff_that_is_checked_and_damaged_is_lost(start: Starter) -> 
         assert [each.grown for each in compared.values()] == [1, 1]
 
 
+def test_off_may_be_written_as_yaml_reads_it() -> None:
+    assert HandoffConfig.model_validate({"verify": False}).check_every == 0
+    assert HandoffConfig.model_validate({"verify": "always"}).check_every == 1
+
+
 async def test_of_so_many_handoffs_one_is_checked(start: Starter) -> None:
     equal = since("baton_handoff_checks_total", outcome="equal")
     sampling = HandoffConfig(lease_seconds=LEASE_SECONDS, verify="sample", verify_every=3)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clients.scraping import since
 from support.clients.worker_calls import Decoded, calls_to, decode_request, prompt, sampling
 from support.clock import ManualClock
 from support.cluster.workers import LEASE_SECONDS, Running, Starter, worker_process
@@ -144,11 +145,13 @@ async def test_a_wrong_source_is_no_error_and_the_prompt_is_computed(start: Star
 
 
 async def test_damaged_bytes_are_computed_and_what_came_before_them_is_kept(start: Starter) -> None:
+    damaged = since("baton_kv_damaged_blocks_total", tier="peer")
     async with start("prefill") as lender, start("prefill") as borrower:
         first = await compute(lender)
         response = await prefill_from(borrower, source(lender), fault="corrupt@lent")
         assert response.handoff.first_token.token_id == first
         assert response.handoff.usage.cached_tokens == (FULL - 1) * BLOCK_TOKENS
+        assert damaged.grown == 1
         await nothing_is_left(lender, borrower)
 
 
@@ -165,13 +168,17 @@ async def test_a_borrower_that_is_cancelled_leaves_nothing_behind(start: Starter
 
 @pytest.mark.parametrize("point", ["borrow", "lent", "borrowed"])
 async def test_a_loan_that_takes_longer_than_computing_is_given_up(start: Starter, point: str) -> None:
+    late = since("baton_prefix_loans_total", outcome="late")
     async with start("prefill") as lender, start("prefill") as borrower:
         first = await compute(lender)
         hint = source(lender)
         hint.patience.FromMilliseconds(300)
         response = await prefill_from(borrower, hint, fault=f"hang@{point}")
         assert response.handoff.first_token.token_id == first
-        assert response.handoff.usage.peer_cached_tokens == 0
+        usage = response.handoff.usage
+        assert usage.peer_cached_tokens == 0
+        assert usage.peer_seconds.ToMilliseconds() >= 300
+        assert late.grown == 1
         await nothing_is_left(lender, borrower)
 
 
