@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 # However long computing would take, a loan that takes longer has failed.
 _MOST_PATIENCE_SECONDS = 5.0
+# So many damaged loans of one process, and nothing more is borrowed from it.
+_MOST_DAMAGED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class PrefixBorrower:
         self._transports = transports
         self._turns: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: Counter[object] = Counter()
+        self._damaged: Counter[tuple[str, int]] = Counter()  # loans, by the process
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -105,6 +108,9 @@ class PrefixBorrower:
 
     async def _outcome(self, loan: "_Loan") -> str:
         """Runs a loan, within its patience, and frees what it has not put into the cache. Returns how it ended."""
+        owner = loan.source.owner
+        if self._damaged[owner.worker_id, owner.epoch] >= _MOST_DAMAGED:
+            return "distrusted"
         try:
             async with timeout(loan.source.patience_seconds), self._turn(loan):
                 return await self._run(loan)
@@ -113,8 +119,8 @@ class PrefixBorrower:
         except Overloaded:  # NoFreeBlocks too
             return "full"
         except BatonError as error:
-            log.info("no loan of a prefix", owner=loan.source.owner.worker_id, problem=error.message)
-            self._peers.forget(loan.source.owner)
+            log.info("no loan of a prefix", owner=owner.worker_id, problem=error.message)
+            self._peers.forget(owner)
             return "lost"
 
     @asynccontextmanager
@@ -147,6 +153,7 @@ class PrefixBorrower:
                     if not lease.is_over:
                         self._giving_up.create_task(self._release(loan.source.owner, lease))
                 await loan.cache(pool)
+                self._damaged[loan.source.owner.worker_id, loan.source.owner.epoch] += loan.is_damaged
                 return "damaged" if loan.is_damaged else "borrowed"
             finally:
                 await loan.release()

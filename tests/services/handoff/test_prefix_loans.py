@@ -155,6 +155,19 @@ async def test_damaged_bytes_are_computed_and_what_came_before_them_is_kept(star
         await nothing_is_left(lender, borrower)
 
 
+async def test_nothing_more_is_borrowed_from_a_peer_whose_blocks_were_damaged_three_times(start: Starter) -> None:
+    texts = [LONG[number:] + LONG[:number] for number in range(4)]
+    async with start("prefill") as lender, start("prefill") as borrower:
+        firsts = [await compute(lender, text) for text in texts]
+        plans = ["corrupt@lent"] * 3 + [""]
+        responses = [
+            await prefill_from(borrower, source(lender), text, plan) for text, plan in zip(texts, plans, strict=True)
+        ]
+        assert [each.handoff.first_token.token_id for each in responses] == firsts
+        peer = [each.handoff.usage.peer_cached_tokens for each in responses]
+        assert peer == [(FULL - 1) * BLOCK_TOKENS] * 3 + [0]
+
+
 @pytest.mark.parametrize("point", ["borrow", "lent", "borrowed"])
 async def test_a_borrower_that_is_cancelled_leaves_nothing_behind(start: Starter, point: str) -> None:
     async with start("prefill") as lender, start("prefill") as borrower:
