@@ -44,6 +44,7 @@ from services.server import host_worker
 Stub = inference_service_pb2_grpc.InferenceServiceStub
 
 PLACES = 16  # more would measure the cores of a small machine
+PREFILLS = 6  # so that prompts hardly wait for each other: that would be another queue than the router's
 STEP_SECONDS = 0.024
 CAPACITY = PLACES / (40 * STEP_SECONDS * 1.2)  # requests a second of 40 tokens (median): 14, as many places get free
 SLICE = 10.0
@@ -74,11 +75,11 @@ class Got:
 
 
 def run_workers(pipe: Connection, folder: Path) -> None:
-    """Serves two prefill workers and a decode worker until the pipe ends."""
+    """Serves the prefill workers and a decode worker until the pipe ends."""
 
     async def serve() -> None:
         async with AsyncExitStack() as stack:
-            for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
+            for name, role in (*((f"p{number}", "prefill") for number in range(PREFILLS)), ("d1", "decode")):
                 await stack.enter_async_context(host_worker(_worker(name, role, folder)))
             pipe.send(True)
             await until_told(pipe)
@@ -108,7 +109,7 @@ def run_router(pipe: Connection, config: RouterConfig) -> None:
 
     async def serve() -> None:
         async with host_router(config) as router:
-            while sum(not worker.problem for worker in router.cluster.workers) < 3:  # noqa: ASYNC110
+            while sum(not worker.problem for worker in router.cluster.workers) <= PREFILLS:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             pipe.send(router.address)
             await until_told(pipe)
@@ -181,7 +182,7 @@ class Clients:
 
 @asynccontextmanager
 async def fleet(fairness: Fairness, quotas: QuotasConfig | None = None) -> AsyncIterator[Clients]:
-    """Two routers and three workers, each a process, and their clients."""
+    """Two routers and the workers, three processes, and their clients."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers, _ = await stack.enter_async_context(child(run_workers, folder))

@@ -136,6 +136,30 @@ def test_a_tenant_that_was_alone_for_long_without_waiting_does_not_pay_for_it_la
     assert 0.8 <= sum(ratios) / len(ratios) <= 1.25
 
 
+def test_a_tenant_that_comes_back_is_next_whatever_the_other_ones_answers_are_corrected_by() -> None:
+    queue = FairQueue("weighted", ManualClock())
+    for _ in range(8):
+        queue.push(queue.ticket("flood", 0, 100))
+    running = [queue.pop() for _ in range(4)]
+    queue.push(queue.ticket("light", 0, 100))
+    # A short answer lowers the flood's counter, and a place gets free.
+    queue.end(running[0], 0, 1)
+    assert queue.pop().tenant.name == "light"
+
+
+def test_a_tenant_that_comes_back_each_time_gets_no_more_than_one_that_always_waits() -> None:
+    queue, got = FairQueue("weighted", ManualClock()), {"again": 0, "always": 0}
+    for _ in range(400):
+        queue.push(queue.ticket("always", 0, 100))
+    for _ in range(300):
+        if not any(tenant.name == "again" for tenant in queue.waiting()):
+            queue.push(queue.ticket("again", 0, 100))
+        ticket = queue.pop()
+        got[ticket.tenant.name] += 1
+        queue.end(ticket, 0, 50)
+    assert abs(got["again"] - got["always"]) <= 2
+
+
 def test_an_estimate_that_the_tenant_has_spoiled_gains_it_nothing() -> None:
     """Long answers begin while short ones are expected, and short ones while long ones are, again and again."""
     queue = FairQueue("weighted", ManualClock())
