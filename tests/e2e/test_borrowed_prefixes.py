@@ -89,6 +89,7 @@ async def borrowed(running: Bench, ids: Sequence[int], **others: object) -> Stre
     return await running.generate(**fields(ids, DISAGGREGATED, **others))
 
 
+@pytest.mark.feature("prefixes of prompts from other workers", engine="pytorch", facade="grpc")
 @pytest.mark.parametrize("seed", [None, 11])
 async def test_ids_are_the_same_with_and_without_a_loan(seed: int | None) -> None:
     drawing = GREEDY if seed is None else sampling_pb2.SamplingParams(seed=seed, temperature=1.0)
