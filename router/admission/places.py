@@ -153,12 +153,12 @@ class SharedPlaces:
         return self._held if self._peers.count > 1 else 0
 
     def is_due(self, now: float) -> bool:
-        """True if the home is to be asked."""
+        """True if it is time to ask the home."""
         return self._peers.count > 1 and now >= self._ask_at
 
     @property
     def due_at(self) -> float:
-        """When the home is to be asked next."""
+        """The time of the next question to the home."""
         return self._ask_at if self._peers.count > 1 else math.inf
 
     async def ask(self, queue: AdmissionQueue, model: str, role: str, lend_here: "LendHere") -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
+from support.calibration import here
 from support.clock import ManualClock
 
 from router.admission import fair_queue
@@ -309,11 +310,11 @@ def test_a_decision_takes_under_ten_microseconds_with_a_thousand_tenants() -> No
             queue.push(queue.ticket(f"tenant {number}", 0, 1000))
     best = math.inf
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(200):
             queue.end(ticket := queue.pop(), 0, 200)
         for _ in range(200):
             queue.push(queue.ticket(ticket.tenant.name, 0, 1000))
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     # A pop and an end are the decision; a push is beside it here.
-    assert best / 200 < 30e-6, f"{best / 200 * 1e6:.1f} µs for a push, a pop and an end"
+    assert best / 200 < here(30e-6), f"{best / 200 * 1e6:.1f} µs for a push, a pop and an end"
