@@ -20,13 +20,9 @@ _MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Promp
 
 @dataclass(frozen=True)
 class Policy:
-<<<<<<< HEAD
-    """What is kept: the pool alone, or also host memory and disk, in pools; whether clients say `end`, and workers
+    """The memory below the pool, as multiples of it, whether clients say that their sessions end, and whether workers
     borrow from one another.
     """
-=======
-    """The memory below the pool, as multiples of it, and whether clients say that their sessions end."""
->>>>>>> main
 
     name: str
     host: float = 0.0

@@ -28,12 +28,7 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.pytorch.kv_cache.tiers.host import Copier
-<<<<<<< HEAD
-from services.engines.pytorch.model import attention, loading
-=======
-from services.engines.pytorch.kv_cache.tiers.seal import Digester
 from services.engines.pytorch.model import loading
->>>>>>> main
 
 _ROUNDS = 7
 
