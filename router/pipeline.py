@@ -18,7 +18,8 @@ from router.admission.predictor import RequestEstimate
 from router.answers import SeveralAnswers, draw_seed, keep_together
 from router.config import LimitsConfig
 from router.context import RequestContext
-from router.execution import Executor
+from router.decoding.state import Executor
+from router.execution import execute
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
@@ -146,7 +147,7 @@ class Pipeline:
             return
         completion = Completion(ctx.request, sampling, model, prompt.answer_parser(model))
         async with self.writer(ctx, reply) as stream:
-            await self.executor.run(ctx, prompt, completion, stream)
+            await execute(self.executor, ctx, prompt, completion, stream)
 
     def writer(self, ctx: RequestContext, reply: Reply) -> StreamWriter:
         """Writes the messages of a request to its client."""

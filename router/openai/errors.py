@@ -18,6 +18,7 @@ from baton.errors import (
     QuotaExceeded,
     RequestExists,
     RequestNotFound,
+    RouterStarting,
     SlowReader,
     StaleAttempt,
     StreamAdopted,
@@ -138,7 +139,7 @@ def failure_of(error: BatonError, guided_field: str = "") -> ErrorResponse:
 def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
     """When to try again, which methods a path has, and how to authenticate."""
     headers: list[tuple[bytes, bytes]] = []
-    if isinstance(error, (Overloaded, QuotaExceeded)):
+    if isinstance(error, (Overloaded, QuotaExceeded, RouterStarting)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
         headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
     if isinstance(error, HttpRefusal) and error.allowed:

@@ -38,7 +38,7 @@ def lenders(
 
 
 class OwnPlan(NamedTuple):
-    """The plan of a worker without a loan: the blocks that it does not compute, those of them in its pool, and loads."""
+    """A worker's plan without a loan: the blocks that it does not compute, those of them in its pool, and loads."""
 
     blocks: int
     in_pool: int

@@ -4,7 +4,9 @@ directory.py   which block is in which tier and slot, and which one leaves next
 write_rule.py  when the disk is written: only while it is read
 host.py        the tier in host memory, and the copies between it and the pool
 disk.py        the tier in a file
-moves.py       demotions, spills and loads, and the threads that run them
+jobs.py        blocks on their way, and how far they are
+mover.py       a thread that moves blocks in one direction
+moves.py       demotions, spills and loads, each direction on a thread of its own
 rates.py       how fast loading and computing are, and which is sooner
 tiers.py       all of it, for the engine's thread
 options.py     the key `engine.tiers`
