@@ -169,7 +169,7 @@ class Resumer:
         ctx.stats.completion_tokens = sum(len(one.token_ids) for one in adopted)
         ctx.stats.charged_tokens = sum(one.read_tokens for one in adopted)
         admission = self._pipeline.admission
-        async with admission.track_tenant(ctx):
+        async with admission.track_tenant(ctx, requests=0):
             with admission.count_running(ctx, model.name):
                 await self._answer(answers, ctx, model, reply)
 
