@@ -84,7 +84,7 @@ def digest_weights(block_bytes: int) -> npt.NDArray[np.int64]:
 
 
 def host_digests(memory: BlockMemory, block_ids: Sequence[int]) -> list[int]:
-    """Returns the digests of blocks, computed on the host. Blocking: about a second for each GB."""
+    """Returns the digests of blocks, computed on the host. Blocking: half a second to a second for each GB."""
     size, weights = memory.block_bytes, digest_weights(memory.block_bytes)
     at_once = max(1, _DIGESTED_BYTES // size)
     digests: list[int] = []
