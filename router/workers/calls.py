@@ -253,9 +253,16 @@ class WorkerCalls:
                 await adopted.responses.aclose()
             self._computed_by = calling.span.context
 
-    async def settle(self, worker: WorkerHandle, *, forget: bool = False) -> None:
+    async def settle(self, worker: WorkerHandle) -> None:
         """Ends the generation of a kept answer that has ended here. If that fails it ends with its grace."""
-        request = decode_pb2.SettleRequest(request_id=self._ctx.call_id, attachment=self._attachment, forget=forget)
+        await self._settle(worker, self._attachment)
+
+    async def forget(self, adopted: AdoptedDecode) -> None:
+        """Ends a kept answer that cannot go on, and has its worker forget it. If that fails it ends with its grace."""
+        await self._settle(adopted.worker, adopted.attachment, forget=True)
+
+    async def _settle(self, worker: WorkerHandle, attachment: int, *, forget: bool = False) -> None:
+        request = decode_pb2.SettleRequest(request_id=self._ctx.call_id, attachment=attachment, forget=forget)
         await best_effort(lambda seconds: worker.decode.Settle(request, timeout=seconds), healthy=not worker.problem)
 
     async def release_destination(self, destination: Destination) -> None:
