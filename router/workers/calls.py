@@ -30,6 +30,7 @@ from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import WorkerHandle
+from router.workers.prefix_sources import prefix_source
 from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
@@ -159,6 +160,7 @@ class WorkerCalls:
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=rank,
                 destination=destination.message if destination else None,
+                prefix_source=prefix_source(placement, worker),
             )
             # Messages as arguments are copied in twice the time.
             request.prompt.CopyFrom(prompt)
@@ -208,6 +210,7 @@ class WorkerCalls:
                 emitted=emitted,
                 data_parallel_rank=rank,
                 destination_id=destination.message.destination_id if destination else "",
+                prefix_source=None if handoff else prefix_source(placement, worker),
             )
             request.prompt.CopyFrom(prompt)
             request.sampling.CopyFrom(self._sampling)
