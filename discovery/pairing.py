@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from baton.errors import LayoutMismatch
 from discovery.location import Domain, is_within
-from discovery.record import WorkerRecord
+from discovery.record import CHECKS_HANDOFFS, DIGESTS_HANDOFFS, WorkerRecord
 
 WHOLE_REQUESTS = "whole_requests"  # the capability of a worker that is not meant to hand over
 
 # Beside LayoutMismatch.reason, why workers are unpaired.
 NO_COMMON_TRANSPORT = "NO_COMMON_TRANSPORT"
 TOO_FAR_APART = "TOO_FAR_APART"
+NOT_CHECKABLE = "NOT_CHECKABLE"
 
 _OPPOSITE = {"prefill": "decode", "decode": "prefill"}
 _NAMED = 3  # workers that a message names
@@ -29,13 +30,15 @@ class Unpaired:
 def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, within: Domain | None = None) -> bool:
     """True if a prefill worker can hand over to a decode worker of its model.
 
-    They are other processes, have the same KV layout, and the one offers a transport that the other reads. If handoffs
-    stay `within` a zone, rack or host, both are known to be in the same one.
+    They are other processes, have the same KV layout, the one offers a transport that the other reads, and digests
+    what it holds if the other checks it. If handoffs stay `within` a zone, rack or host, both are known to be in the
+    same one.
     """
     return (
         prefill.layout_digest == decode.layout_digest
         and (prefill.worker_id, prefill.epoch) != (decode.worker_id, decode.epoch)
         and share_transport(prefill.offers, decode.reads)
+        and is_checkable(prefill, decode)
         and (within is None or is_within(within, prefill.known_location, decode.known_location))
     )
 
@@ -51,6 +54,11 @@ def outside(record: WorkerRecord, within: Domain, other: WorkerRecord) -> str:
 def share_transport(offers: Sequence[str] | None, reads: Sequence[str] | None) -> bool:
     """True if a worker that reads these transports can read from one that offers those. Unknown ones may fit."""
     return offers is None or reads is None or bool(set(offers) & set(reads))
+
+
+def is_checkable(owner: WorkerRecord, reader: WorkerRecord) -> bool:
+    """True unless the reader would check a handoff that the owner, of an earlier version, cannot digest."""
+    return CHECKS_HANDOFFS not in reader.capabilities or DIGESTS_HANDOFFS in owner.capabilities
 
 
 def transport_names(names: Sequence[str] | None) -> str:
@@ -138,7 +146,12 @@ def partly_unpaired(records: Iterable[WorkerRecord], within: Domain | None = Non
 
 def _kind(record: WorkerRecord, within: Domain | None) -> tuple[object, ...]:
     """The facts that decide which workers a worker can be paired with."""
-    return record.layout_digest, record.offers, record.reads, _domain(record, within)
+    return (*_likeness(record), _domain(record, within))
+
+
+def _likeness(record: WorkerRecord) -> tuple[object, ...]:
+    checking = [name in record.capabilities for name in (CHECKS_HANDOFFS, DIGESTS_HANDOFFS)]
+    return record.layout_digest, record.offers, record.reads, *checking
 
 
 def _unfit(record: WorkerRecord, role: str, opposite: Iterable[Sequence[WorkerRecord]], within: Domain | None) -> str:
@@ -151,15 +164,18 @@ def _unfit(record: WorkerRecord, role: str, opposite: Iterable[Sequence[WorkerRe
     if not unfit:
         return ""
     cannot = "cannot hand over to" if role == "prefill" else "cannot be handed over to by"
-    return f"{cannot} {_list(unfit, lambda other: f'({_cause(record, other, within)})')}"
+    return f"{cannot} {_list(unfit, lambda other: f'({_cause(record, role, other, within)})')}"
 
 
-def _cause(record: WorkerRecord, other: WorkerRecord, within: Domain | None) -> str:
+def _cause(record: WorkerRecord, role: str, other: WorkerRecord, within: Domain | None) -> str:
     """Why two workers are no pair."""
     if record.layout_digest != other.layout_digest:
         return f"KV layout {layout_name(other)}; its own is {layout_name(record)}"
     if within is not None and not is_within(within, record.known_location, other.known_location):
         return f"at {other.known_location.in_words}; handoffs stay within the {within}"
+    owner, reader = _pair(record, role, other)
+    if share_transport(owner.offers, reader.reads):
+        return _not_checkable(owner, reader)
     return f"offers {transport_names(other.offers)} and reads {transport_names(other.reads)}"
 
 
@@ -172,7 +188,7 @@ def _examples(records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
     """Two of those that are alike for a handoff: in large fleets most are. One would not do, as none fits itself."""
     alike: defaultdict[object, list[WorkerRecord]] = defaultdict(list)
     for record in records:
-        alike[record.layout_digest, record.offers, record.reads].append(record)
+        alike[_likeness(record)].append(record)
     return [record for of_kind in alike.values() for record in of_kind[:2]]
 
 
@@ -184,6 +200,16 @@ def _fits_one(record: WorkerRecord, role: str, opposite: Iterable[WorkerRecord],
     if role == "prefill":
         return any(can_hand_over(record, other, within) for other in opposite)
     return any(can_hand_over(other, record, within) for other in opposite)
+
+
+def _pair(record: WorkerRecord, role: str, other: WorkerRecord) -> tuple[WorkerRecord, WorkerRecord]:
+    """The owner and the reader of handoffs between them."""
+    return (record, other) if role == "prefill" else (other, record)
+
+
+def _not_checkable(owner: WorkerRecord, reader: WorkerRecord) -> str:
+    checks = f"{reader.worker_id} checks handoffs (handoff.verify)"
+    return f"{checks}, and {owner.worker_id}, of an earlier version, cannot digest what it holds"
 
 
 def _problem(
@@ -207,6 +233,10 @@ def _problem(
         apart = f"no {_OPPOSITE[role]} worker is in its {within}, which handoffs must not leave"
         return Unpaired(TOO_FAR_APART, f"{apart}: it is at {record.known_location.in_words}; {places}")
     alike = near
+    pairs = [_pair(record, role, other) for other in alike]
+    unchecked = [_not_checkable(*pair) for pair in pairs if share_transport(pair[0].offers, pair[1].reads)]
+    if unchecked:
+        return Unpaired(NOT_CHECKABLE, unchecked[0])
     if role == "prefill":
         transports = f"it offers {transport_names(record.offers)}; "
         transports += _list(alike, lambda other: f"reads {transport_names(other.reads)}")

@@ -43,6 +43,10 @@ MOVES_DECODES = "moves_decodes"
 # The capability of workers that lend blocks of their prefix caches, and borrow others'.
 PREFIX_LOANS = "prefix_loans"
 
+# The capability of workers that digest what they hold, and of those that take no handoff whose owner does not.
+DIGESTS_HANDOFFS = "digests_handoffs"
+CHECKS_HANDOFFS = "checks_handoffs"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

@@ -9,6 +9,7 @@ import structlog
 from baton.errors import Draining, ModelNotFound, RoleMismatch, StaleEpoch
 from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
+from discovery.record import CHECKS_HANDOFFS, KEEPS_STREAMS
 from discovery.registry import Registration, Registry, WorkerRecord
 from engine_protocol.roles import Role
 from runtime.aio import timeout
@@ -33,6 +34,7 @@ class Identity:
     offers: tuple[str, ...] | None = None  # transports by which others can read its KV; None if engines move it
     reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
     location: Location = UNKNOWN
+    checks_handoffs: bool = False  # it compares what it pulls with what the owner holds
     keeps_streams: bool = False  # its decodes may go on without their readers
     leaving: tuple[Role, ...] = ()  # roles that it loses: it takes work by them, and no router is to send any
     left: frozenset[Role] = frozenset()  # roles that it has lost
@@ -49,6 +51,12 @@ class Identity:
     def may_have_kept_streams(self) -> bool:
         """True if it decodes or has, since what it keeps outlives the role."""
         return self.keeps_streams and "decode" in {*self.roles, *self.leaving, *self.left}
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """For the registry: those that the configuration gives it, beside those of its engines."""
+        kept = (KEEPS_STREAMS,) if self.may_have_kept_streams else ()
+        return (*kept, CHECKS_HANDOFFS) if self.checks_handoffs else kept
 
     def leave(self, roles: tuple[Role, ...]) -> None:
         """Ends these roles, which it was leaving."""

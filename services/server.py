@@ -8,7 +8,7 @@ import structlog
 
 from baton.engine.v1 import handoff_pb2_grpc, worker_pb2_grpc
 from discovery.config import open_registry
-from discovery.record import KEEPS_STREAMS, MULTIPLEX, MULTIPLEXED_LOAD
+from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.service import multiplex
 from engine_protocol.roles import load, role_kinds
@@ -101,6 +101,8 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:
+        # Engines that transfer KV themselves are not checked.
+        identity.checks_handoffs = bool(config.handoff.check_every) and engines.engine.memory is not None
         metrics.KV_BLOCK_BYTES.set(engines.engine.facts.layout.block_bytes)
     return identity
 
@@ -209,7 +211,7 @@ def _fetch_seconds(engines: WorkerEngines) -> float:
 
 def _record(worker: Worker) -> WorkerRecord:
     facts = worker.engines.facts
-    kept = (KEEPS_STREAMS,) if worker.identity.may_have_kept_streams else ()
+    own = worker.identity.capabilities
     return WorkerRecord(
         worker_id=worker.worker_id,
         epoch=worker.epoch,
@@ -219,7 +221,7 @@ def _record(worker: Worker) -> WorkerRecord:
         engine=facts.engine,
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
-        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD, *kept),
+        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD, *own),
         data_parallel_ranks=facts.data_parallel_ranks,
         certificate=worker.identity.certificate,
         layout=facts.layout.in_words,

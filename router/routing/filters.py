@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
 from discovery.location import Domain
-from discovery.pairing import layout_name, outside, share_transport, transport_names
+from discovery.pairing import is_checkable, layout_name, outside, share_transport, transport_names
 from discovery.record import WorkerRecord
 from router.routing.policy import W, WorkerView
 
@@ -29,7 +29,7 @@ class Constraints:
     lora: lora_pb2.LoraAdapter | None = None  # that it has, or can load
     tried: frozenset[str] = frozenset()  # processes that have failed this request; WorkerRecord.process
     needs: tuple[str, ...] = ()  # capabilities, named as the options of requests that need them
-    near: WorkerRecord | None = None  # that it would hand over to, and must be `within` one zone, rack or host with
+    near: WorkerRecord | None = None  # that it would hand over to, and be `within` one zone, rack or host with
     within: Domain | None = None
 
 
@@ -126,6 +126,8 @@ def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
         return f"has no transport in common with the decode worker: it offers {offered}, and read are {read}"
     if constraints.within and constraints.near and (far := outside(record, constraints.within, constraints.near)):
         return far
+    if constraints.near and not is_checkable(record, constraints.near):
+        return f"cannot digest what it holds, and {constraints.near.worker_id} checks handoffs"
     if record.max_context_tokens < constraints.context_tokens:
         return f"its context ends at {record.max_context_tokens} tokens"
     if constraints.lora is not None and not worker.loras.can_use(constraints.lora):

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
-from baton.errors import BatonError, HandoffLost, InvalidReply, Overloaded
+from baton.errors import BatonError, HandoffLost, InvalidReply, Overloaded, Unavailable
 from baton.inference.v1 import timing_pb2
 from rpc.timeouts import KV_TRANSFER_SECONDS
 from rpc.tracing.span import Span, stage_span
@@ -120,7 +120,8 @@ class PrefixBorrower:
             return "full"
         except BatonError as error:
             log.info("no loan of a prefix", owner=owner.worker_id, problem=error.message)
-            self._peers.forget(owner)
+            if isinstance(error, (HandoffLost, Unavailable)):  # its process may have ended; one that refuses has not
+                self._peers.forget(owner)
             return "lost"
 
     @asynccontextmanager
@@ -232,7 +233,9 @@ class _Loan:
             raise HandoffLost(f"the KV of worker {leased.worker_id} did not arrive: {error}") from error
         if self._call.faults.has("corrupt", "lent"):
             corrupt(memory, destination)
-        self._checked = self._intact(await asyncio.to_thread(self._engine.digest, destination))
+        self._checked, damage = await asyncio.to_thread(self._intact, destination, self._missing)
+        if damage is not None:
+            self._note(damage)
         await self._call.faults.inject("borrowed")
 
     async def cache(self, pool: Pool) -> None:
@@ -262,20 +265,22 @@ class _Loan:
         first = self._reservation.cached_blocks
         return self._reservation.block_ids[first : first + len(self._leased.block_ids)]
 
-    def _intact(self, digests: Sequence[int]) -> int:
-        """The number of blocks, from the first on, that are what their names say."""
-        sealer = Sealer(self.layout, self.source.owner.epoch)
-        for index, (seal, name, digest) in enumerate(zip(self._seals, self._missing, digests, strict=False)):
+    def _intact(self, destination: Sequence[int], names: Sequence[bytes]) -> tuple[int, DamagedBlock | None]:
+        """The number of blocks, from the first on, that are what their names say, and what ends them. Blocking."""
+        sealer, digests = Sealer(self.layout, self.source.owner.epoch), self._engine.digest(destination)
+        for index, (seal, name, digest) in enumerate(zip(self._seals, names, digests, strict=False)):
             try:
                 sealer.check(seal, BlockContents(name, self.layout.block_tokens), digest)
             except DamagedBlock as damage:
-                self.is_damaged = True
-                DAMAGED_BLOCKS.labels("peer").inc()
-                log.warning(
-                    "kv block is damaged", tier="peer", owner=self.source.owner.worker_id, reason=f"{damage} of a block"
-                )
-                return index
-        return len(digests)
+                return index, damage
+        return len(digests), None
+
+    def _note(self, damage: DamagedBlock) -> None:
+        self.is_damaged = True
+        DAMAGED_BLOCKS.labels("peer").inc()
+        log.warning(
+            "kv block is damaged", tier="peer", owner=self.source.owner.worker_id, reason=f"{damage} of a block"
+        )
 
 
 def _record(loan: _Loan, outcome: str, call: RunningCall, span: Span) -> None:

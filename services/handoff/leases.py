@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -61,6 +62,7 @@ class Lease:
     holders: frozenset[str] = frozenset()  # certificates that may read, renew and release it; empty allows all
     clock: LeaseClock = field(default=MONOTONIC, repr=False)
     handoff_id: str = field(default_factory=lambda: token_urlsafe(24), repr=False)
+    renewable_until: float = math.inf
     reader: str = ""  # the only one that may read it, once one has claimed it
 
     @property
@@ -135,13 +137,19 @@ class LeaseTable:
         return tuple(self._leases.values())
 
     def hold(
-        self, request_id: str, held: HeldBlocks, layout_digest: str, holders: frozenset[str] = frozenset()
+        self,
+        request_id: str,
+        held: HeldBlocks,
+        layout_digest: str,
+        holders: frozenset[str] = frozenset(),
+        renewable_seconds: float = math.inf,
     ) -> Lease:
         """Takes ownership of `held`, and grants a lease of full length. Only `holders`, if given, may read, renew and
-        release it.
+        release it. After `renewable_seconds` it is not renewed any more.
         """
         now = self._clock.now()
         lease = Lease(held, request_id, now, now + self.lease_seconds, layout_digest, holders, self._clock)
+        lease.renewable_until = now + renewable_seconds
         self._leases[lease.handoff_id] = lease
         self._granted.set()
         return lease
@@ -168,6 +176,8 @@ class LeaseTable:
         lease = self._leases.get(handoff_id)
         if lease is None or not lease.remaining_seconds or not _is_held(lease):
             return 0.0
+        if self._clock.now() > lease.renewable_until:
+            return lease.remaining_seconds
         lease.expires_at = self._clock.now() + self.lease_seconds
         # All leases have the same length, so the order of renewal is the order of expiry.
         self._leases.move_to_end(handoff_id)

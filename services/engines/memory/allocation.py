@@ -61,6 +61,10 @@ class KeptBlocks:
         """True if another prompt with these cached blocks and `missing` new ones may be computed for another worker."""
         return not self._references or self.beside(cached) + len(cached) + missing <= self._most
 
+    def may_lend(self, blocks: Collection[int]) -> bool:
+        """True if these may be lent: a loan is never needed, so none is larger than the share."""
+        return self.beside(blocks) + len(blocks) <= self._most
+
     def fits_beside_kept(self, cached: Sequence[int], missing: int) -> bool:
         """True if a request would fit if only kept blocks were in the pool. If not, it waits for other workers."""
         return self.beside(cached) + len(cached) + missing <= self._total

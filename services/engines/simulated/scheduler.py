@@ -111,7 +111,7 @@ class SimulatedScheduler:
     def lend_cached(self, hashes: Items[bytes]) -> Items[int]:
         """Holds the blocks of the longest known prefix of a chain; perhaps none."""
         blocks = self._blocks.match(hashes)
-        return self._keep(blocks) if blocks and self._kept.may_add(blocks, 0) else ()
+        return self._keep(blocks) if blocks and self._kept.may_lend(blocks) else ()
 
     def _keep(self, blocks: list[int]) -> list[int]:
         self._blocks.take(blocks, 0)

@@ -1,17 +1,23 @@
 """Workers whose KV layout or transports fit no other worker: the router reports them."""
 
 import re
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clients.scraping import sample
 from support.cluster.in_process import PREFILL, Bench, bench, eventually, simulated
 from support.router.worker_views import worker
 
-from discovery.pairing import can_hand_over, unpaired
-from discovery.record import WorkerRecord
+from baton.inference.v1 import generate_pb2
+from discovery.memory import MemoryRegistry
+from discovery.pairing import NOT_CHECKABLE, Unpaired, can_hand_over, partly_unpaired, unpaired
+from discovery.record import CHECKS_HANDOFFS, DIGESTS_HANDOFFS, WorkerRecord
+from services.config import HandoffConfig
+from services.server import host_worker
 
 OTHER = simulated("d1", "decode", block_tokens=32)
 BY_SHM = simulated("p1", "prefill").model_copy(update={"transports": ("shm",)})
@@ -19,10 +25,11 @@ BY_TCP = simulated("d1", "decode").model_copy(update={"transports": ("tcp",)})
 
 _TRANSPORTS = st.none() | st.sets(st.sampled_from(["shm", "tcp", "nixl"])).map(tuple)
 _RECORDS = st.builds(
-    lambda role, layout, offers, reads: replace(
-        worker("w"), roles=(role,), layout_digest=layout, offers=offers, reads=reads
+    lambda role, layout, offers, reads, able: replace(
+        worker("w"), roles=(role,), layout_digest=layout, offers=offers, reads=reads, capabilities=tuple(able)
     ),
     *(st.sampled_from(["prefill", "decode"]), st.sampled_from("xy"), _TRANSPORTS, _TRANSPORTS),
+    st.sets(st.sampled_from([CHECKS_HANDOFFS, DIGESTS_HANDOFFS])),
 )
 _FLEETS = st.lists(_RECORDS, max_size=6).map(
     lambda records: [replace(record, worker_id=f"w{index}") for index, record in enumerate(records)]
@@ -106,3 +113,35 @@ def test_a_worker_is_unpaired_exactly_if_it_can_hand_over_to_none_and_from_none(
     alone = {one.process for one in prefills if decodes and not any(can_hand_over(one, other) for other in decodes)}
     alone |= {one.process for one in decodes if prefills and not any(can_hand_over(other, one) for other in prefills)}
     assert unpaired(records).keys() == alone
+
+
+def test_who_checks_handoffs_is_no_pair_with_an_owner_of_an_earlier_version() -> None:
+    old = replace(worker("p1"), roles=("prefill",), layout_digest="x")
+    new = replace(old, worker_id="p2", capabilities=(DIGESTS_HANDOFFS,))
+    reader = replace(worker("d1"), roles=("decode",), layout_digest="x", capabilities=(CHECKS_HANDOFFS,))
+    assert not can_hand_over(old, reader)
+    assert can_hand_over(new, reader)
+    assert can_hand_over(old, replace(reader, capabilities=()))
+    why = "d1 checks handoffs (handoff.verify), and p1, of an earlier version, cannot digest what it holds"
+    assert unpaired([old, reader]) == dict.fromkeys(("p1@1", "d1@1"), Unpaired(NOT_CHECKABLE, why))
+    partly = partly_unpaired([old, new, reader])
+    assert unpaired([old, new, reader]).keys() == {"p1@1"}
+    assert list(partly) == ["d1@1"]
+    assert why in partly["d1@1"][0]
+
+
+async def test_a_worker_that_checks_handoffs_is_handed_none_by_an_owner_of_an_earlier_version() -> None:
+    checking = simulated("d1", "decode").model_copy(update={"handoff": HandoffConfig(verify="always")})
+    elsewhere = MemoryRegistry("test")
+    async with bench(checking) as running, host_worker(PREFILL, elsewhere), aclosing(elsewhere.watch()) as views:
+        [new] = await anext(views)
+        old = replace(new, capabilities=tuple(each for each in new.capabilities if each != DIGESTS_HANDOFFS))
+        async with running.registry.register(old) as registration:
+            await running.ready(2)
+            with pytest.raises(aio.AioRpcError, match="cannot digest what it holds, and d1 checks handoffs"):
+                await running.generate(prompt="hello", routing={"topology": "TOPOLOGY_DISAGGREGATED"})
+            assert (await running.generate(prompt="hello")).started.topology == generate_pb2.TOPOLOGY_AGGREGATED
+            await registration.update(new)
+            await eventually(lambda: not any(problems(running).values()))
+            handed = await running.generate(prompt="hello", routing={"topology": "TOPOLOGY_DISAGGREGATED"})
+            assert handed.started.prefill_worker_id == "p1"

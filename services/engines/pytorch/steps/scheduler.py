@@ -150,7 +150,7 @@ class Scheduler:
     def lend_cached(self, hashes: Sequence[bytes]) -> LentBlocks | None:
         """Holds the blocks of the longest known prefix of a chain; None if there are none, or too many are held."""
         blocks = tuple(self._pool.match(hashes))
-        if not blocks or not self._limits.prefix_cache or not self.kept.may_add(blocks, 0):
+        if not blocks or not self._limits.prefix_cache or not self.kept.may_lend(blocks):
             return None
         return self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1]))
 
