@@ -28,12 +28,12 @@ _MOST_HASHES = 16 * 1024
 _HASH_BYTES = range(8, 65)
 _MOST_TIERS = 8
 _ON_DEVICE = (worker_pb2.KV_TIER_UNSPECIFIED, worker_pb2.KV_TIER_DEVICE)
-# A worker's caches may hold more blocks than its engine's pool: those of the tiers whose sizes it tells, and of slower
+# A worker's caches may together hold more blocks than its engine's pools: those of the tiers whose sizes it tells, and of slower
 # memory that it does not tell of, but not so many times as many.
 _MOST_POOLS = 64
 # Of a worker that does not say how many blocks it has.
 _MOST_UNTOLD_BLOCKS = 2**20
-# Of any worker: about 700 MB of this process, if all of them are on a disk.
+# Of any worker, of all its ranks: about 700 MB of this process, if all of them are on a disk.
 _MOST_BLOCKS = 2**22
 # Between two subscriptions to a worker that has sent what it may not.
 _FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS = 1.0, 60.0
@@ -59,6 +59,9 @@ class KvFeed:
         self._ranks = max(1, ranks)
         self._load = load
         self._most_blocks = 0  # of the reports so far: a tier that fails is reported before its blocks are
+        # By rank. Until its snapshot has come a rank has what an earlier subscription has told.
+        self._blocks = [caches.num_blocks(Cache(process, rank)) for rank in range(self._ranks)]
+        self._total = sum(self._blocks)
         self._next = 0
 
     def apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
@@ -96,14 +99,17 @@ class KvFeed:
                 self._caches.store(cache, stored)
                 for keys, each in zip(moved, changed.moved, strict=True):
                     self._move(cache, keys, each.tier)
-        self._check_number(self._caches.num_blocks(cache))
+        self._check_number(cache)
 
-    def _check_number(self, blocks: int) -> None:
-        """Raises InvalidReply if a cache has more blocks than the worker has room for, as far as it has told."""
-        if blocks <= self._most_blocks:
+    def _check_number(self, changed: Cache) -> None:
+        """Raises InvalidReply if all caches have more blocks than the worker has room for, as far as it has told."""
+        blocks = self._caches.num_blocks(changed)
+        self._total += blocks - self._blocks[changed.rank]
+        self._blocks[changed.rank] = blocks
+        if self._total <= self._most_blocks:
             return
         self._most_blocks = max(self._most_blocks, _most_blocks(self._load()))
-        if blocks > self._most_blocks:
+        if self._total > self._most_blocks:
             total = self._load().blocks_total
             raise InvalidReply(f"KV events of more than {self._most_blocks} blocks: the worker's pool has {total}")
 
@@ -155,7 +161,7 @@ class KvSubscriber:
                     return
                 except InvalidReply as error:
                     # What it said before is not believed, either: until its next snapshot its cache is estimated.
-                    self._caches.forget_reports(worker.record.process)
+                    self._caches.drop(worker.record.process)
                     metrics.WORKER_FAULTS.labels("kv_events").inc()
                     reports.lost(error.message)
                     waits = penalty
@@ -192,7 +198,7 @@ class KvSubscriber:
 
 
 def _most_blocks(load: WorkerLoad) -> int:
-    """The most blocks of a cache of a worker that reports this load."""
+    """The most blocks of all caches of a worker that reports this load."""
     if not load.blocks_total:
         return _MOST_UNTOLD_BLOCKS
     in_tiers = load.memory.host_blocks_total + load.memory.disk_blocks_total

@@ -200,13 +200,8 @@ class PrefixCaches:
             if misses >= _MOST_MISSES:
                 self._cacheless.add(process)
 
-    def forget_reports(self, process: str) -> None:
-        """Forgets what a worker has reported: its caches are estimated until it reports them again."""
-        if process in self._reporting:
-            self.drop(process)
-
     def drop(self, process: str) -> None:
-        """Forgets a worker that has left."""
+        """Forgets a worker that has left, or whose reports are not believed: it is estimated until it reports again."""
         self._reporting.discard(process)
         self._cacheless.discard(process)
         self._misses.pop(process, None)

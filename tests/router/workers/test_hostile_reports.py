@@ -20,7 +20,9 @@ from baton.inference.v1 import generate_pb2, lora_pb2
 from baton.inference.v1.model_pb2 import ModelCapabilities, ModelLimits
 from discovery.record import LORA, WorkerRecord
 from router.config import RoutingConfig
+from router.placement.kv_events import KvSubscriber
 from router.routing.known_loras import KnownLoras
+from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.text.served_model import ServedModel
 from router.workers.loras import find_lora, loras_of_model, watch_loras
 from rpc.channels import open_channel
@@ -70,6 +72,27 @@ async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(na
             assert views["p1"] == generate_pb2.CACHE_VIEW_REPORTED
             await serves(running)
         await serves(running)
+
+
+async def test_what_a_worker_has_told_without_a_snapshot_is_forgotten_with_its_subscription() -> None:
+    many = [number.to_bytes(16, "little") for number in range(9_000)]
+
+    def changed(reply: Event) -> Iterator[Reply]:
+        yield Event(epoch=reply.epoch, sequence=reply.sequence, stored={"block_hashes": many})
+
+    faults = since("baton_router_worker_faults_total", stage="kv_events")
+    async with bench(PREFILL, DECODE) as running:
+        async with tampered(running, simulated("broken", "prefill", num_blocks=128), multiplexed=False) as broken:
+            broken.changes["SubscribeKvEvents"] = changed
+            caches = PrefixCaches()
+            following = asyncio.ensure_future(KvSubscriber(running.cluster, caches, caches.drop).follow())
+            try:
+                await eventually(lambda: faults.grown > 0)
+                [record] = [one.record for one in running.cluster.workers if one.record.worker_id == "broken"]
+                assert caches.num_blocks(Cache(record.process, 0)) == 0
+            finally:
+                following.cancel()
+                await asyncio.wait([following])
 
 
 INVENTORIES = {

@@ -239,6 +239,23 @@ def test_more_blocks_than_a_worker_reports_room_for_are_not_believed(memory: Mem
         stored_on_disk(KvFeed(CACHE.process, 1, PrefixCaches(), load=lambda: load), most + 1)
 
 
+def test_the_ranks_of_a_worker_have_room_for_so_many_blocks_together() -> None:
+    caches, load = PrefixCaches(), WorkerLoad(blocks_total=10)
+
+    def follow(rank: int) -> None:
+        feed = KvFeed(CACHE.process, 1, caches, ranks=8, load=lambda: load)
+        change = KvStored(rank, tuple(name(number) for number in range(400)), KvTier.DEVICE)
+        for sequence, piece in enumerate(in_pieces(change, most=1000)):
+            feed.apply(kv_event(1, sequence, piece))
+
+    follow(0)
+    follow(0)
+    with pytest.raises(InvalidReply, match="more than 640 blocks"):
+        follow(1)
+    caches.drop(CACHE.process)
+    follow(1)
+
+
 def test_the_blocks_of_a_tier_that_has_failed_are_believed_until_they_are_reported_as_gone() -> None:
     load = WorkerLoad(blocks_total=10, memory=MemoryTiers(disk_blocks_total=1000))
     caches = PrefixCaches()
