@@ -28,7 +28,7 @@ _MOST_HASHES = 16 * 1024
 _HASH_BYTES = range(8, 65)
 _MOST_TIERS = 8
 _ON_DEVICE = (worker_pb2.KV_TIER_UNSPECIFIED, worker_pb2.KV_TIER_DEVICE)
-# A worker's caches may together hold more blocks than its engine's pools: those of the tiers whose sizes it tells, and of slower
+# A worker's caches may hold more blocks than its engine's pools: those of the tiers whose sizes it tells, and of slower
 # memory that it does not tell of, but not so many times as many.
 _MOST_POOLS = 64
 # Of a worker that does not say how many blocks it has.

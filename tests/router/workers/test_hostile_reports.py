@@ -81,18 +81,18 @@ async def test_what_a_worker_has_told_without_a_snapshot_is_forgotten_with_its_s
         yield Event(epoch=reply.epoch, sequence=reply.sequence, stored={"block_hashes": many})
 
     faults = since("baton_router_worker_faults_total", stage="kv_events")
-    async with bench(PREFILL, DECODE) as running:
-        async with tampered(running, simulated("broken", "prefill", num_blocks=128), multiplexed=False) as broken:
-            broken.changes["SubscribeKvEvents"] = changed
-            caches = PrefixCaches()
-            following = asyncio.ensure_future(KvSubscriber(running.cluster, caches, caches.drop).follow())
-            try:
-                await eventually(lambda: faults.grown > 0)
-                [record] = [one.record for one in running.cluster.workers if one.record.worker_id == "broken"]
-                assert caches.num_blocks(Cache(record.process, 0)) == 0
-            finally:
-                following.cancel()
-                await asyncio.wait([following])
+    small = simulated("broken", "prefill", num_blocks=128)
+    async with bench(PREFILL, DECODE) as running, tampered(running, small, multiplexed=False) as broken:
+        broken.changes["SubscribeKvEvents"] = changed
+        caches = PrefixCaches()
+        following = asyncio.ensure_future(KvSubscriber(running.cluster, caches, caches.drop).follow())
+        try:
+            await eventually(lambda: faults.grown > 0)
+            [record] = [one.record for one in running.cluster.workers if one.record.worker_id == "broken"]
+            assert caches.num_blocks(Cache(record.process, 0)) == 0
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
 
 
 INVENTORIES = {
