@@ -108,6 +108,8 @@ class RequestExecution(Waiting):
             token_ids=prompt.token_ids,
             needs=needed_capabilities(ctx.request),
         )
+        if ctx.notes is not None:
+            ctx.notes.runs(self._routing_request, completion)
         self._progress: Progress = IgnoredProgress()
         self._suspects: Suspects | None = None  # once a worker has given a reply that it may not give
         self._attempts: Attempts | None = None  # at the present stage
@@ -155,6 +157,8 @@ class RequestExecution(Waiting):
         """Reports to the policy what happens to the request, from now on under this placement."""
         self._progress.close()
         self._progress = placement.progress
+        if self._ctx.notes is not None:
+            self._ctx.notes.placed(placement)
         return placement
 
     def _finish(self) -> None:
@@ -439,6 +443,8 @@ class RequestExecution(Waiting):
             self._found_cached(end.usage)
             self._has_moved = True
         self._yielded = Yielded(decode, self._placer)
+        if self._ctx.notes is not None:
+            self._ctx.notes.yielded(end.handoff if end.HasField("handoff") else None)
         if end.drafted_tokens:
             self._stats.speculated(end.drafted_tokens, end.accepted_tokens)
         if not self.awaits_answer:

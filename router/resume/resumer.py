@@ -159,6 +159,7 @@ class Resumer:
             faults=self._contexts.read_faults(request.call),
             cancellation=Cancellation(request.handle.call_id),
             keep=replace(request.keep(kept, request.handle), origin=record.origin, is_partly_lost=is_partly_lost),
+            notes=self._contexts.begin_notes(request.call.invocation_metadata()),
         )
 
     async def _answer_adopted(self, answers: Sequence[Answer], ctx: RequestContext, reply: Reply) -> None:
