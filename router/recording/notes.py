@@ -67,7 +67,8 @@ class AttemptNote:
 class AnswerNotes:
     """The notes of one answer; `parts` are those of the request's other answers. `workers` gives all that are known.
 
-    `cause` is set if the record is kept however the request ends.
+    `cause` is set if the record is kept however the request ends. `is_taken_over` says that another router has the
+    request itself, and this one only what a worker told of it.
     """
 
     workers: Callable[[], Sequence[WorkerView]]
@@ -79,6 +80,7 @@ class AnswerNotes:
     completion: Completion | None = None
     resumed_tokens: int = 0
     is_adopted: bool = False
+    is_taken_over: bool = False
     parts: list["AnswerNotes"] = field(default_factory=list)
 
     def part(self) -> "AnswerNotes":

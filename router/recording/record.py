@@ -20,7 +20,7 @@ from baton.errors import (
     StaleEpoch,
     Unavailable,
 )
-from baton.inference.v1 import record_pb2
+from baton.inference.v1 import generate_pb2, record_pb2
 from baton.version import __version__
 from router.context import RequestContext
 from router.explain import candidate_message
@@ -100,24 +100,23 @@ class RecordMaker:
         return record
 
     def _fill_request(self, record: record_pb2.RequestRecord, ended: Ended) -> None:
-        request, ids = ended.ctx.request, _prompt_ids(ended.notes)
+        notes, ids = ended.notes, _prompt_ids(ended.notes)
+        request = _as_told(ended.ctx.request, notes, ids) if notes.is_taken_over else ended.ctx.request
         if ids:
             record.prompt_digest = records.ids_digest(ids)
         content = records.content_of(request)
-        if content.WhichOneof("input") is None and ids:
-            # Taken over from another router, which alone had the text.
-            content.token_ids.ids.extend(ids)
-            if ended.notes.completion is not None and ended.notes.completion.sampling.HasField("guided"):
-                content.guided.CopyFrom(ended.notes.completion.sampling.guided)
-        record.content_digest = records.content_digest(content)
         record.request.CopyFrom(records.options_of(request))
-        completion = ended.notes.completion
+        completion = notes.completion
         if completion is not None and completion.sampling.params.HasField("seed"):
             record.request.sampling.seed = completion.sampling.params.seed
         if self.keeps_prompts and content.ByteSize() <= self.most_bytes:
             record.request.MergeFrom(content)
         else:
             record.redacted.extend(records.parts_of(content))
+        if notes.is_taken_over and completion is not None and completion.sampling.bad_sequences:
+            record.redacted.append("sampling.bad_words")  # of which only their ids are known
+        else:
+            record.content_digest = records.content_digest(content)
 
     def _fill_answer(self, answer: record_pb2.RecordedAnswer, notes: AnswerNotes, began: float) -> None:
         answer.left_out, answer.resumed_tokens, answer.adopted = notes.left_out, notes.resumed_tokens, notes.is_adopted
@@ -164,6 +163,22 @@ class RecordMaker:
             fields = dict.fromkeys(one.field.partition(".")[0].partition("[")[0] for one in error.violations)
             return f"wrong fields: {', '.join(fields)}"[:_LONGEST_ERROR]
         return ""
+
+
+def _as_told(
+    request: generate_pb2.GenerateRequest, notes: AnswerNotes, ids: Sequence[int]
+) -> generate_pb2.GenerateRequest:
+    """A request that was taken over, from what its worker told: the ids of its prompt, and how they are sampled."""
+    told = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=ids))
+    told.MergeFrom(records.options_of(request))
+    told.stopping.CopyFrom(request.stopping)
+    if notes.completion is not None:
+        told.sampling.CopyFrom(notes.completion.sampling.params)
+        if notes.completion.sampling.HasField("guided"):
+            told.guided.CopyFrom(notes.completion.sampling.guided)
+    if notes.parts:
+        told.sampling.n = 1 + len(notes.parts)
+    return told
 
 
 def _answers(notes: AnswerNotes) -> Iterable[AnswerNotes]:

@@ -148,6 +148,9 @@ class Resumer:
             seconds = min(seconds, attached.remaining.ToNanoseconds() / 1e9)
         stats = RequestStats(record.request_id, timings)
         kept = record.started.resumption.keep.ToNanoseconds() / 1e9
+        notes = self._contexts.begin_notes(request.call.invocation_metadata())
+        if notes is not None:
+            notes.is_taken_over = True
         return RequestContext(
             request=asked,
             request_id=record.request_id,
@@ -159,7 +162,7 @@ class Resumer:
             faults=self._contexts.read_faults(request.call),
             cancellation=Cancellation(request.handle.call_id),
             keep=replace(request.keep(kept, request.handle), origin=record.origin, is_partly_lost=is_partly_lost),
-            notes=self._contexts.begin_notes(request.call.invocation_metadata()),
+            notes=notes,
         )
 
     async def _answer_adopted(self, answers: Sequence[Answer], ctx: RequestContext, reply: Reply) -> None:
