@@ -15,7 +15,7 @@ from support.eventually import PATIENCE_SECONDS
 
 from baton import AsyncClient
 from baton.connection.metadata import RECORD_KEY, RECORDED
-from baton.errors import BatonError, InvalidRequest, RequestNotFound, Unavailable
+from baton.errors import BatonError, InvalidRequest, RequestNotFound, Unauthenticated, Unavailable
 from baton.inference.v1 import generate_pb2, record_pb2
 from baton.records import read_bundle
 from router.config import AuthConfig, PeersConfig, RecordsConfig, RouterConfig
@@ -306,3 +306,25 @@ async def test_a_cancelled_request_is_recorded_up_to_its_end() -> None:
             [record] = await client.records("left")
     assert record.outcome == "CANCELLED"
     assert record.error == "cancelled by CancelGeneration"
+
+
+async def test_an_operator_sees_the_records_of_all_and_a_client_only_its_own(tmp_path: Path) -> None:
+    tokens = {name: name * 7 for name in ("alice", "bobby", "otto7")}
+    roles = {"otto7": ", role: operator"}
+    rows = [f"{{name: {name}, token: {token}{roles.get(name, '')}}}" for name, token in tokens.items()]
+    file = tmp_path / "tokens.yaml"
+    file.write_text(f"tokens: [{', '.join(rows)}]")
+    callers = (("alice", "", True), ("otto7", "", True), ("bobby", "", False), ("bobby", "alice", False))
+    async with bench(PREFILL, DECODE, router=_router(ASKED, auth=AuthConfig(tokens_file=file))) as running:
+        bearer = (("authorization", f"Bearer {tokens['alice']}"), *RECORDED)
+        await _run(running, request_id="hers", metadata=bearer)
+        for name, tenant, sees in callers:
+            async with AsyncClient(running.address, token=tokens[name], tenant=tenant) as client:
+                if sees:
+                    assert [one.tenant for one in await client.records("hers")] == ["alice"]
+                else:
+                    with pytest.raises(RequestNotFound):
+                        await client.records("hers")
+        async with AsyncClient(running.address) as stranger:
+            with pytest.raises(Unauthenticated):
+                await stranger.records("hers")
