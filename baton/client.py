@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from baton import requests
+from baton import cluster_requests, requests
 from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
 from baton.connection.routers import Routers
@@ -119,15 +119,15 @@ class Client:
     models = _unary(requests.models)
     model = _unary(requests.model)
     server_info = _unary(requests.server_info)
-    workers = _unary(requests.workers)
-    tenants = _unary(requests.tenants)
-    move_streams = _unary(requests.move_streams)
-    drain_worker = _unary(requests.drain_worker)
-    change_role = _unary(requests.change_role)
-    loras = _unary(requests.loras)
-    load_lora = _unary(requests.load_lora)
-    unload_lora = _unary(requests.unload_lora)
-    explain_route = _unary(requests.explain_route)
+    workers = _unary(cluster_requests.workers)
+    tenants = _unary(cluster_requests.tenants)
+    move_streams = _unary(cluster_requests.move_streams)
+    drain_worker = _unary(cluster_requests.drain_worker)
+    change_role = _unary(cluster_requests.change_role)
+    loras = _unary(cluster_requests.loras)
+    load_lora = _unary(cluster_requests.load_lora)
+    unload_lora = _unary(cluster_requests.unload_lora)
+    explain_route = _unary(cluster_requests.explain_route)
     records = _unary(requests.records)
 
     def _call(self, call: UnaryCall[Value]) -> Value:

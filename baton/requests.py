@@ -1,6 +1,6 @@
 """The methods of both clients: the arguments of each, what they mean, and the message that they make.
 
-`Client` and `AsyncClient` take their arguments and docstrings from here, by `takes`.
+`Client` and `AsyncClient` take their arguments and docstrings from here, and from `baton.cluster_requests`, by `takes`.
 """
 
 import functools
@@ -16,11 +16,9 @@ from baton.connection.settings import CALL_SECONDS
 from baton.errors import InvalidRequest
 from baton.images import Image, user_message
 from baton.inference.v1 import (
-    cluster_service_pb2,
     embed_pb2,
     generate_pb2,
     image_pb2,
-    lora_pb2,
     model_pb2,
     record_pb2,
     sampling_pb2,
@@ -179,7 +177,7 @@ def generate_unary(call: GenerateCall) -> UnaryCall[generate_pb2.GenerateUnaryRe
     """The same request, answered by one response."""
     message = generate_pb2.GenerateUnaryRequest(request=call.request)
     seconds, priority, is_recorded = call.timeout_seconds, call.priority, call.is_recorded
-    return UnaryCall("InferenceService/GenerateUnary", message, _whole, seconds, priority, is_recorded)
+    return UnaryCall("InferenceService/GenerateUnary", message, whole, seconds, priority, is_recorded)
 
 
 def cancel(
@@ -274,7 +272,7 @@ def embed(
     _set(message, "dimensions", dimensions)
     if normalize is not None:
         message.normalize = normalize
-    return UnaryCall("InferenceService/Embed", message, _whole, timeout_seconds, priority)
+    return UnaryCall("InferenceService/Embed", message, whole, timeout_seconds, priority)
 
 
 def tokenize(text: Text, *, model: str = "", timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[int]]:
@@ -313,84 +311,7 @@ def model(name: str = "", *, timeout_seconds: float | None = CALL_SECONDS) -> Un
 def server_info(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[server_info_pb2.GetServerInfoResponse]:
     """Returns what the deployment offers: version, models and their features, limits, engines, façades."""
     message = server_info_pb2.GetServerInfoRequest()
-    return UnaryCall("InferenceService/GetServerInfo", message, _whole, timeout_seconds)
-
-
-def workers(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[cluster_service_pb2.Worker]]:
-    """Lists the workers as the router sees them: state, load, layout. Operators only, where access is restricted."""
-    message = cluster_service_pb2.ListWorkersRequest()
-    return UnaryCall("ClusterService/ListWorkers", message, lambda it: list(it.workers), timeout_seconds)
-
-
-def move_streams(worker_id: str, *, streams: int = 0, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[int]:
-    """Moves answers that a worker decodes to others, all of them if `streams` is 0, and returns how many it will be.
-
-    Nothing is computed again, and their readers notice nothing. Operators only, where access is restricted.
-    """
-    message = cluster_service_pb2.MoveStreamsRequest(worker_id=worker_id, streams=streams)
-    return UnaryCall("ClusterService/MoveStreams", message, lambda it: it.streams, timeout_seconds)
-
-
-def drain_worker(
-    worker_id: str, *, grace_seconds: float | None = None, timeout_seconds: float | None = None
-) -> UnaryCall[None]:
-    """Gives a worker no more work, moves its answers to others, and returns when its process ends.
-
-    What still runs after the grace, or after the worker's `drain_seconds`, is stopped there and continued elsewhere.
-    Operators only, where access is restricted.
-    """
-    message = cluster_service_pb2.DrainWorkerRequest(worker_id=worker_id)
-    if grace_seconds is not None:
-        message.grace.FromNanoseconds(int(grace_seconds * 1e9))
-    return UnaryCall("ClusterService/DrainWorker", message, lambda _: None, timeout_seconds)
-
-
-def change_role(worker_id: str, role: str, *, timeout_seconds: float | None = None) -> UnaryCall[None]:
-    """Changes a worker's role to prefill or decode while it serves, and returns when nothing of the other is left.
-
-    No request ends by it. Operators only, where access is restricted.
-    """
-    message = cluster_service_pb2.ChangeRoleRequest(worker_id=worker_id, role=role)
-    return UnaryCall("ClusterService/ChangeRole", message, lambda _: None, timeout_seconds)
-
-
-def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:
-    """The usage of each tenant, at all routers of the fleet; for operators."""
-    message = cluster_service_pb2.ListTenantsRequest()
-    return UnaryCall("ClusterService/ListTenants", message, _tenants, timeout_seconds)
-
-
-def _tenants(response: cluster_service_pb2.ListTenantsResponse) -> cluster_service_pb2.ListTenantsResponse:
-    return response
-
-
-def loras(model: str = "", *, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
-    """Lists the adapters on each worker of a model. Operators only, where access is restricted."""
-    message = lora_pb2.ListLorasRequest(model=model)
-    return UnaryCall("ClusterService/ListLoras", message, lambda it: list(it.workers), timeout_seconds)
-
-
-def load_lora(
-    name: str, *, model: str = "", worker_ids: Sequence[str] = (), timeout_seconds: float | None = CALL_SECONDS
-) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
-    """Loads an adapter from the workers' folders, on these workers or on all of a model.
-
-    Returns what each worker has then, or its problem; raises the error of one if none could load it. Operators only,
-    where access is restricted.
-    """
-    message = lora_pb2.LoadLoraRequest(name=name, model=model, worker_ids=worker_ids)
-    return UnaryCall("ClusterService/LoadLora", message, lambda it: list(it.workers), timeout_seconds)
-
-
-def unload_lora(
-    name: str, *, model: str = "", worker_ids: Sequence[str] = (), timeout_seconds: float | None = CALL_SECONDS
-) -> UnaryCall[list[lora_pb2.WorkerLoras]]:
-    """Removes an adapter from these workers or from all of a model, once the requests that use it have ended.
-
-    Returns and raises as `load_lora`. New requests for the adapter are refused at once, also if the time runs out.
-    """
-    message = lora_pb2.UnloadLoraRequest(name=name, model=model, worker_ids=worker_ids)
-    return UnaryCall("ClusterService/UnloadLora", message, lambda it: list(it.workers), timeout_seconds)
+    return UnaryCall("InferenceService/GetServerInfo", message, whole, timeout_seconds)
 
 
 def records(
@@ -406,14 +327,6 @@ def records(
 
 def _records(response: record_pb2.GetRecordsResponse) -> list[record_pb2.RequestRecord]:
     return list(response.records)
-
-
-def explain_route(
-    request: generate_pb2.GenerateRequest, *, timeout_seconds: float | None = CALL_SECONDS
-) -> UnaryCall[cluster_service_pb2.ExplainRouteResponse]:
-    """Returns where a request would run now, and why. Operators only, where access is restricted."""
-    message = cluster_service_pb2.ExplainRouteRequest(request=request)
-    return UnaryCall("ClusterService/ExplainRoute", message, _whole, timeout_seconds)
 
 
 def generate_request(
@@ -485,7 +398,8 @@ def guided_by(
     return generate_pb2.GuidedDecoding(regex=regex)
 
 
-def _whole(response: Value) -> Value:
+def whole(response: Value) -> Value:
+    """The `read` of a call that returns its response as it is."""
     return response
 
 

@@ -41,7 +41,10 @@ from services.config import WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
 
+Stub = inference_service_pb2_grpc.InferenceServiceStub
+
 PLACES = 16  # more would measure the cores of a small machine
+PREFILLS = 6  # so that prompts hardly wait for each other: that would be another queue than the router's
 STEP_SECONDS = 0.024
 CAPACITY = PLACES / (40 * STEP_SECONDS * 1.2)  # requests a second of 40 tokens (median): 14, as many places get free
 SLICE = 10.0
@@ -72,11 +75,11 @@ class Got:
 
 
 def run_workers(pipe: Connection, folder: Path) -> None:
-    """Serves two prefill workers and a decode worker until the pipe ends."""
+    """Serves the prefill workers and a decode worker until the pipe ends."""
 
     async def serve() -> None:
         async with AsyncExitStack() as stack:
-            for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
+            for name, role in (*((f"p{number}", "prefill") for number in range(PREFILLS)), ("d1", "decode")):
                 await stack.enter_async_context(host_worker(_worker(name, role, folder)))
             pipe.send(True)
             await until_told(pipe)
@@ -106,7 +109,7 @@ def run_router(pipe: Connection, config: RouterConfig) -> None:
 
     async def serve() -> None:
         async with host_router(config) as router:
-            while sum(not worker.problem for worker in router.cluster.workers) < 3:  # noqa: ASYNC110
+            while sum(not worker.problem for worker in router.cluster.workers) <= PREFILLS:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             pipe.send(router.address)
             await until_told(pipe)
@@ -115,45 +118,54 @@ def run_router(pipe: Connection, config: RouterConfig) -> None:
 
 
 class Clients:
-    """The clients of all tenants, at both routers."""
+    """The clients of all tenants, at both routers.
 
-    def __init__(self, channels: list[aio.Channel]) -> None:
-        self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(channel) for channel in channels]
+    Each tenant has connections of its own: a router takes `max_streams` calls of one connection, 256 as it comes, and
+    those of a flood that wait would keep another tenant's calls in its client.
+    """
+
+    def __init__(self, addresses: list[str]) -> None:
+        self._addresses = addresses
         self._chance = random.Random(7)
         self._number = 0
 
     async def run(self, loads: Mapping[str, Load], seconds: float) -> dict[str, Got]:
         """What each tenant got. What still waits at the end is cancelled."""
         got = {name: Got() for name in loads}
-        began = time.monotonic()
-        sending = [asyncio.create_task(self._send_all(name, load, got[name], began)) for name, load in loads.items()]
-        await asyncio.sleep(seconds)
-        for task in sending:
-            task.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
-        await asyncio.sleep(2.0)
+        async with AsyncExitStack() as stack:
+            stubs = {name: [await stack.enter_async_context(_stub(to)) for to in self._addresses] for name in loads}
+            began = time.monotonic()
+            sending = [
+                asyncio.create_task(self._send_all(tenant, load, stubs[tenant], got[tenant], began))
+                for tenant, load in loads.items()
+            ]
+            await asyncio.sleep(seconds)
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+            await asyncio.sleep(2.0)
         return got
 
-    async def _send_all(self, tenant: str, load: Load, got: Got, began: float) -> None:
+    async def _send_all(self, tenant: str, load: Load, stubs: list[Stub], got: Got, began: float) -> None:
         due, tasks = began + load.begins, set()
         try:
             while True:
                 due += self._chance.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                task = asyncio.create_task(self._send(tenant, load, got, began))
+                task = asyncio.create_task(self._send(tenant, load, self._chance.choice(stubs), got, began))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _send(self, tenant: str, load: Load, got: Got, began: float) -> None:
+    async def _send(self, tenant: str, load: Load, stub: Stub, got: Got, began: float) -> None:
         prompt = max(16, int(self._chance.lognormvariate(math.log(load.prompt), 0.6)))
         self._number += 1
         request = generate_pb2.GenerateRequest(prompt=f"{self._number:08d}".ljust(prompt, "x"))
         request.stopping.max_tokens = max(4, int(self._chance.lognormvariate(math.log(load.answer), 0.6)))
         request.sampling.temperature = 0
-        stub, sent, is_first = self._chance.choice(self._stubs), time.monotonic(), True
+        sent, is_first = time.monotonic(), True
         try:
             async for message in stub.Generate(request, timeout=600, metadata=((TENANT_KEY, tenant),)):
                 tokens = len(message.token.token_ids)
@@ -170,7 +182,7 @@ class Clients:
 
 @asynccontextmanager
 async def fleet(fairness: Fairness, quotas: QuotasConfig | None = None) -> AsyncIterator[Clients]:
-    """Two routers and three workers, each a process, and their clients."""
+    """Two routers and the workers, three processes, and their clients."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers, _ = await stack.enter_async_context(child(run_workers, folder))
@@ -185,12 +197,18 @@ async def fleet(fairness: Fairness, quotas: QuotasConfig | None = None) -> Async
                 max_running_per_worker=0 if quotas else PLACES, max_waiting=100_000, fairness=fairness
             ),
         )
-        channels = []
+        addresses = []
         for _ in range(2):
             router, _ = await stack.enter_async_context(child(run_router, config))
-            channels.append(await stack.enter_async_context(open_channel(await received(router))))
+            addresses.append(await received(router))
         await asyncio.sleep(3.0)  # until the home of the places lends more than it is told of
-        yield Clients(channels)
+        yield Clients(addresses)
+
+
+@asynccontextmanager
+async def _stub(address: str) -> AsyncIterator[Stub]:
+    async with open_channel(address, replaced_options={"grpc.use_local_subchannel_pool": 1}) as channel:
+        yield inference_service_pb2_grpc.InferenceServiceStub(channel)
 
 
 def _ratios(one: Got, other: Got, slices: range) -> list[float]:
@@ -202,9 +220,10 @@ async def measure_light(seconds: float) -> None:
     light, flood = Load(CAPACITY * 0.07), Load(CAPACITY * 1.4)
     async with fleet("weighted") as clients:
         alone = (await clients.run({"light": light}, seconds))["light"]
+    print(f"{len(alone.first_tokens)} requests alone, in {seconds:.0f} s")
     print("| queue | light alone: p50, p99 | beside 20 x: p50, p99 | p99 beside by alone | work/s of both |")
     print("|---|---|---|---|---|")
-    for fairness in ("none", "weighted"):
+    for fairness in ("weighted", "none"):
         async with fleet(fairness) as clients:  # type: ignore[arg-type]
             got = await clients.run({"light": light, "flood": flood}, seconds + 20)
         beside, total = got["light"], sum(sum(one.work.values()) for one in got.values()) / (seconds + 20)

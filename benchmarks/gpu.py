@@ -35,8 +35,8 @@ VOCABULARY = 128_256
 PROMPTS, PROMPT_TOKENS = 64, 1024
 
 
-def shape(layers: int) -> LlamaConfig:
-    """Llama 3 8B's."""
+def shape(layers: int, positions: int = 8192) -> LlamaConfig:
+    """Llama 3 8B's, for prompts of up to so many positions."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=4096,
@@ -45,7 +45,7 @@ def shape(layers: int) -> LlamaConfig:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=8192,
+        max_position_embeddings=positions,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         tie_word_embeddings=False,
         dtype="bfloat16",

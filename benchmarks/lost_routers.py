@@ -18,29 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from support.cluster.fleet import FleetPlan, Node, fleet
-from support.faults.lost_routers import EventSources, Report, Streams
+from support.faults.lost_routers import EventSources, Report, Streams, request_kinds
 from support.servers.etcd import EtcdServer
-
-from baton.inference.v1 import generate_pb2
 
 _ENGINE = "engine={kind: simulated, name: demo, num_blocks: 65536, block_bytes: 1024, decode_step_seconds: 0.05}"
 _ROUTER = ("probe={interval_seconds: 0.5, timeout_seconds: 3, hung_seconds: 6}", "drain_seconds=1")
-
-
-def _requests() -> dict[str, generate_pb2.GenerateRequest]:
-    seeded = {"temperature": 0.8, "seed": 11}
-    stopping = {"max_tokens": 60, "ignore_eos": True}
-    asked: dict[str, dict[str, object]] = {
-        "greedy": {"sampling": {"temperature": 0.0}},
-        "seeded": {"sampling": seeded},
-        "stop": {"sampling": seeded, "stopping": {**stopping, "stop": ["qz", "th", "e e"]}},
-        "three": {"sampling": {**seeded, "n": 3}},
-        "logprobs": {"sampling": seeded, "response": {"logprobs": 2}},
-    }
-    return {
-        name: generate_pb2.GenerateRequest(**{"prompt": "Sort: pear apple mango", "stopping": stopping, **fields})  # type: ignore[arg-type]
-        for name, fields in asked.items()
-    }
 
 
 _BODIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -72,7 +54,8 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
         if is_of_events:
             streams = EventSources([node.openai for node in routers], _BODIES, plan.stall_seconds)
         else:
-            streams = Streams([node.direct for node in routers], _requests(), Report(), plan.stall_seconds)
+            requests = request_kinds("Sort: pear apple mango", 60)
+            streams = Streams([node.direct for node in routers], requests, Report(), plan.stall_seconds)
         await streams.learn()
         await streams.run(plan.at_once, partial(_lose, plan, routers, streams.report))
         return streams.report

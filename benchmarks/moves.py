@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from support.clients.scraping import scrape
 from support.cluster.fleet import Fleet, FleetPlan, Node, fleet
-from support.faults.lost_routers import Report, Streams
+from support.faults.lost_routers import Report, Streams, request_kinds
 from support.servers.etcd import EtcdServer
 
 from baton import AsyncClient
@@ -32,22 +32,6 @@ _EMBEDDED = "engine={kind: pytorch, model: models/demo, device: cpu, threads: 1,
 _ROUTER = ("probe={interval_seconds: 0.5, timeout_seconds: 3, hung_seconds: 4}", "drain_seconds=1")
 _WORKER = ("handoff.lease_seconds=5", "drain_seconds=30")
 _PROMPT = "Sort: pear apple mango " * 8
-
-
-def _requests() -> dict[str, generate_pb2.GenerateRequest]:
-    seeded = {"temperature": 0.8, "seed": 11}
-    stopping = {"max_tokens": 150, "ignore_eos": True}
-    asked: dict[str, dict[str, object]] = {
-        "greedy": {"sampling": {"temperature": 0.0}},
-        "seeded": {"sampling": seeded},
-        "stop": {"sampling": seeded, "stopping": {**stopping, "stop": ["qz", "th", "e e"]}},
-        "three": {"sampling": {**seeded, "n": 3}},
-        "logprobs": {"sampling": seeded, "response": {"logprobs": 2}},
-    }
-    return {
-        name: generate_pb2.GenerateRequest(**{"prompt": _PROMPT, "stopping": stopping, **fields})  # type: ignore[arg-type]
-        for name, fields in asked.items()
-    }
 
 
 async def _keep_moving(routers: Sequence[Node], workers: Sequence[Node]) -> None:
@@ -85,7 +69,7 @@ async def _move(moves: int, at_once: int, etcd: str, folder: Path) -> Report:
     async with fleet(plan, folder) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
         workers = [node for node in running.nodes.values() if node.role == "decode"]
-        streams = Streams([node.direct for node in routers], _requests(), Report())
+        streams = Streams([node.direct for node in routers], request_kinds(_PROMPT, 150), Report())
         await streams.learn()
         moving = asyncio.create_task(_keep_moving(routers, workers))
 
@@ -107,7 +91,7 @@ async def _change_roles(changes: int, at_once: int, etcd: str, folder: Path) -> 
     plan = FleetPlan("roles", etcd, (_SIMULATED, *_WORKER), _ROUTER, prefill=2, decode=2, routers=2)
     async with fleet(plan, folder) as running:
         routers = [node.direct for node in running.nodes.values() if node.role == "router"]
-        streams = Streams(routers, _requests(), Report())
+        streams = Streams(routers, request_kinds(_PROMPT, 150), Report())
         await streams.learn()
         seconds: list[float] = []
 

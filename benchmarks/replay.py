@@ -5,8 +5,8 @@
 Two routers, one prefill and two decode workers with the demonstration model in float32, all in this process. Requests
 are greedy, seeded, without a seed, guided, with stop strings, and with three answers; of each kind a third is moved to
 another decode worker while it runs, and a third loses its stream and goes on at the other router. A replay is not
-disturbed. After `--seconds` no more are begun. `--add-to FILE` collects the counts of several runs, each of which goes on
-where the one before it ended.
+disturbed. After `--seconds` no more are begun. `--add-to FILE` collects the counts of several runs, each of which goes
+on where the one before it ended.
 """
 
 import argparse

@@ -16,7 +16,6 @@ from router.text import request_input
 from router.text.served_model import ServedModel
 from rpc.violations import Violations
 
-_LONGEST_REQUEST_ID = 128
 _LONGEST_NAME = 256
 _LONGEST_KEY = 1024
 _MOST_TOKENS_A_MESSAGE = 1024
@@ -51,7 +50,7 @@ class OptionChecks:
             self._remember(options, model)
             return
         violations = Violations()
-        _check_request_id(request.request_id, violations)
+        violations.request_id(request.request_id)
         _check_name("routing.session_key", request.routing.session_key, _LONGEST_KEY, violations)
         request_input.check_prompt(request.prompt, model, violations)
         violations.raise_any()
@@ -151,17 +150,12 @@ def _bound(
 
 
 def _check_identity(request: generate_pb2.GenerateRequest, violations: Violations) -> None:
-    _check_request_id(request.request_id, violations)
+    violations.request_id(request.request_id)
     _check_name("lora_name", request.lora_name, _LONGEST_NAME, violations)
     _check_name("routing.session_key", request.routing.session_key, _LONGEST_KEY, violations)
     _check_name("routing.cache_salt", request.routing.cache_salt, _LONGEST_KEY, violations)
     known = request.routing.topology in generate_pb2.Topology.values()
     violations.require(known, "routing.topology", f"unknown topology {request.routing.topology}")
-
-
-def _check_request_id(request_id: str, violations: Violations) -> None:
-    is_right = len(request_id) <= _LONGEST_REQUEST_ID and request_id.isprintable()
-    violations.require(is_right, "request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
 
 
 def _check_name(field: str, name: str, longest: int, violations: Violations) -> None:

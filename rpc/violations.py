@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from baton.errors import FieldViolation, InvalidRequest
 
 _MAX_VIOLATIONS = 20  # of a million wrong ids, the first few are enough
+_LONGEST_REQUEST_ID = 128
 
 
 def renamed(error: InvalidRequest, rename: Callable[[FieldViolation], FieldViolation]) -> InvalidRequest:
@@ -48,6 +49,11 @@ class Violations:
             return True
         self.add(field, f"has {number} of at most {most}")
         return False
+
+    def request_id(self, value: str) -> None:
+        """Adds a request id that logs and traces could not show as it is."""
+        fits = len(value) <= _LONGEST_REQUEST_ID and value.isprintable()
+        self.require(fits, "request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
 
     def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
         """Adds each id that the vocabulary does not have. The length of the list must be bounded."""

@@ -51,7 +51,7 @@ class Forced(PredictedSeconds):
 
 @dataclass(frozen=True)
 class Throughput:
-    """What came of the requests of one phase."""
+    """The answers to the requests of one phase, and the time that they took."""
 
     answers: Sequence[Answer]
     seconds: float

@@ -20,7 +20,7 @@ _MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Promp
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: the pool alone, or also host memory and disk, in pools; and whether clients say `end`."""
+    """The memory below the pool, as multiples of it, and whether clients say that their sessions end."""
 
     name: str
     host: float = 0.0

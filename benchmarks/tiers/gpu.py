@@ -13,15 +13,14 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from benchmarks.gpu import make_weights, prompt, quantile, shape, timed
 from services.engines.answer import Tokens
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
@@ -29,38 +28,9 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.tiers.host import Copier
 from services.engines.pytorch.kv_cache.tiers.seal import Digester
-from services.engines.pytorch.model import attention, loading
+from services.engines.pytorch.model import loading
 
-VOCABULARY = 128_256
-ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-
-
-def shape(layers: int, positions: int) -> LlamaConfig:
-    """Llama 3 8B's, for long prompts."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-
-
-def make_weights(_folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """In the place of reading them: random ones, made on the GPU."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("cuda"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    finally:
-        torch.set_default_dtype(torch.float32)
+_ROUNDS = 7
 
 
 @asynccontextmanager
@@ -83,11 +53,6 @@ async def engine_of(options: argparse.Namespace, *, tiers: bool) -> AsyncIterato
             yield engine
 
 
-def prompt(length: int, seed: int) -> Prompt:
-    ids = torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
-    return Prompt(tuple(ids.tolist()))
-
-
 async def arrivals(engine: PyTorchEngine, asked: Prompt, tokens: int) -> tuple[list[float], list[int], int]:
     """When each token came, the ids, and how many tokens of the prompt were cached."""
     times, ids = list[float](), list[int]()
@@ -106,7 +71,7 @@ def plain_copy() -> float:
     """Bytes a second of a pinned copy to the device."""
     source = torch.empty(2 << 30, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    return source.numel() / _timed(lambda: target.copy_(source, non_blocking=True))
+    return source.numel() / timed(lambda: target.copy_(source, non_blocking=True), _ROUNDS)
 
 
 def own_copies(core: EngineCore, *, digests: bool) -> float:
@@ -128,21 +93,9 @@ def own_copies(core: EngineCore, *, digests: bool) -> float:
                 copier.digest(list(blocks))
         copier.wait()
 
-    rate = count * block_bytes / _timed(load)
+    rate = count * block_bytes / timed(load, _ROUNDS)
     core._pool.clear_cache()
     return rate
-
-
-def _timed(run: Any, rounds: int = 7) -> float:
-    taken = []
-    for index in range(rounds + 2):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        if index >= 2:
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
 
 
 async def first_token(engine: PyTorchEngine, asked: Prompt) -> tuple[float, list[int], int]:
@@ -198,7 +151,7 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
 
     alone, beside = await gaps(4.0, loads=False), await gaps(4.0, loads=True)
     for name, found in (("alone", alone), ("beside loads", beside)):
-        say("gaps_ms", streams=name, p50=_quantile(found, 0.5), p99=_quantile(found, 0.99), mean=statistics.mean(found))
+        say("gaps_ms", streams=name, p50=quantile(found, 0.5), p99=quantile(found, 0.99), mean=statistics.mean(found))
 
 
 async def measure_empty(options: argparse.Namespace) -> None:
@@ -213,10 +166,6 @@ async def measure_empty(options: argparse.Namespace) -> None:
                 step_ms=statistics.mean(steps) * 1e3,
                 first_ms=statistics.median(firsts) * 1e3,
             )
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def say(what: str, **found: Any) -> None:

@@ -133,7 +133,11 @@ class AdmissionController:
         limit = self._limit(ask.model, ask.role)
         if not limit or self._peers.home(key) != THIS_ROUTER:
             return _NOT_HOME
-        return self._lenders.of(key, self._peers.home_since(key)).lend(borrower, ask, limit, routers)
+        loan = self._lenders.of(key, self._peers.home_since(key)).lend(borrower, ask, limit, routers)
+        own = self._queues.get((ask.model, ask.role))
+        if borrower != THIS_ROUTER and own is not None and own.waiting:
+            self._places[ask.model, ask.role].changed()  # it may have given back what this router waits for
+        return loan
 
     def track_tenant(self, ctx: RequestContext) -> AbstractAsyncContextManager[None]:
         """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded when it is entered."""

@@ -2,8 +2,9 @@
 
 Virtual token counters ("Fairness in Serving Large Language Models", OSDI 2024): each tenant has a counter of the work
 it got, and the one with the least is next. Two backlogged tenants differ by at most twice the larger of the largest
-prompt and all places' largest answers. A tenant that comes back is lifted to the least counter of those that wait, so
-that it cannot save up. An answer's work is estimated when its request begins and corrected when it ends.
+prompt and all places' largest answers. A tenant that comes back cannot save up: it is lifted to the counter at which
+the last request began (as in start-time fair queueing, SIGCOMM 1996), so that it is next, whatever is corrected
+meanwhile. An answer's work is estimated when its request begins and corrected when it ends.
 """
 
 import heapq
@@ -270,7 +271,7 @@ class FairQueue:
     def _lift(self, tenant: Tenant) -> None:
         lane = tenant.lane
         least = lane.least
-        floor = lane.floor if least is None else least.counter
+        floor = lane.floor if least is None else min(lane.floor, least.counter)
         tenant.counter = max(tenant.counter, floor)
 
     def _enter(self, tenant: Tenant) -> None:

@@ -65,8 +65,8 @@ class PlaceLender:
         holder = self._holders.setdefault(borrower, _Holder())
         held, wanted = max(ask.held, ask.running), ask.running + ask.waiting
         others = [one for one in self._holders.values() if one is not holder]
-        self._count(holder, ask, [one for one in others if now < one.heard_at + _RECENT_SECONDS])
         holder.step, holder.heard_at, holder.is_short = ask.step, now, wanted > held
+        self._count(holder, ask, [one for one in others if now < one.heard_at + _RECENT_SECONDS])
         rivals = [one for one in others if one.is_short and now < one.heard_at + _RECENT_SECONDS]
         free = limit - held - sum(one.places for one in others)
         surplus = max((self._surplus(holder, held, one) for one in rivals), default=0)
@@ -93,6 +93,8 @@ class PlaceLender:
             counters.move_to_end(name)
         least = min((counters[name] for name in waited if name in counters), default=0.0)
         holder.waiting = dict(ask.waiting_tenants)
+        # As in one queue, whose floor is the counter at which the last request began.
+        least = max(0.0, least - max(one.step for one in (holder, *others)))
         for name in holder.waiting:
             counters[name] = counters.get(name, least) if name in waited else max(least, counters.get(name, least))
         if len(counters) > _MOST_COUNTERS:
@@ -151,12 +153,12 @@ class SharedPlaces:
         return self._held if self._peers.count > 1 else 0
 
     def is_due(self, now: float) -> bool:
-        """True if the home is to be asked."""
+        """True if it is time to ask the home."""
         return self._peers.count > 1 and now >= self._ask_at
 
     @property
     def due_at(self) -> float:
-        """When the home is to be asked next."""
+        """The time of the next question to the home."""
         return self._ask_at if self._peers.count > 1 else math.inf
 
     async def ask(self, queue: AdmissionQueue, model: str, role: str, lend_here: "LendHere") -> None:

@@ -165,7 +165,11 @@ class AdmissionQueue:
             if self.order.tells_tenants:
                 self._run_work.add(ticket.work)
             self.order.end(ticket, cached_tokens, answer_tokens)
+        running = self._running
         self.update()
+        if self.order.count and self._running == running:
+            # The place is another router's now, which waits for it.
+            self._places.changed()
 
     def update(self) -> None:
         """Admits as many requests as the limit allows."""

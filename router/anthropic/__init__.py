@@ -4,7 +4,7 @@ endpoints.py     /v1/messages, its count of tokens, and the models in its form
 messages.py      the body: system, messages, sampling, thinking, output format
 content.py       blocks of content, and the conversation that they make
 tools.py         tools, and the choice of them
-cache_marks.py   cache_control: how much of the prompt is to be retained, and for how long
+cache_marks.py   cache_control: the part of the prompt to retain, and for how long
 answers.py       answers as messages: whole, or streamed as events
 errors.py        Baton's errors in Anthropic's shape, with the HTTP status
 

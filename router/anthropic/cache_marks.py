@@ -1,4 +1,4 @@
-"""`cache_control`: up to four marks, each at the end of what is to be retained. The last one covers all before it."""
+"""`cache_control`: up to four marks, each at the end of a part to retain. The last one covers all before it."""
 
 from typing import Final, Literal
 
@@ -11,7 +11,7 @@ _SECONDS: Final = {"5m": 300, "1h": 3600}
 
 
 class CacheControl(Fields):
-    """A mark: what comes up to here is to be retained."""
+    """A mark: retain the prompt up to here."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

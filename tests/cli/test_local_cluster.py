@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -60,17 +59,14 @@ def none_alive(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-async def test_eight_simulated_workers_start_in_seconds(baton: Baton, folder: StateFolder) -> None:
-    calibrated = await asyncio.create_subprocess_exec(sys.executable, "-c", "import services.server, router.server")
-    started = time.monotonic()
-    await calibrated.wait()
-    one_process = time.monotonic() - started
+async def test_eight_simulated_workers_start_side_by_side(baton: Baton, folder: StateFolder) -> None:
     up = await baton(*UP, "--prefill", "4", "--decode", "4", "--openai", "0")
     assert up.code == 0
     [seconds] = re.findall(r"([0-9.]+) s  a first request was completed", up.out)
-    # 10 s, or on a busy machine what the imports of its 11 processes take on two cores, and as much again.
-    assert float(seconds) <= max(10.0, 12 * one_process)
-    assert len([each for each in state_of(folder).processes if each.role in ("prefill", "decode")]) == 8
+    started = [each.started_at for each in state_of(folder).processes if each.role in ("prefill", "decode")]
+    assert len(started) == 8
+    # One after another, the last would start when most of the time has passed, on any machine.
+    assert max(started) - min(started) < 0.5 * float(seconds)
 
 
 async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> None:

@@ -35,7 +35,7 @@ def request(seed: int) -> dict[str, object]:
 
 
 async def candidate(running: Bench, seed: int) -> cluster_service_pb2.RouteCandidate:
-    """What the only place for a prompt is predicted to cost."""
+    """The predicted cost of the only place for a prompt."""
     asked = cluster_service_pb2.ExplainRouteRequest(request=generate_pb2.GenerateRequest(**request(seed)))  # type: ignore[arg-type]
     [found] = (await running.operators.ExplainRoute(asked)).candidates
     return found

@@ -102,9 +102,8 @@ async def test_a_router_that_is_not_there_yet_is_tried_again(program: Program) -
             assert await process.stdout.readexactly(1)
 
 
+@pytest.mark.parametrize("program", [each for each in SELECTED if each in ("node", "go")], indirect=True)
 async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(program: Program) -> None:
-    if program.language not in ("node", "go"):
-        pytest.skip("the command is in Node.js and Go alone")
     async with slow() as running, AsyncExitStack() as stack:
         other = await stack.enter_async_context(host_router(PATIENT, running.registry))
         await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == 2)

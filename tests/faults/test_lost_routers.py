@@ -12,7 +12,7 @@ from support.cluster.fleet import Fleet, FleetPlan, Node, fleet
 from support.engines.adapters import save_adapter
 from support.engines.checkpoints import DEMO
 from support.engines.written_engine import HERMES_TEMPLATE
-from support.faults.lost_routers import EventSources, Report, Streams
+from support.faults.lost_routers import EventSources, Report, Streams, request_kinds
 from support.images.demo_questions import questions
 from support.servers.etcd import EtcdServer
 
@@ -24,7 +24,8 @@ _EMBEDDED = (
     "lora: {folder: FOLDER, max_loaded: 2}}"
 )
 # Losses, each a second after the one before: a few in a sample.
-_LOSSES = 4 if os.environ.get("BATON_FAULTS") != "full" else 24
+_FULL = os.environ.get("BATON_FAULTS") == "full"
+_LOSSES = 24 if _FULL else 3
 _ROUTER = ("probe={interval_seconds: 0.3, timeout_seconds: 1.5, hung_seconds: 3}", "drain_seconds=1")
 _SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}'
 
@@ -39,32 +40,37 @@ _BODIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def _requests(*, guided: bool) -> dict[str, generate_pb2.GenerateRequest]:
-    seeded = {"temperature": 0.8, "seed": 11}
-    stopping = {"max_tokens": 60, "ignore_eos": True}
-    asked: dict[str, dict[str, object]] = {
-        "plain": {"sampling": {"temperature": 0.0}},
-        "seeded": {"sampling": seeded},
-        "stop": {"sampling": seeded, "stopping": {**stopping, "stop": ["qz", "th", "e e"]}},
-        "three": {"sampling": {**seeded, "n": 3}},
-        "logprobs": {"sampling": seeded, "response": {"logprobs": 2}},
-        "rare_messages": {"sampling": seeded, "response": {"min_tokens_per_message": 9}},
-        "slow_reader": {"sampling": seeded, "stopping": {**stopping, "max_tokens": 200}},
-    }
-    if guided:
-        asked["guided"] = {"sampling": seeded, "guided": {"json_schema": _SCHEMA}}
-        user = {"role": "user", "parts": [{"text": "Sort: pear apple"}]}
-        asked["chat"] = {"sampling": seeded, "prompt": None, "chat": {"messages": [user]}}
-        tools = {"tools": [{"name": "sort", "parameters": _SCHEMA}], "tool_choice": {"is_required": True}}
-        asked["tools"] = {"sampling": seeded, "prompt": None, "chat": {"messages": [user], **tools}}
-        asked["adapter"] = {"sampling": seeded, "lora_name": "first"}
-        [question] = questions(1, "lost routers")
-        media = [{"data": file} for file in question.files]
-        asked["image"] = {"sampling": seeded, "prompt": question.exercise.prompt, "media": media}
-    return {
-        name: generate_pb2.GenerateRequest(**{"prompt": "Sort: pear apple mango", "stopping": stopping, **fields})  # type: ignore[arg-type]
-        for name, fields in asked.items()
-    }
+def _requests() -> dict[str, generate_pb2.GenerateRequest]:
+    kinds = request_kinds("Sort: pear apple mango", 60)
+    for name in ("rare_messages", "slow_reader"):
+        kinds[name] = _like(kinds["seeded"])
+    kinds["rare_messages"].response.min_tokens_per_message = 9
+    kinds["slow_reader"].stopping.max_tokens = 200
+    return kinds
+
+
+def _requests_of_a_model() -> dict[str, generate_pb2.GenerateRequest]:
+    """Those that need a model's grammars, templates, adapters or encoder, too."""
+    kinds = _requests()
+    for name in ("guided", "chat", "tools", "adapter", "image"):
+        kinds[name] = _like(kinds["seeded"])
+    kinds["guided"].guided.json_schema = _SCHEMA
+    for name in ("chat", "tools"):
+        kinds[name].chat.messages.add(role="user").parts.add(text="Sort: pear apple")
+    kinds["tools"].chat.tools.add(name="sort", parameters=_SCHEMA)
+    kinds["tools"].chat.tool_choice.is_required = True
+    kinds["adapter"].lora_name = "first"
+    [question] = questions(1, "lost routers")
+    kinds["image"].prompt = question.exercise.prompt
+    for file in question.files:
+        kinds["image"].media.add(data=file)
+    return kinds
+
+
+def _like(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
+    copied = generate_pb2.GenerateRequest()
+    copied.CopyFrom(request)
+    return copied
 
 
 async def _orphans_end(running: Fleet) -> None:
@@ -95,7 +101,7 @@ async def _lose_in_turn(routers: Sequence[Node], report: Report) -> None:
     await asyncio.sleep(1.0)
 
 
-@pytest.mark.timeout(170 if _LOSSES == 4 else 500)
+@pytest.mark.timeout(500 if _FULL else 170)
 async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
     plan = FleetPlan("lost-sse", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2, openai=True)
@@ -110,8 +116,8 @@ async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdS
         await _orphans_end(running)
 
 
-@pytest.mark.timeout(170 if _LOSSES == 4 else 500)
-@pytest.mark.parametrize("engine", ["simulated", "embedded"])
+@pytest.mark.timeout(500 if _FULL else 170)
+@pytest.mark.parametrize("engine", ["simulated", "embedded"] if _FULL else ["embedded"])
 async def test_routers_that_are_killed_and_paused_lose_no_stream(
     engine: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:
@@ -129,7 +135,8 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
     plan = FleetPlan(f"lost-{engine}", shared_etcd.endpoint, worker, _ROUTER, encode, prefill=1, decode=2, routers=2)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        streams = Streams([node.direct for node in routers], _requests(guided=is_embedded), Report())
+        requests = _requests_of_a_model() if is_embedded else _requests()
+        streams = Streams([node.direct for node in routers], requests, Report())
         await streams.learn()
 
         await streams.run(8, partial(_lose_in_turn, routers, streams.report))
@@ -140,13 +147,13 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
         await _orphans_end(running)
 
 
-@pytest.mark.timeout(170 if _LOSSES == 4 else 500)
+@pytest.mark.timeout(500 if _FULL else 170)
 async def test_a_router_and_a_worker_killed_together_lose_no_stream(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
     plan = FleetPlan("lost-both", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        streams = Streams([node.direct for node in routers], _requests(guided=False), Report())
+        streams = Streams([node.direct for node in routers], _requests(), Report())
         await streams.learn()
 
         async def lose() -> None:

@@ -47,6 +47,12 @@ def test_what_is_slow_runs_only_where_it_is_asked_for() -> None:
         assert "not slow" not in make("--dry-run", *words)
 
 
+def test_a_sample_of_faults_leaves_out_what_is_slow() -> None:
+    assert "BATON_FAULTS=sample" in (sample := make("--dry-run", "faults", "SAMPLE=1"))
+    assert "-m 'not slow" in sample
+    assert "not slow" not in make("--dry-run", "faults")
+
+
 def test_check_all_runs_everything_on_both_servers() -> None:
     shown = make("--dry-run", "check-all")
     for part in ("BATON_TEST_SERVER=grpcio", "BATON_TEST_SERVER=http2", "BATON_FAULTS=full", "BATON_FUZZ_INPUTS=10000"):

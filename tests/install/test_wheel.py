@@ -118,6 +118,7 @@ def version() -> str:
 @pytest.mark.parametrize(
     "path",
     [
+        "baton/cluster_requests.py",
         "baton/errors.py",
         "baton/py.typed",
         "baton/inference/v1/generate_pb2.py",

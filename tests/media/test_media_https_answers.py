@@ -208,5 +208,5 @@ async def test_cancelling_ends_the_connection(authority: Authority, certificate:
             loading = asyncio.ensure_future(loader.load(MediaItem("media[0]", f"https://127.0.0.1:{server.port}/")))
             await connected.wait()
             loading.cancel()
-            await asyncio.wait_for(gone.wait(), 5)
+            await asyncio.wait_for(gone.wait(), 50)
     assert loading.cancelled()

@@ -26,7 +26,7 @@ def watch(peer: Scripted, service: str = "") -> AsyncGenerator[health_pb2.Health
 
 
 async def status(watching: AsyncGenerator[health_pb2.HealthCheckResponse, None]) -> int:
-    async with timeout(5):
+    async with timeout(50):
         return (await anext(watching)).status
 
 

@@ -30,7 +30,7 @@ async def owner(tls: TlsConfig) -> AsyncIterator[PoolServer]:
 async def pull(server: PoolServer, tls: TlsConfig) -> None:
     endpoint = server.endpoint("127.0.0.1")
     with SharedPool(BLOCKS, BLOCK_BYTES) as ours:
-        async with open_transports(("tcp",), tls=tls) as [transport], timeout(5):
+        async with open_transports(("tcp",), tls=tls) as [transport], timeout(50):
             reader = await transport.open(endpoint, PoolShape(BLOCKS, BLOCK_BYTES))
             try:
                 await reader.pull(Transfer([1], ours, [2], time.monotonic() + 5, HANDOFF_ID))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.clients.worker_calls import Decoded, WorkerCalls, calls_to, decode_request
+from support.clients.worker_calls import Decoded, calls_to, decode_request
 from support.cluster.workers import LEASE_SECONDS, Running, Starter, worker_process
 from support.eventually import eventually
 from support.lifetimes import in_one_task
@@ -142,7 +142,7 @@ async def test_a_hang_lasts_until_it_is_cancelled(prefill: Running, point: str) 
     assert not request.done()
     assert (await prefill.calls.abort()).found
     await asyncio.gather(request, return_exceptions=True)
-    await eventually(lambda: prefill.blocks_used == 0, LEASE_SECONDS / 2)
+    await eventually(lambda: prefill.blocks_used == 0)
 
 
 async def test_only_the_attempt_that_is_meant_is_struck(prefill: Running) -> None:
@@ -166,13 +166,10 @@ async def test_a_frozen_worker_answers_no_call(tmp_path: Path) -> None:
     engine = "engine={kind: simulated, allow_faults: true}"
     with worker_process("decode", tmp_path, engine) as worker:
         async with calls_to(worker.address) as calls:
+            started = asyncio.get_running_loop().time()
             request = calls.decodes.Decode(decode_request(), metadata=((FAULT_KEY, "freeze=1@decode:3"),))
             await request.read()
             await asyncio.sleep(0.2)
-            assert await seconds_to_abort(calls) > 0.5
-
-
-async def seconds_to_abort(calls: WorkerCalls) -> float:
-    started = asyncio.get_running_loop().time()
-    await calls.abort("unknown")
-    return asyncio.get_running_loop().time() - started
+            await calls.abort("unknown")
+            # It is answered after the freeze, however late it was asked.
+            assert asyncio.get_running_loop().time() - started >= 1.0

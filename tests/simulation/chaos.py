@@ -1,4 +1,4 @@
-"""What goes wrong in a world, as its plan says: processes, hosts, connections, the registry, held event loops."""
+"""The faults of a world, as its plan says: of processes, hosts, connections, the registry and event loops."""
 
 import asyncio
 import random

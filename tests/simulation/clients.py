@@ -23,7 +23,7 @@ _CANCEL_SECONDS = 10.0
 
 @dataclass
 class Result:
-    """What a client got."""
+    """The answer that a client got, and how it ended."""
 
     asked: Request
     index: int

@@ -23,7 +23,7 @@ async def exchange(viewer: Viewer, request: bytes, answers: int = 1) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
     received = b""
-    while chunk := await asyncio.wait_for(reader.read(65536), 5):
+    while chunk := await asyncio.wait_for(reader.read(65536), 50):
         received += chunk
         if received.count(b"HTTP/1.1 ") >= answers and b"\r\n\r\n" in received:
             break

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
+from support.calibration import here
 from support.clock import ManualClock
 
 from router.admission import fair_queue
@@ -134,6 +135,30 @@ def test_a_tenant_that_was_alone_for_long_without_waiting_does_not_pay_for_it_la
     result = run("weighted", tenants)
     ratios = [result.work["busy"][at] / result.work["both"][at] for at in range(31, 36)]
     assert 0.8 <= sum(ratios) / len(ratios) <= 1.25
+
+
+def test_a_tenant_that_comes_back_is_next_whatever_the_other_ones_answers_are_corrected_by() -> None:
+    queue = FairQueue("weighted", ManualClock())
+    for _ in range(8):
+        queue.push(queue.ticket("flood", 0, 100))
+    running = [queue.pop() for _ in range(4)]
+    queue.push(queue.ticket("light", 0, 100))
+    # A short answer lowers the flood's counter, and a place gets free.
+    queue.end(running[0], 0, 1)
+    assert queue.pop().tenant.name == "light"
+
+
+def test_a_tenant_that_comes_back_each_time_gets_no_more_than_one_that_always_waits() -> None:
+    queue, got = FairQueue("weighted", ManualClock()), {"again": 0, "always": 0}
+    for _ in range(400):
+        queue.push(queue.ticket("always", 0, 100))
+    for _ in range(300):
+        if not any(tenant.name == "again" for tenant in queue.waiting()):
+            queue.push(queue.ticket("again", 0, 100))
+        ticket = queue.pop()
+        got[ticket.tenant.name] += 1
+        queue.end(ticket, 0, 50)
+    assert abs(got["again"] - got["always"]) <= 2
 
 
 def test_an_estimate_that_the_tenant_has_spoiled_gains_it_nothing() -> None:
@@ -285,11 +310,11 @@ def test_a_decision_takes_under_ten_microseconds_with_a_thousand_tenants() -> No
             queue.push(queue.ticket(f"tenant {number}", 0, 1000))
     best = math.inf
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(200):
             queue.end(ticket := queue.pop(), 0, 200)
         for _ in range(200):
             queue.push(queue.ticket(ticket.tenant.name, 0, 1000))
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     # A pop and an end are the decision; a push is beside it here.
-    assert best / 200 < 30e-6, f"{best / 200 * 1e6:.1f} µs for a push, a pop and an end"
+    assert best / 200 < here(30e-6), f"{best / 200 * 1e6:.1f} µs for a push, a pop and an end"

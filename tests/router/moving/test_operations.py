@@ -1,4 +1,4 @@
-"""What operators ask of a worker, and what a full pool does: answers go elsewhere, and none ends by it."""
+"""Operators' commands to a worker, and a full pool, move answers elsewhere and end none."""
 
 import asyncio
 from contextlib import AsyncExitStack

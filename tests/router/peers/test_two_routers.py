@@ -39,9 +39,14 @@ class Pair:
             pass
 
     async def refusal(self, router: int, tenant: str, **fields: object) -> aio.AioRpcError:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await self.run(router, tenant, **fields)  # type: ignore[arg-type]
-        return caught.value
+        """The first one: a router may accept a few requests before it is told what their tenant owes."""
+        for _ in range(20):
+            try:
+                await self.run(router, tenant, **fields)  # type: ignore[arg-type]
+            except aio.AioRpcError as error:
+                return error
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"{tenant} is not refused")
 
 
 @asynccontextmanager
@@ -100,8 +105,6 @@ async def test_a_refusal_names_the_tenant_and_when_to_come_back_at_either_router
         await asyncio.sleep(1.2)
         for router in range(2):
             await fleet.run(router, f"owes {router}", prompt="x" * 8, tokens=90)
-            # The debt is told within a quarter of a second.
-            await asyncio.sleep(0.6)
             for asked in range(2):
                 error = await fleet.refusal(asked, f"owes {router}", prompt="y" * 8)
                 details = _details(error)

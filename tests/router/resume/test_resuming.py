@@ -61,7 +61,7 @@ async def _routers(*roles: str, **engine: Any) -> AsyncIterator[Pair]:
 async def pair() -> AsyncIterator[Pair]:
     async with _routers("prefill", "decode", "prefill+decode") as found:
         yield found
-        await eventually(lambda: found.running.used_blocks() == 0, 5.0)
+        await eventually(lambda: found.running.used_blocks() == 0)
 
 
 def _request(**fields: Any) -> generate_pb2.GenerateRequest:
@@ -212,7 +212,7 @@ async def test_a_cancel_by_the_handle_reaches_an_answer_that_nobody_reads(pair: 
     request = _request(stopping={"max_tokens": 900}, sampling={"n": 2, "seed": 1})
     received = await _read(pair.first.Generate(request), Received(request), until=10)
     await unary(pair.second.CancelGeneration(generate_pb2.CancelGenerationRequest(handle=received.handle)))
-    await eventually(lambda: pair.running.used_blocks() == 0, 1.0)
+    await eventually(lambda: pair.running.used_blocks() == 0)
     with pytest.raises(StreamLost):
         await unary(pair.first.CancelGeneration(generate_pb2.CancelGenerationRequest(handle=received.handle)))
 

@@ -58,7 +58,7 @@ def prompt(start: int, blocks: int) -> list[int]:
 
 
 async def cached(running: Bench, ids: Sequence[int]) -> int:
-    """How much of a prompt the worker still has. Asking uses it."""
+    """The tokens of a prompt that the worker still has. Asking uses them."""
     return (await run(running, ids)).cached_tokens
 
 

@@ -96,7 +96,7 @@ async def test_pools_that_cannot_be_read_keep_no_worker_from_being_ready(
         async with start.registry.register(wrong):
             started = time.monotonic()
             async with start("decode") as decode:
-                assert time.monotonic() - started < 5
+                assert time.monotonic() - started < 20
                 await eventually(lambda: liar.asked > 0)
                 whole = await decode.calls.decode(decode_request(await prefill.calls.prefill()))
                 assert whole.transport == "shm"

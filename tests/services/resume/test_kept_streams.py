@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
+from support.clients.scraping import since
 from support.clients.worker_calls import decode_request
 from support.cluster.workers import Running, Starter
 from support.eventually import eventually
@@ -211,9 +212,11 @@ async def test_a_look_changes_nothing(decode: Running) -> None:
 
 
 async def test_an_orphan_has_no_block_once_its_grace_is_over(decode: Running) -> None:
+    dropped = since("baton_kept_streams_dropped_total", reason="grace")
     await _read(decode.calls.decodes.Decode(_kept("a", 900, grace=0.3)), Reading(), until=3)
     assert decode.blocks_used > 0
-    await eventually(lambda: decode.blocks_used == 0, 1.3)
+    await eventually(lambda: decode.blocks_used == 0)
+    assert dropped.grown == 1
     assert isinstance((await _read(decode.calls.decodes.Attach(_attach("a")), Reading())).error, StreamLost)
     assert len(decode.worker.kept) == 0
 
@@ -311,7 +314,8 @@ async def test_a_worker_may_keep_none(start: Starter) -> None:
 async def test_the_deadline_holds_without_a_reader(decode: Running) -> None:
     call = decode.calls.decodes.Decode(_kept("a", 900, grace=20), timeout=0.5)
     await _read(call, Reading(), until=2)
-    await eventually(lambda: decode.blocks_used == 0, 1.5)
+    # Sooner than its grace ends.
+    await eventually(lambda: decode.blocks_used == 0, 15.0)
     assert isinstance((await _read(decode.calls.decodes.Attach(_attach("a")), Reading())).error, StreamLost)
 
 

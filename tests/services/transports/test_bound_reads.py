@@ -135,7 +135,7 @@ async def test_a_path_that_became_a_pipe_is_unavailable_and_blocks_no_other_read
     os.close(writing)
     shm = handoff_pb2.ShmEndpoint(host_id=host_id(), path=f"/proc/{os.getpid()}/fd/{reading}", size=4096)
     try:
-        async with open_transports(("shm",)) as [transport], timeout(2):
+        async with open_transports(("shm",)) as [transport], timeout(20):
             with pytest.raises(TransportUnavailable, match="not a file in memory"):
                 await transport.open(handoff_pb2.TransportEndpoint(shm=shm), PoolShape(1, 4096))
     finally:

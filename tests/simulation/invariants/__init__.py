@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever goes wrong. One class each; docs/simulation.md says which caught something.
+"""The invariants of every run, whatever goes wrong: a class each. docs/simulation.md says which have caught something.
 
 base (what they are told), answers, ends (statuses, cancelled work, leases), blocks, tables, fleet (recovery, quotas,
 logs).

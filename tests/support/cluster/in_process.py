@@ -104,7 +104,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Stream:
-    """What a client got."""
+    """The messages that a client got."""
 
     messages: list[generate_pb2.GenerateResponse]
 

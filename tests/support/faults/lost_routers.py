@@ -12,7 +12,7 @@ from support.clients.resuming import Received
 
 from baton import AsyncClient, Resume
 from baton.errors import BatonError
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, sampling_pb2
 
 _LONGEST_SECONDS = 60.0
 _SLOW_SECONDS = 0.02
@@ -49,6 +49,21 @@ class Report:
             f"{len(self.different)} different; {self.resumed} resumed{again}; "
             f"pause p50 {self.pause(0.5) * 1e3:.0f} ms, p99 {self.pause(0.99) * 1e3:.0f} ms"
         )
+
+
+def request_kinds(prompt: str, max_tokens: int) -> dict[str, generate_pb2.GenerateRequest]:
+    """Requests by name, whose answers differ in how tokens become text and messages; each is the same again."""
+    stopping = sampling_pb2.StoppingOptions(max_tokens=max_tokens, ignore_eos=True)
+    seeded = sampling_pb2.SamplingParams(temperature=0.8, seed=11)
+    kinds = {
+        name: generate_pb2.GenerateRequest(prompt=prompt, stopping=stopping, sampling=seeded)
+        for name in ("greedy", "seeded", "stop", "three", "logprobs")
+    }
+    kinds["greedy"].sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0))
+    kinds["stop"].stopping.stop.extend(["qz", "th", "e e"])
+    kinds["three"].sampling.n = 3
+    kinds["logprobs"].response.logprobs = 2
+    return kinds
 
 
 class Streams:

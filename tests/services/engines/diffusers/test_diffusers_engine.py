@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,7 +18,8 @@ from torch import Tensor
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from services.engines.diffusion import Drawing, Picture, Step
 
-pytest.importorskip("diffusers", reason="needs the extra `diffusion`")
+if sys.version_info < (3, 11):
+    pytest.skip("diffusers needs Python 3.11", allow_module_level=True)
 
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.engine import DiffusersEngine

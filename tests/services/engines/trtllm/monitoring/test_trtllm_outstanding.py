@@ -33,14 +33,17 @@ async def engine(newest: None, checkpoint: Path) -> AsyncIterator[Engine]:
         yield opened
 
 
-async def test_what_waits_to_be_fetched_is_shown_with_its_age(engine: Engine) -> None:
-    await engine.prefill(PROMPT, greedy(9))
-    await engine.prefill(PROMPT, greedy(9))
-    await eventually(lambda: sample("baton_trtllm_handoffs_outstanding") == 2)
-    assert sample("baton_trtllm_handoff_tokens_outstanding") == 100
-    await eventually(lambda: sample("baton_trtllm_oldest_handoff_seconds") > 0.3)
-    await eventually(lambda: sample("baton_trtllm_handoffs_outstanding") == 0)
-    assert sample("baton_trtllm_oldest_handoff_seconds") == 0
+async def test_what_waits_to_be_fetched_is_shown_with_its_age(newest: None, checkpoint: Path) -> None:
+    # Long enough to be seen on a machine that stands still for a second or two.
+    lasting = {"cache_transceiver_config": {**PATIENT["cache_transceiver_config"], "kv_transfer_timeout_ms": 4_000}}
+    async with trtllm.open_engine(checkpoint, lasting) as engine:
+        await engine.prefill(PROMPT, greedy(9))
+        await engine.prefill(PROMPT, greedy(9))
+        await eventually(lambda: sample("baton_trtllm_handoffs_outstanding") == 2)
+        assert sample("baton_trtllm_handoff_tokens_outstanding") == 100
+        await eventually(lambda: sample("baton_trtllm_oldest_handoff_seconds") > 0.3)
+        await eventually(lambda: sample("baton_trtllm_handoffs_outstanding") == 0)
+        assert sample("baton_trtllm_oldest_handoff_seconds") == 0
 
 
 async def test_an_engine_that_ends_waits_for_those_who_may_still_be_reading(newest: None, checkpoint: Path) -> None:
