@@ -24,7 +24,7 @@ _MOST_DIGESTS = 64
 
 
 def content_of(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
-    """What a client wrote of a request: its input, media, grammar, stop strings and bad words."""
+    """The part of a request that a client wrote: its input, media, grammar, stop strings and bad words."""
     content = generate_pb2.GenerateRequest()
     content.CopyFrom(request)
     for field in ("request_id", "model", "response", "lora_name", "routing", "cache"):
@@ -71,7 +71,7 @@ def ids_digest(ids: Sequence[int]) -> bytes:
 
 
 def tokens_a_digest(tokens: int) -> int:
-    """How many tokens each digest of an answer of this length is of."""
+    """The number of tokens that each digest of an answer of this length is of."""
     each = _FEWEST_TOKENS
     while tokens > each * _MOST_DIGESTS:
         each *= 2

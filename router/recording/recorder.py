@@ -1,4 +1,4 @@
-"""Which requests are recorded, and the task that makes their records, away from the requests themselves."""
+"""The choice of the requests that are recorded, and the task that makes their records, away from the requests."""
 
 import asyncio
 import random

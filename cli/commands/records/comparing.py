@@ -20,7 +20,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """Where two answers part: at a token, or, if only digests tell, at one of some tokens."""
+    """The place where two answers part: a token, or, if only digests tell, one of some tokens."""
 
     answer: int
     first: int
@@ -31,7 +31,7 @@ class FirstDifference:
 def first_differences(
     recorded: record_pb2.RequestRecord, replayed: Mapping[int, Sequence[int]]
 ) -> list[FirstDifference]:
-    """Where each answer of a record parts from its replay; empty if all are equal.
+    """The places where answers of a record part from their replays; empty if all are equal.
 
     An answer that had not ended is compared as far as it went.
     """
@@ -80,7 +80,7 @@ def _short(recorded: record_pb2.RecordedAnswer, tokens: int) -> FirstDifference:
 def different_facts(
     recorded: record_pb2.RequestRecord, replayed: record_pb2.RequestRecord, at: FirstDifference | None
 ) -> list[Fact]:
-    """What is known of both runs and was different: at a token, or in all."""
+    """The facts that are known of both runs and were different: at a token, or in all."""
     before, after = _facts(recorded, at), _facts(replayed, at)
     return [Fact(name, before[name], after[name]) for name in before if before[name] != after.get(name, before[name])]
 

@@ -17,7 +17,7 @@ _CAUSES = {
 
 
 def summary(record: record_pb2.RequestRecord, earlier: int) -> Iterator[str]:
-    """What was asked, what came of it, and what took longest."""
+    """The request, its end, and its longest stage."""
     usage, tenant = record.finished.usage, f" of tenant {record.tenant}" if record.tenant else ""
     model = record.request.model or "the default model"
     yield (
@@ -40,7 +40,7 @@ def summary(record: record_pb2.RequestRecord, earlier: int) -> Iterator[str]:
 
 
 def decisions(record: record_pb2.RequestRecord) -> Iterator[str]:
-    """What was decided and done for each answer, in the order of time."""
+    """The decisions and calls for each answer, in the order of time."""
     for answer in record.answers:
         yield ""
         if len(record.answers) > 1:

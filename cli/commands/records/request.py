@@ -42,7 +42,7 @@ def request_of(record: record_pb2.RequestRecord, prompt_file: str | None) -> gen
 
 
 def _contents(record: record_pb2.RequestRecord, text: str, *, is_json: bool) -> list[generate_pb2.GenerateRequest]:
-    """What the file may mean: the request in JSON, or the prompt, with a line's end of its own or without."""
+    """The meanings that the file may have: the request in JSON, or the prompt, with or without its last line's end."""
     if is_json:
         try:
             return [records.content_of(json_format.Parse(text, generate_pb2.GenerateRequest()))]
