@@ -104,7 +104,7 @@ async def test_why_tells_what_failed(baton: Baton, running: Bench) -> None:
     page = await baton("why", "failed", "--address", running.address)
     assert page.code == 0
     assert "recorded it, since it failed." in page.out
-    assert "It ended with NO_WORKER at " in page.out
+    assert "It ended with NO_WORKER" in page.out
 
 
 async def test_why_needs_a_request(baton: Baton, running: Bench) -> None:
