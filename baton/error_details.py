@@ -16,6 +16,7 @@ from baton.errors import (
     Overloaded,
     PermissionDenied,
     QuotaExceeded,
+    RouterStarting,
     Unauthenticated,
     Unavailable,
     Unsupported,
@@ -148,6 +149,8 @@ def _restore(kind: type[BatonError], message: str, details: _Details) -> BatonEr
         return kind(message, retry_after_seconds=_retry_seconds(details.retry), subject=subject)
     if issubclass(kind, QuotaExceeded):
         return kind(message, subject=subject, retry_after_seconds=_retry_seconds(details.retry))
+    if issubclass(kind, RouterStarting):
+        return kind(message, retry_after_seconds=_retry_seconds(details.retry))
     return kind(message)
 
 

@@ -194,6 +194,16 @@ class NoWorker(Unavailable):
     reason = "NO_WORKER"
 
 
+class RouterStarting(NoWorker):
+    """This router has just started and does not know all workers and models yet. Retry after `retry_after_seconds`."""
+
+    reason = "ROUTER_STARTING"
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
 class QuotaUnavailable(Unavailable):
     """The tenant's quota is kept by another router, which has not been reached for a while: retry, best elsewhere."""
 

@@ -1,9 +1,11 @@
 """One stream of a connection: the bytes of one call in both directions, within the windows of flow control."""
 
 import asyncio
+from functools import partial
 from typing import Final, Protocol
 
 from baton_http2.input_budget import InputLimits, Pace, Reservation
+from baton_http2.large_message import LargeMessage
 from baton_http2.limits import ServerLimits
 from baton_http2.output import Output
 from baton_http2.wire.frames import (
@@ -54,14 +56,13 @@ class Stream:
 
     __slots__ = (
         "_inbox",
+        "_large",
         "_mark",
         "_output",
         "_owner",
         "_pace",
         "_pending",
         "_receive_window",
-        "_reservation",
-        "_reserved",
         "_trailers",
         "_writers",
         "closed",
@@ -86,9 +87,7 @@ class Stream:
         # Made for the first bytes, or for who waits for them: heads without a message are cheap to send.
         self._inbox: Inbox | None = None
         self._mark: tuple[int, int] | None = None
-        # Of the message that is being received: bytes that are counted and have not come, and those that wait for it.
-        self._reserved = 0
-        self._reservation: Reservation | None = None
+        self._large: LargeMessage | None = None  # made for the first one
         self._pace: Pace | None = None
         self.id = stream_id
         self.window = window
@@ -129,7 +128,7 @@ class Stream:
             inbox = self._inbox or self.inbox
             more = inbox.feed(payload)
             if more:
-                self._owner.account_input(more if not self._reserved else self._beyond_reserved(more))
+                self._owner.account_input(more if self._large is None else self._large.beyond_counted(more))
         if self._receive_window * 2 < RECEIVE_WINDOW:
             self._grant()
 
@@ -144,12 +143,6 @@ class Stream:
     def _check_length(self, *, is_last: bool) -> None:
         if self.received_bytes > self.content_length or (is_last and self.received_bytes != self.content_length):
             raise StreamFailure(PROTOCOL_ERROR, "content-length differs from the number of bytes sent")
-
-    def _beyond_reserved(self, more: int) -> int:
-        """The number of bytes, of `more`, that were not counted before."""
-        counted = min(more, self._reserved)
-        self._reserved -= counted
-        return more - counted
 
     @property
     def receive_window(self) -> int:
@@ -169,7 +162,7 @@ class Stream:
         """
         is_partial = self._inbox is not None and self._inbox.is_partial
         waits = is_partial or self.ignores_input or (waits_for_first and not self.received_bytes)
-        if not waits or self.half_closed or self._trailers is not None or self._reservation is not None:
+        if not waits or self.half_closed or self._trailers is not None or (self._large and self._large.waits):
             self._pace = None
             return False
         messages = 0 if self._inbox is None else self._inbox.count
@@ -183,11 +176,10 @@ class Stream:
 
     def add_reserved(self, size: int) -> None:
         """The bytes that a large message waited for are counted."""
-        self._reservation = None
-        if self.closed or self.ignores_input:
+        if self._large is None or self.closed or self.ignores_input:
             self._owner.account_input(-size)
             return
-        self._reserved += size
+        self._large.add(size)
         self._grant()
 
     def _grant(self) -> None:
@@ -198,33 +190,29 @@ class Stream:
             inbox = self.inbox
             if not inbox.wants_more and inbox.size * 2 > RECEIVE_WINDOW:
                 return
-            if inbox.partial_length > RECEIVE_WINDOW and not self._has_reserved():
+            missing = inbox.partial_length - inbox.partial_size
+            if inbox.partial_length > RECEIVE_WINDOW and not self._is_counted(missing):
                 return
         self._receive_window = RECEIVE_WINDOW
         self._output.send(window_update(self.id, used))
 
-    def _has_reserved(self) -> bool:
-        """True if all that is still to come of a large message is counted; if not, it waits for that."""
-        missing = self.inbox.partial_length - self.inbox.partial_size
-        if self._reservation is None and missing > self._reserved:
-            size = missing - self._reserved
-            self._reservation = self._owner.reserve(self, size)
-            if self._reservation is None:
-                self._reserved += size
-        return self._reservation is None
+    def _is_counted(self, missing: int) -> bool:
+        if self._large is None:
+            self._large = LargeMessage(partial(self._owner.reserve, self))
+        return self._large.is_counted(missing)
 
     def _drop_input(self) -> None:
         """Drops the input that has not been read."""
         self.ignores_input = True
-        if self._reservation is not None:
-            self._reservation.cancel()
-            self._reservation = None
+        held = 0
+        if self._large is not None:
+            held = self._large.drop()
+            self._large = None
         if self._inbox is not None:
-            held = self._inbox.size + self._reserved
-            if held:
-                self._owner.account_input(-held)
+            held += self._inbox.size
             self._inbox.clear()
-        self._reserved = 0
+        if held:
+            self._owner.account_input(-held)
 
     # What is sent.
 

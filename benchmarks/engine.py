@@ -103,10 +103,10 @@ def engine_step(folder: Path, batch: int, sampling: Sampling = GREEDY, *, consta
     for prompt in prompts(batch):
         core.submit(core.new_sequence(Prompt(prompt), sampling, lambda _event: None, hold=False))
     while any(sequence.remaining != 1 for sequence in core.scheduler.running) or core.scheduler.waiting:
-        core.step()
+        core.steps.step()
     if constant:
-        core._runner._module = ConstantModel()  # type: ignore[assignment]
-    return core.step
+        core.runner._module = ConstantModel()  # type: ignore[assignment]
+    return core.steps.step
 
 
 def measure(steps: Sequence[Step], rounds: int) -> list[Timing]:

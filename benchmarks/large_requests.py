@@ -11,6 +11,7 @@ that the router's event loop did nothing else, the CPU time of a request, and it
 import argparse
 import asyncio
 import http.client
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -28,6 +29,7 @@ from discovery.memory import MemoryRegistry
 from router.config import OpenAIConfig, RouterConfig
 from router.server import host_router
 from rpc.channels import open_channel
+from runtime.threads import switch_often
 from services.config import WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
@@ -65,6 +67,25 @@ def _kserve(text: bytes) -> tuple[str, bytes]:
     request = inference_pb2.ModelInferRequest(model_name="simulated")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(text)
     return f"{_KSERVE}ModelInfer", request.SerializeToString()
+
+
+_BLOCK = {"type": "text", "text": "x"}
+_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [_BLOCK]}
+_TOOL = {"name": "f", "input_schema": {}}
+
+
+def _anthropic(blocks: Sequence[object], **fields: object) -> tuple[str, bytes]:
+    turns = [{"role": "user", "content": blocks}]
+    return "/v1/messages", json.dumps({"model": "simulated", "max_tokens": 1, "messages": turns, **fields}).encode()
+
+
+def _turns(path: str, field: str, count: int) -> tuple[str, bytes]:
+    most = "max_output_tokens" if field == "input" else "max_tokens"
+    return path, json.dumps({field: [{"role": "user", "content": "x"}] * count, most: 1}).encode()
+
+
+def _large_tool() -> dict[str, object]:
+    return {"name": "f", "input_schema": {"type": "object", "properties": {f"p{at}": {} for at in range(30_000)}}}
 
 
 # By a name, what makes a method or a path and the message or the body.
@@ -122,6 +143,16 @@ PAYLOADS: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     ),
     "HTTP response": lambda: ("/v1/responses", b'{"input":"' + rb"\n\"" * (15 * MIB // 4) + b'"}'),
     "HTTP embedding": lambda: ("/v1/embeddings", b'{"input":"' + rb"\n\"" * (15 * MIB // 4) + b'"}'),
+    "HTTP blocks": lambda: _anthropic([_BLOCK] * 8000),
+    "HTTP too many blocks": lambda: _anthropic([_BLOCK] * 13_000),
+    "HTTP tools": lambda: _anthropic([_BLOCK], tools=[_TOOL] * 10_000),
+    "HTTP results": lambda: _anthropic([_RESULT] * 4000),
+    "HTTP too many results": lambda: _anthropic([_RESULT] * 5000),
+    "HTTP wrong fields": lambda: _anthropic([_BLOCK], **{f"x{at}": 1 for at in range(30_000)}),
+    "HTTP turns": lambda: _turns("/v1/chat/completions", "messages", 4000),
+    "HTTP too many turns": lambda: _turns("/v1/chat/completions", "messages", 9000),
+    "HTTP items": lambda: _turns("/v1/responses", "input", 4000),
+    "HTTP schema of many values": lambda: _anthropic([_BLOCK], tools=[_large_tool()]),
     "HTTP embeddings": lambda: ("/v1/embeddings", b'{"input":["' + b'","'.join([b"word " * 1500] * 2000) + b'"]}'),
 }
 
@@ -144,6 +175,8 @@ def run_workers(pipe: Connection) -> None:
 
 def run_router(pipe: Connection) -> None:
     """A router to the workers whose records come first; answers each message with the longest hold since the last."""
+
+    switch_often()
 
     async def serve() -> None:
         config = RouterConfig(listen="127.0.0.1:0", openai=OpenAIConfig(listen="127.0.0.1:0"), drain_seconds=0)

@@ -87,9 +87,19 @@ def read_schema(text: str, path: str) -> dict[str, Any] | bool:
         raise InvalidRequest.of(path, f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise InvalidRequest.of(path, "must be the text of a JSON object")
+    if "\\u" in text:
+        _require_pairs(schema, path)
     _check(schema, path)
     rewrite_bounds([place.schema for place in _places(_Place(path, 0, schema)) if isinstance(place.schema, dict)])
     return schema
+
+
+def _require_pairs(schema: object, path: str) -> None:
+    """Raises InvalidRequest for half of a surrogate pair, which nothing can encode, and no path can name."""
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise InvalidRequest.of(path, "has half of a surrogate pair") from None
 
 
 def _check(schema: object, path: str) -> None:

@@ -26,6 +26,7 @@ sessions/    what requests say of prefix caches: retention, sessions and their e
 stream/      the answer: messages, unary responses, trailing timings
 text/        tokenizer, chat templates, detokenizer, stop strings
 multimodal/  media: validation, encoding, the embedding cache, prompts with media
+decoding/    a request while workers compute it: its state, its decode as it is read, where it continues
 routing/     which workers a policy chooses: filters, policies, costs, retries
 placement/   routing applied to the cluster: the placer, encode workers, KV events
 workers/     the cluster as this router sees it, and the calls to its workers

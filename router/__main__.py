@@ -12,6 +12,7 @@ from runtime.garbage import exempt_living_objects, return_large_memory
 from runtime.logs import configure_logging
 from runtime.monitor import serve_monitor
 from runtime.process import run
+from runtime.threads import switch_often
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +35,7 @@ def main() -> None:
     config = loaded.value.named()
     configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
     return_large_memory()
+    switch_often()
     run(partial(_serve if config.processes == 1 else supervise, config))
 
 

@@ -18,7 +18,8 @@ from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.config import LimitsConfig
 from router.context import RequestContext
-from router.execution import Executor
+from router.decoding.state import Executor
+from router.execution import execute
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.execution import completion_of, resume
 from router.stream.general import FillFinished
@@ -96,7 +97,7 @@ class SeveralAnswers:
         run: Callable[[StreamWriter], Awaitable[None]]
         if ctx.keep is None or not ctx.keep.is_resumed:
             completion = Completion(ctx.request, sampling, self.model, prompt.answer_parser(self.model))
-            run = partial(self.executor.run, ctx, prompt, completion)
+            run = partial(execute, self.executor, ctx, prompt, completion)
         else:
             completion = replayed = completion_of(ctx, sampling, self.model, prompt)
             run = partial(resume, self.executor, ctx, prompt, replayed)

@@ -209,6 +209,7 @@ class StoredResponsesConfig(Section):
     tenant_bytes: int = Field(default=16 * 2**20, ge=0, description="Of one tenant.")
     seconds: float = Field(default=3600.0, ge=0, description="How long one that has ended stays.")
     max_running: int = Field(default=256, ge=0, description="Responses in the background at once.")
+    tenant_running: int = Field(default=128, ge=0, description="Of one tenant.")
     keep_seconds: float = Field(
         default=60.0, ge=0, description="How long one in the background outlives its router, on its decode worker."
     )

@@ -18,7 +18,8 @@ from router.admission.predictor import RequestEstimate
 from router.answers import SeveralAnswers, draw_seed, keep_together
 from router.config import LimitsConfig
 from router.context import RequestContext
-from router.execution import Executor
+from router.decoding.state import Executor
+from router.execution import execute
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.processor import MultimodalProcessor
 from router.multimodal.prompt import MultimodalPrompt
@@ -103,7 +104,8 @@ class Pipeline:
             request = ctx.request
             has_cache = bool(request.routing.session_key) or request.HasField("cache")
             cache = await self._prompt_cache(ctx, token_ids, model) if has_cache else None
-        ctx.stats.prompt_tokens = request_input.expected_tokens(ctx.request, token_ids, model)
+        expected = await _aside(ctx.is_large, request_input.expected_tokens, request, token_ids, model)
+        ctx.stats.prompt_tokens = expected
         media = await self._load_media(ctx)
         prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
         if cache is not None:
@@ -121,7 +123,7 @@ class Pipeline:
         return prompt_cache(request, ctx.qos.tenant, retained, self.limits.max_retain_seconds)
 
     async def _load_media(self, ctx: RequestContext) -> Sequence[LoadedMedia]:
-        items = media_items(ctx.request)
+        items = await _aside(ctx.is_large, media_items, ctx.request)
         if not items:
             return ()
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
@@ -145,7 +147,7 @@ class Pipeline:
             return
         completion = Completion(ctx.request, sampling, model, prompt.answer_parser(model))
         async with self.writer(ctx, reply) as stream:
-            await self.executor.run(ctx, prompt, completion, stream)
+            await execute(self.executor, ctx, prompt, completion, stream)
 
     def writer(self, ctx: RequestContext, reply: Reply) -> StreamWriter:
         """Writes the messages of a request to its client."""

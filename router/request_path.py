@@ -10,9 +10,9 @@ from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
 from router.config import RouterConfig
 from router.context import ContextFactory
+from router.decoding.state import Executor
 from router.embedding.calls import EmbedCalls
 from router.embedding.pipeline import EmbedPipeline
-from router.execution import Executor
 from router.explain import RouteExplainer, RoutingRequests
 from router.moving.decodes import ReadDecodes
 from router.moving.mover import Mover

@@ -30,9 +30,9 @@ from router.resume.handle import Handle
 from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.workers.handle import WorkerHandle
-from router.workers.lora_operations import LoraOperations, read_change
 from router.workers.offer import DeploymentOffer, model_message, model_messages
-from router.workers.worker_operations import WorkerOperations
+from router.workers.operations.loras import LoraOperations, read_change
+from router.workers.operations.workers import WorkerOperations
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
 
@@ -103,6 +103,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, _request: model_pb2.ListModelsRequest, _context: Context
     ) -> model_pb2.ListModelsResponse:
+        self._path.cluster.require_registry()
         return model_pb2.ListModelsResponse(models=model_messages(self._path.cluster))
 
     async def GetModel(self, request: model_pb2.GetModelRequest, _context: Context) -> model_pb2.GetModelResponse:

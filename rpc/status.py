@@ -31,6 +31,7 @@ from baton.errors import (
     RequestExists,
     RequestNotFound,
     RoleMismatch,
+    RouterStarting,
     SlowReader,
     StaleAttempt,
     StaleEpoch,
@@ -136,6 +137,8 @@ def _details(error: BatonError) -> Iterator[Message]:
         case Overloaded() | QuotaExceeded():
             if error.subject or isinstance(error, QuotaExceeded):
                 yield _quota_failure(error.subject, error.message)
+            yield _retry_info(error.retry_after_seconds)
+        case RouterStarting():
             yield _retry_info(error.retry_after_seconds)
 
 

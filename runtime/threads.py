@@ -1,8 +1,21 @@
-"""Threads that are not of a pool. Those of pools are started by the event loop, `run_in_executor` and `to_thread`."""
+"""Threads that are not of a pool, and the interpreter that all threads share.
 
+Threads of pools are started by the event loop, `run_in_executor` and `to_thread`.
+"""
+
+import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from itertools import count
+from typing import Any, Final, TypeVar
+
+Value = TypeVar("Value")
+
+# How long Python code holds the interpreter while the event loop waits for it; by default 5 ms.
+_SWITCH_SECONDS: Final = 0.001
+_CALLS_A_TURN: Final = 32
+_calls = count(1)
 
 
 def start_thread(call: Callable[..., Any], *arguments: Any, name: str) -> threading.Thread:
@@ -10,3 +23,15 @@ def start_thread(call: Callable[..., Any], *arguments: Any, name: str) -> thread
     thread = threading.Thread(target=call, args=arguments, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def switch_often() -> None:
+    """Has Python code in threads let the event loop run after a millisecond."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+
+
+def let_others_run(value: Value) -> Value:
+    """The value. For compiled code that calls it for each of many: at some calls other threads may run."""
+    if not next(_calls) % _CALLS_A_TURN:
+        time.sleep(0)
+    return value

@@ -33,7 +33,7 @@ class Identity:
     offers: tuple[str, ...] | None = None  # transports by which others can read its KV; None if engines move it
     reads: tuple[str, ...] | None = None  # transports by which it reads others' KV; likewise
     location: Location = UNKNOWN
-    keeps_streams: bool = False  # whether its decodes may go on without their readers
+    keeps_streams: bool = False  # its decodes may go on without their readers
     leaving: tuple[Role, ...] = ()  # roles that it loses: it takes work by them, and no router is to send any
     left: frozenset[Role] = frozenset()  # roles that it has lost
 
@@ -44,6 +44,11 @@ class Identity:
         if role in self.left:
             raise Draining(f"worker {self.worker_id} does not {role} any more: its roles are {', '.join(self.roles)}")
         raise RoleMismatch(f"worker {self.worker_id} does not {role}: its roles are {', '.join(self.roles)}")
+
+    @property
+    def may_have_kept_streams(self) -> bool:
+        """True if it decodes or has, since what it keeps outlives the role."""
+        return self.keeps_streams and "decode" in {*self.roles, *self.leaving, *self.left}
 
     def leave(self, roles: tuple[Role, ...]) -> None:
         """Ends these roles, which it was leaving."""
@@ -64,14 +69,14 @@ class WorkerRegistration:
     """A worker's record in the registry: absent until the worker is ready, then present, then draining."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+        self.registry = registry
         self._record: WorkerRecord | None = None
         self._registration: Registration | None = None
         self._open = AsyncExitStack()
 
     async def register(self, record: WorkerRecord) -> None:
         """Adds the record. Raises Unavailable if the registry cannot be reached."""
-        context: AbstractAsyncContextManager[Registration] = self._registry.register(record)
+        context: AbstractAsyncContextManager[Registration] = self.registry.register(record)
         self._registration = await self._open.enter_async_context(context)
         self._record = record
 

@@ -41,16 +41,16 @@ log = structlog.get_logger(__name__)
 _MULTIPLEXED = (handoff.SERVICE_NAME, control.SERVICE_NAME)
 
 _WORKER: frozenset[CallerRole] = frozenset({"worker"})
-_OPERATOR: frozenset[CallerRole] = frozenset({"operator"})
-_BOTH = _WORKER | _OPERATOR
+_BOTH: frozenset[CallerRole] = _WORKER | {"operator"}
 
-# The roles that may call each method under mutual TLS. Routers have the role worker too; clients reach routers only.
+# The roles that may call each method under mutual TLS. Routers have the role worker too, and ask for what operators
+# want; clients reach routers only.
 _ACCESS_RULES: Rules = {
     "/baton.engine.v1.": _WORKER,
     "/baton.engine.v1.HandoffService/List": _BOTH,
     "/baton.engine.v1.WorkerService/Abort": _BOTH,
     "/baton.engine.v1.WorkerService/ChangeRole": _BOTH,
-    "/baton.engine.v1.WorkerService/Drain": _OPERATOR,
+    "/baton.engine.v1.WorkerService/Drain": _BOTH,
     "/baton.engine.v1.WorkerService/GetLoad": _BOTH,
     "/baton.engine.v1.WorkerService/GetModel": _BOTH,
     "/baton.engine.v1.WorkerService/ListLoras": _BOTH,
@@ -202,7 +202,7 @@ def _fetch_seconds(engines: WorkerEngines) -> float:
 
 def _record(worker: Worker) -> WorkerRecord:
     facts = worker.engines.facts
-    kept = (KEEPS_STREAMS,) if worker.identity.keeps_streams and "decode" in worker.identity.roles else ()
+    kept = (KEEPS_STREAMS,) if worker.identity.may_have_kept_streams else ()
     return WorkerRecord(
         worker_id=worker.worker_id,
         epoch=worker.epoch,

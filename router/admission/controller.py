@@ -139,13 +139,16 @@ class AdmissionController:
             self._places[ask.model, ask.role].changed()  # it may have given back what this router waits for
         return loan
 
-    def track_tenant(self, ctx: RequestContext) -> AbstractAsyncContextManager[None]:
-        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded when it is entered."""
-        return _UNLIMITED if self.quotas.is_unlimited else self._track_tenant(ctx)
+    def track_tenant(self, ctx: RequestContext, requests: int = 1) -> AbstractAsyncContextManager[None]:
+        """Counts a request, and the tokens it generates, for its tenant. Raises QuotaExceeded when it is entered.
+
+        `requests` is 0 for one that its worker still has, so that it was counted before. One that is computed again
+        counts: only its client says that it was asked before.
+        """
+        return _UNLIMITED if self.quotas.is_unlimited else self._track_tenant(ctx, requests)
 
     @asynccontextmanager
-    async def _track_tenant(self, ctx: RequestContext) -> AsyncIterator[None]:
-        requests = 0 if ctx.keep is not None and ctx.keep.is_resumed else 1
+    async def _track_tenant(self, ctx: RequestContext, requests: int) -> AsyncIterator[None]:
         async with AsyncExitStack() as tracking:
             try:
                 await tracking.enter_async_context(self.quotas.track(ctx.qos.tenant, ctx.stats, requests))

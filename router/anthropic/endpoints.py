@@ -61,6 +61,7 @@ class MessagesEndpoints:
 
     async def _models(self, call: HttpCall, _path: str) -> None:
         found: list[dict[str, Any]] = []
+        self._path.cluster.require_registry()
         for model in self._path.cluster.models:
             adapters = loras_of_model(self._path.cluster.workers, model.name)
             found += [self._described(model, adapter) for adapter in (None, *adapters.values())]

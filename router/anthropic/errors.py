@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Mapping
 
-from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
 from router.openai.call import HttpCall
-from router.openai.errors import ErrorResponse, headers_of, status_of
+from router.openai.errors import LACKED, ErrorResponse, headers_of, status_of
 from router.openai.exchange import MODELS_PATH, Api, Headers
 
 MESSAGES = "/v1/messages"
@@ -57,6 +57,8 @@ def describe(error: BatonError, places: Mapping[str, str]) -> dict[str, str]:
     elif found := _PART.match(message):
         field, separator, rest = message.partition(": ")
         message = field_name(field, places) + separator + rest if separator else places.get(found[0], field)
+    elif isinstance(error, Unsupported):
+        message = LACKED.sub(lambda one: field_name(one[0], places), message)
     return {"type": _TYPES.get(_status(error), "api_error"), "message": message}
 
 

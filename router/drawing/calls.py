@@ -10,8 +10,9 @@ from baton.inference.v1 import image_pb2
 from router.context import RequestContext
 from router.placement.role_workers import RoleWorkers
 from router.routing.filters import Constraints
-from router.workers.handle import Waiting, WorkerHandle
+from router.workers.handle import WorkerHandle
 from router.workers.role_calls import Metadata, RoleCall
+from router.workers.watching.waiting_calls import Waiting
 
 ROLE = "diffuse"
 _PNG = b"\x89PNG\r\n\x1a\n"

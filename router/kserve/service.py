@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
-from baton.errors import BatonError, InvalidRequest, ModelNotFound
+from baton.errors import BatonError, InvalidRequest, ModelNotFound, NoWorker
 from baton.inference.v1 import generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
@@ -50,7 +50,7 @@ class KServeServicer:
         return pb.ServerReadyResponse(ready=any(self._is_ready(model.name) for model in self._path.cluster.models))
 
     async def ModelReady(self, request: pb.ModelReadyRequest, _context: Context) -> pb.ModelReadyResponse:
-        with suppress(ModelNotFound):
+        with suppress(ModelNotFound, NoWorker):
             model = self._path.cluster.model(request.name).name
             return pb.ModelReadyResponse(ready=is_version(request.version) and self._is_ready(model))
         return pb.ModelReadyResponse(ready=False)

@@ -23,6 +23,7 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
+from router.text.json_values import TOO_LARGE, NotFinite, load_json
 
 OUTPUTS = ("text_output", "finish_reason")
 EMBEDDING = "embedding"
@@ -205,7 +206,9 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _json(element: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(element, object_pairs_hook=_unrepeated)
+        value = load_json(element, pairs=_unrepeated)
+    except NotFinite as error:
+        raise InvalidRequest.of(f"inputs.sampling_parameters.{error.path}", TOO_LARGE) from None
     except _GivenTwice as error:
         raise InvalidRequest.of("inputs.sampling_parameters", str(error)) from None
     except (ValueError, RecursionError):
@@ -284,8 +287,8 @@ def _parsed(value: Any) -> Any:
     if len(value) > MAX_TEXT_BYTES:
         raise ValueError(f"has {len(value)} characters of at most {MAX_TEXT_BYTES}")
     try:
-        return json.loads(value, object_pairs_hook=_unrepeated)
-    except _GivenTwice:
+        return load_json(value, pairs=_unrepeated)
+    except (_GivenTwice, NotFinite):
         raise
     except (ValueError, RecursionError):
         raise ValueError("must be the text of JSON") from None

@@ -270,7 +270,7 @@ class OpenAIApp:
             if body.stream:
                 await stream_events(call, entry)
             else:
-                await call.respond(200, json.dumps(entry.document.response()).encode())
+                await call.respond(200, entry.document.response())
         elif seconds:
             asked = await self._resumable.response(call, request)
             builder = ResponseBuilder(body, asked.identity, asked.origin.created)
@@ -293,7 +293,7 @@ class OpenAIApp:
         stream: AnswerStream | UnaryCollector = collector or ResponseStream(call, builder)
         await self._exchange.run(call, request, RecordedStream(document, stream) if document else stream)
         if collector is not None:
-            await call.respond(200, json.dumps(builder.whole(collector)).encode())
+            await call.respond(200, builder.whole(collector))
 
     async def _embeddings(self, call: HttpCall, _path: str) -> None:
         body, request = await self._exchange.read(call, EmbeddingsRequest, EmbeddingsRequest.embed_request, embeds=True)

@@ -18,6 +18,7 @@ from baton.errors import (
     QuotaExceeded,
     RequestExists,
     RequestNotFound,
+    RouterStarting,
     SlowReader,
     StaleAttempt,
     StreamAdopted,
@@ -61,6 +62,7 @@ _RENAMED = (
     (re.compile(r"^sampling\."), ""),
     (re.compile(r"^options\.(width|height)"), "size"),
     (re.compile(r"^options\.number"), "n"),
+    (re.compile(r"^options\.preview_steps"), "partial_images"),
     (re.compile(r"^options\."), ""),
     (re.compile(r"^stopping\.max_tokens"), "max_tokens"),
     (re.compile(r"^stopping\."), ""),
@@ -82,6 +84,8 @@ _RENAMED = (
 )
 # How the message of an error begins that is about one picture.
 _PICTURE = re.compile(r"^chat\.messages\[\d+\]\.parts\[\d+\]\.media\S*(?=: )")
+# The fields that the message of Unsupported names.
+LACKED = re.compile(r"\b(?:sampling|options)\.\w+")
 # What a grammar is in GenerateRequest, and a tag's schema in it.
 _IS_GUIDED = re.compile(r"^guided(\.|$)")
 _GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|structural_tags)")
@@ -135,7 +139,7 @@ def failure_of(error: BatonError, guided_field: str = "") -> ErrorResponse:
 def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
     """When to try again, which methods a path has, and how to authenticate."""
     headers: list[tuple[bytes, bytes]] = []
-    if isinstance(error, (Overloaded, QuotaExceeded)):
+    if isinstance(error, (Overloaded, QuotaExceeded, RouterStarting)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
         headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
     if isinstance(error, HttpRefusal) and error.allowed:
@@ -155,6 +159,9 @@ def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]
     elif picture := _PICTURE.match(message):
         param = _param(picture[0], guided_field)
         message = param + message[picture.end() :]
+    elif isinstance(error, Unsupported) and (lacked := LACKED.search(message)):
+        param = param or _param(lacked[0], guided_field)
+        message = LACKED.sub(lambda field: _param(field[0], guided_field), message)
     return {
         "message": message,
         "type": _TYPES.get(status_of(error), "server_error"),

@@ -4,17 +4,21 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, create_model, model_validator
+from pydantic_core import PydanticCustomError, core_schema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import generate_pb2
 from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
 from router.openai.errors import UnsupportedField
+from router.text.json_values import TOO_LARGE, NotFinite, load_json
+from runtime.threads import let_others_run
 
 _UINT32 = 2**32 - 1
 _MAX_VIOLATIONS = 16
 _MAX_NAMED_ERRORS = 1024  # of more, each costs time to be described
+_MOST_FIELDS = 256  # of one object: no class has as many, and each unknown one is an error
 _HALF_HOUR, _DAY = 1800, 86_400  # in seconds
 _LONGEST_NAME = 80  # of a field in an error
 Uint32 = Annotated[int, Field(ge=0, le=_UINT32)]
@@ -37,6 +41,12 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def _failing_fast(schema: Any) -> Any:
     match schema:
+        case {"type": "dict", "values_schema": {"type": kind} as values} if kind != "any":
+            checked = core_schema.no_info_before_validator_function(let_others_run, _failing_fast(values))
+            return {**schema, "values_schema": checked}
+        case {"type": "list", "items_schema": {"type": "list"} as items}:
+            checked = core_schema.no_info_before_validator_function(let_others_run, _failing_fast(items))
+            return {**schema, "items_schema": checked, "fail_fast": True}
         case dict():
             inner = {name: _failing_fast(value) for name, value in schema.items()}
             return {**inner, "fail_fast": True} if schema.get("type") == "list" else inner
@@ -55,6 +65,15 @@ class Fields(BaseModel):
         """Lists are read up to their first wrong element: 60,000 errors hold the interpreter for half a second."""
         return _failing_fast(handler(source))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        """Refuses an object with too many fields before each is an error. Lets others run, as pydantic does not."""
+        if isinstance(value, dict) and len(value) > _MOST_FIELDS:
+            text = "has {count} fields of at most {most}"
+            raise PydanticCustomError("too_many_fields", text, {"count": len(value), "most": _MOST_FIELDS})
+        return let_others_run(value)
+
 
 def read(kind: type[Body], value: Any, within: str = "") -> Body:
     """The body, or what a field of it holds, as one of the classes. Raises InvalidRequest naming each wrong field."""
@@ -70,7 +89,7 @@ def read(kind: type[Body], value: Any, within: str = "") -> Body:
 
 
 def _path(location: tuple[int | str, ...], path: str = "") -> str:
-    for before, part in zip(("", *location[:-1]), location, strict=True):
+    for before, part in zip(("", *location), location, strict=False):
         # Pydantic names the alternatives of a union too; they are no fields.
         if isinstance(part, int):
             path += f"[{part}]"
@@ -160,7 +179,9 @@ class StructuredOutputs(Fields):
         if len(text) > MAX_TEXT_BYTES:
             raise InvalidRequest.of(field, f"has {len(text)} characters of at most {MAX_TEXT_BYTES}")
         try:
-            return read(StructuralTags, json.loads(text), field)
+            return read(StructuralTags, load_json(text), field)
+        except NotFinite as error:
+            raise InvalidRequest.of(f"{field}.{error.path}", TOO_LARGE) from None
         except (ValueError, RecursionError):
             raise InvalidRequest.of(field, "is not JSON") from None
 

@@ -9,9 +9,10 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from baton.errors import InvalidRequest
+from router.text.json_values import TOO_LARGE, NotFinite, load_json, located, refuse_constant
 from rpc.interceptors.counting import TextLimits
 
 MAX_VALUES = 65_536
@@ -19,7 +20,6 @@ MAX_BYTES_BESIDE_TEXTS = 2 * 2**20
 _PIECE = 64 * 1024  # takes at most a millisecond, whatever is in it, and has no more values than may be
 _LONG_STRING = 64  # bytes; a longer one is read by itself
 _STRUCTURE = (b",", b"[", b"{", b":")
-_SURROGATE = (b"\\ud", b"\\uD")
 _FIRST_OF_A_PAIR = re.compile(rb"\\u[dD][89abAB]..")
 _IS_NAME = re.compile(rb"[ \t\r\n]*:")  # what follows the name of a field
 _ESCAPE_BYTES = 6  # the longest, as \u00e4
@@ -50,25 +50,16 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
     Raises InvalidRequest, of the field `body`, or of the one whose text is over the limits.
     """
     try:
-        value = _load(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
+        value = load_json(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
     except UnicodeError:
         raise InvalidRequest.of("body", "is not valid UTF-8, or has half of a surrogate pair") from None
+    except NotFinite as error:
+        raise InvalidRequest.of(error.path or "body", TOO_LARGE) from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest.of("body", f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
     return value
-
-
-def _load(body: bytes) -> Any:
-    value = json.loads(body, parse_constant=_refuse)
-    if any(escape in body for escape in _SURROGATE):
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 class _LargeBody:
@@ -88,16 +79,14 @@ class _LargeBody:
 
         def stand_in(constant: str) -> str | _TooLong | _Base64:
             found = next(strings, None) if constant.encode() == _STAND_IN else None
-            return _refuse(constant) if found is None else found
+            return refuse_constant(constant) if found is None else found
 
-        value = json.loads(rest, parse_constant=stand_in)
+        value = load_json(rest, stand_in)
         if next(strings, None) is not None:
             raise ValueError("a string is where none may be")
         value = self._with_images(value)
-        for path, found in _too_long("", value):
+        for path, found in located(value, lambda one: isinstance(one, _TooLong)):
             raise InvalidRequest.of(path or "body", found.description)
-        if any(escape in rest for escape in _SURROGATE):
-            _require_pairs(value)
         return value
 
     def _without_long_strings(self) -> bytes:
@@ -206,30 +195,3 @@ class _LargeBody:
 
 def _too_many(most: int) -> str:
     return f"is too long: with the texts before it, no model here takes more than {most} characters"
-
-
-def _too_long(path: str, value: Any) -> Iterator[tuple[str, _TooLong]]:
-    """The strings over their limits, each with its path. As deep as json.loads can read."""
-    match value:
-        case _TooLong():
-            yield path, value
-        case dict():
-            for name, inner in value.items():
-                yield from _too_long(f"{path}.{name}" if path else name, inner)
-        case list():
-            for index, inner in enumerate(value):
-                yield from _too_long(f"{path}[{index}]", inner)
-
-
-def _require_pairs(value: Any) -> None:
-    """Raises UnicodeError for a short string with half of a surrogate pair, wherever it is."""
-    match value:
-        case str() if len(value) <= _LONG_STRING:
-            value.encode()
-        case dict():
-            for name, inner in value.items():
-                name.encode()
-                _require_pairs(inner)
-        case list():
-            for inner in value:
-                _require_pairs(inner)

@@ -21,7 +21,8 @@ class ModelEndpoints:
         self._created = now()
 
     async def all(self, call: HttpCall, _path: str) -> None:
-        """All of them, each with its adapters after it."""
+        """All of them, each with its adapters after it. Raises RouterStarting."""
+        self._cluster.require_registry()
         models: list[dict[str, Any]] = []
         for model in self._cluster.models:
             models.append(self._described(model))

@@ -1,5 +1,6 @@
 """/v1/responses: texts and calls, whole or streamed. Those that are kept are in `stored`."""
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -15,9 +16,13 @@ from router.openai.errors import describe
 from router.openai.fields import CacheFields, Fields, Number, Uint32
 from router.openai.messages import ChatMessage, FlatFunctionTool, InputItem, add_items, add_messages
 from router.stream.collector import UnaryCollector
+from runtime.threads import let_others_run
 
 ItemKind = Literal["message", "reasoning"]
 _ITEM_PREFIXES: Mapping[str, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_SHOWN = b'"shown": null'
+_SHOWN_FIELDS = ("instructions", "text", "tools", "metadata")
+_PIECE = 16 * 1024  # of a text in JSON
 _PART_TYPES: Mapping[ItemKind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -72,6 +77,17 @@ class ResponsesRequest(CacheFields):
         """The path of the schema that the answer follows, for errors; empty if it follows none."""
         return format_field("text.format", self.text.format if self.text else None)
 
+    @cached_property
+    def shown(self) -> bytes:
+        """The fields that responses show as they were sent, as JSON: what is large of a response. Slow if they are."""
+        fields = {
+            "text": {"format": (self.text.format if self.text else None) or {"type": "text"}},
+            "tools": [tool.model_dump() for tool in self.offered_tools],
+            "metadata": self.metadata or {},
+        }
+        instructions = "null" if self.instructions is None else json_string(self.instructions)
+        return f'"instructions": {instructions}, {json.dumps(fields)[1:-1]}'.encode()
+
     @property
     def offered_tools(self) -> list[FlatFunctionTool]:
         """The tools that may be called."""
@@ -79,6 +95,7 @@ class ResponsesRequest(CacheFields):
 
     def generate_request(self, request_id: str) -> generate_pb2.GenerateRequest:
         """The request to the pipeline. Raises Unsupported for an unknown format."""
+        _ = self.shown  # made here, in the thread that reads a large body
         made = generate_pb2.GenerateRequest(request_id=request_id, model=self.model)
         made.chat.SetInParent()
         if self.instructions:
@@ -102,18 +119,19 @@ class ResponseBuilder:
     """Builds the object `response`, and the objects in it."""
 
     def __init__(self, request: ResponsesRequest, identity: str, created: int) -> None:
-        # The input may be large, and no response tells of it.
-        self._request = request.model_copy(update={"input": ""})
+        # What is large: no response tells of the input, and the other fields are in what is shown.
+        self._request = request.model_copy(update={"input": "", **dict.fromkeys(_SHOWN_FIELDS)})
         self.identity = identity
         self._created = created
-        self._tools = [tool.model_dump() for tool in request.offered_tools]
+        self.shown = request.shown
+        self._has_tools = bool(request.offered_tools)
         choice = request.tool_choice or "auto"
         self._tool_choice = choice.model_dump() if isinstance(choice, FlatNamedTool) else choice
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """The bytes of the request without its input, about."""
-        return len(self._request.model_dump_json())
+        return len(self.shown)
 
     @property
     def is_streamed(self) -> bool:
@@ -123,7 +141,7 @@ class ResponseBuilder:
     def response(
         self, model: str, status: str, output: list[dict[str, Any]], finished: generate_pb2.Finished | None = None
     ) -> dict[str, Any]:
-        """The response in one of its states."""
+        """The response in one of its states, with a place for what it shows of the request: see `with_shown`."""
         request = self._request
         is_cut = status == "incomplete"
         return {
@@ -133,23 +151,24 @@ class ResponseBuilder:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": request.instructions,
+            "shown": None,
             "max_output_tokens": request.max_output_tokens,
             "model": model,
             "output": output,
-            "parallel_tool_calls": bool(self._tools) and request.parallel_tool_calls is not False,
+            "parallel_tool_calls": self._has_tools and request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "store": request.is_kept,
             "temperature": request.temperature,
-            "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
-            "tool_choice": self._tool_choice if self._tools else "none",
-            "tools": self._tools,
+            "tool_choice": self._tool_choice if self._has_tools else "none",
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": _usage(finished.usage) if finished else None,
-            "metadata": request.metadata or {},
             **({"background": True} if request.background else {}),
         }
+
+    def encoded(self, made: dict[str, Any]) -> bytes:
+        """A response as JSON."""
+        return with_shown(json.dumps(made).encode(), self.shown)
 
     def item(self, index: int, kind: ItemKind, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """An item of the output, at `index`: a message, or the reasoning before it."""
@@ -171,7 +190,7 @@ class ResponseBuilder:
         """The identity of an item."""
         return f"{_ITEM_PREFIXES[kind]}{self.identity.removeprefix('resp_')}{f'_{index}' if index else ''}"
 
-    def whole(self, collected: UnaryCollector) -> dict[str, Any]:
+    def whole(self, collected: UnaryCollector) -> bytes:
         """The body of a response that is not streamed."""
         answer = collected.response
         status = status_of(answer.finished)
@@ -183,7 +202,7 @@ class ResponseBuilder:
             texts.append(("message", answer.token.text))
         items = [self.item(index, kind, status, [part(kind, text)]) for index, (kind, text) in enumerate(texts)]
         items += [self.call(index, called) for index, called in enumerate(calls, len(items))]
-        return self.response(answer.started.model, status, items, answer.finished)
+        return self.encoded(self.response(answer.started.model, status, items, answer.finished))
 
 
 class ResponseStream:
@@ -298,7 +317,18 @@ class ResponseStream:
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         numbered = event({"type": name, "sequence_number": self._sequence, **fields}, name)
         self._sequence += 1
-        return numbered
+        return with_shown(numbered, self._builder.shown) if "response" in fields else numbered
+
+
+def with_shown(made: bytes, shown: bytes) -> bytes:
+    """The JSON of a response with the fields of its request. No text in JSON has the bytes of their place."""
+    return made.replace(_SHOWN, shown, 1)
+
+
+def json_string(text: str) -> str:
+    """A text in JSON. Lets other threads run meanwhile."""
+    pieces = (json.dumps(text[at : at + _PIECE])[1:-1] for at in range(0, len(text), _PIECE))
+    return f'"{"".join(map(let_others_run, pieces))}"'
 
 
 def part(kind: ItemKind, text: str) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from functools import partial
 from baton.calls import stream
 from baton.engine.v1 import worker_pb2
 from baton.errors import BatonError, InvalidReply, Unsupported
+from baton.inference.v1.cluster_service_pb2 import WorkerLoad
 from discovery.backoff import Backoff
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.telemetry import metrics
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
-from router.workers.report_stream import ReportStream
+from router.workers.watching.report_stream import ReportStream
 from runtime.aio import TaskGroup, timeout
 from runtime.lasting import lasting
 
@@ -27,10 +28,13 @@ _MOST_HASHES = 16 * 1024
 _HASH_BYTES = range(8, 65)
 _MOST_TIERS = 8
 _ON_DEVICE = (worker_pb2.KV_TIER_UNSPECIFIED, worker_pb2.KV_TIER_DEVICE)
-# A worker's caches may hold more blocks than its engine's pool, in slower memory; not so many times as many.
+# A worker's caches may hold more blocks than its engine's pool: those of the tiers whose sizes it tells, and of slower
+# memory that it does not tell of, but not so many times as many.
 _MOST_POOLS = 64
 # Of a worker that does not say how many blocks it has.
-_MOST_BLOCKS = 2**20
+_MOST_UNTOLD_BLOCKS = 2**20
+# Of any worker: about 700 MB of this process, if all of them are on a disk.
+_MOST_BLOCKS = 2**22
 # Between two subscriptions to a worker that has sent what it may not.
 _FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS = 1.0, 60.0
 
@@ -38,17 +42,23 @@ _FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS = 1.0, 60.0
 class KvFeed:
     """One subscription to a worker with so many ranks: applies its messages in order, each once.
 
-    `pool_blocks` tells how many blocks the worker has, of all ranks; 0 if that is unknown.
+    `load` is the worker's last report of its load, which tells how many blocks it has, of all ranks.
     """
 
     def __init__(
-        self, process: str, epoch: int, caches: PrefixCaches, ranks: int = 1, pool_blocks: Callable[[], int] = int
+        self,
+        process: str,
+        epoch: int,
+        caches: PrefixCaches,
+        ranks: int = 1,
+        load: Callable[[], WorkerLoad] = WorkerLoad,
     ) -> None:
         self._process = process
         self._epoch = epoch
         self._caches = caches
         self._ranks = max(1, ranks)
-        self._pool_blocks = pool_blocks
+        self._load = load
+        self._most_blocks = 0  # of the reports so far: a tier that fails is reported before its blocks are
         self._next = 0
 
     def apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
@@ -86,9 +96,16 @@ class KvFeed:
                 self._caches.store(cache, stored)
                 for keys, each in zip(moved, changed.moved, strict=True):
                     self._move(cache, keys, each.tier)
-        most = min(_MOST_BLOCKS, _MOST_POOLS * self._pool_blocks() or _MOST_BLOCKS)
-        if self._caches.num_blocks(cache) > most:
-            raise InvalidReply(f"KV events of more than {most} blocks: the worker has {self._pool_blocks()}")
+        self._check_number(self._caches.num_blocks(cache))
+
+    def _check_number(self, blocks: int) -> None:
+        """Raises InvalidReply if a cache has more blocks than the worker has room for, as far as it has told."""
+        if blocks <= self._most_blocks:
+            return
+        self._most_blocks = max(self._most_blocks, _most_blocks(self._load()))
+        if blocks > self._most_blocks:
+            total = self._load().blocks_total
+            raise InvalidReply(f"KV events of more than {self._most_blocks} blocks: the worker's pool has {total}")
 
     def _store(self, cache: Cache, stored: worker_pb2.KvBlocksStored) -> None:
         keys = _keys(stored.block_hashes)
@@ -153,7 +170,7 @@ class KvSubscriber:
         """Follows one subscription until a message is missing, or the worker is silent for too long."""
         record = worker.record
         ranks = record.data_parallel_ranks
-        feed = KvFeed(record.process, record.epoch, self._caches, ranks, lambda: worker.load.blocks_total)
+        feed = KvFeed(record.process, record.epoch, self._caches, ranks, lambda: worker.load)
         call = worker.control.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest())
         async with timeout(_SILENCE_SECONDS) as patience, aclosing(stream(call)) as messages:
             async for message in messages:
@@ -172,6 +189,14 @@ class KvSubscriber:
             is_next = feed.apply(message)
             await asyncio.sleep(0)
         return is_next
+
+
+def _most_blocks(load: WorkerLoad) -> int:
+    """The most blocks of a cache of a worker that reports this load."""
+    if not load.blocks_total:
+        return _MOST_UNTOLD_BLOCKS
+    in_tiers = load.memory.host_blocks_total + load.memory.disk_blocks_total
+    return min(_MOST_BLOCKS, _MOST_POOLS * load.blocks_total + in_tiers)
 
 
 def _keys(hashes: Sequence[bytes]) -> list[int]:

@@ -26,6 +26,7 @@ from runtime.logs import configure_logging
 from runtime.metrics import NETWORK, REGISTRY
 from runtime.monitor import status
 from runtime.process import run
+from runtime.threads import switch_often
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +40,7 @@ def main() -> None:
     config = RouterConfig.model_validate_json(sys.stdin.buffer.read())
     configure_logging(config.log.format, config.log.level, router_id=config.router_id, role="router")
     return_large_memory()
+    switch_often()
     run(partial(_serve, config, socket.socket(fileno=int(sys.argv[1]))))
 
 

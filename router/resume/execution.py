@@ -6,7 +6,8 @@ from baton.engine.v1 import prompt_pb2, resume_pb2
 from baton.errors import StreamLost
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
-from router.execution import Executor, RequestExecution
+from router.decoding.state import Executor
+from router.execution import RequestExecution
 from router.moving.yielded import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.replay import ReplayedCompletion
@@ -43,34 +44,35 @@ class ResumedExecution(RequestExecution):
 
     async def run(self) -> None:
         """Sends what the client lacks, then decodes to the end. The tenant has paid for what a client or router has."""
-        keep = self._ctx.keep
+        state = self._state
+        keep = state.ctx.keep
         assert keep is not None
-        self._stats.charged_tokens = keep.of(self._ctx.answer).have.tokens
-        if self._adopted is not None and keep.origin:
-            # A response in the background always has a router that reads it, and charges for it.
-            self._stats.charged_tokens = len(self._completion.token_ids)
-        if self._adopted is None and not self._completion.token_ids:
+        state.stats.charged_tokens = keep.of(state.ctx.answer).have.tokens
+        if self._adopted is not None:
+            read_tokens = self._adopted.attached.read_tokens
+            state.stats.charged_tokens = max(state.stats.charged_tokens, read_tokens)
+        if self._adopted is None and not state.completion.token_ids:
             await super().run()
             return
-        self._stats.completion_tokens = len(self._completion.token_ids)
+        state.stats.completion_tokens = len(state.completion.token_ids)
         try:
-            if self._adopted is None and self._completion.finished is not None:
+            if self._adopted is None and state.completion.finished is not None:
                 # Only its end is missing.
                 self._send_first(
-                    generate_pb2.Started(model=self._prompt.model, prompt_tokens=self._stats.prompt_tokens)
+                    generate_pb2.Started(model=state.prompt.model, prompt_tokens=state.stats.prompt_tokens)
                 )
             else:
                 await self._decode_with_retries(await self._place_again())
         finally:
-            self._progress.close()
-            await self._release_handoff()
+            state.progress.close()
+            await state.release_handoff()
         self._finish()
 
     async def _place_again(self) -> Placement[WorkerHandle]:
         if self._adopted is not None:
             return Placement(self._adopted.worker)
         lost = StreamLost("no worker has the answer any more")
-        return self._follow(await self._another_decode(lost, frozenset()))
+        return self._state.follow(await self._failover.another_decode(lost, frozenset()))
 
     def _start(self, placement: Placement[WorkerHandle]) -> None:
         if not self._has_started:
@@ -80,7 +82,7 @@ class ResumedExecution(RequestExecution):
         if self._adopted is None:
             return super()._started(placement)
         record = resume_pb2.ResumeRecord.FromString(self._adopted.attached.record)
-        keep = self._ctx.keep
+        keep = self._state.ctx.keep
         assert keep is not None
         self._known = record.started
         self._known.resumption.handle = keep.handle.at(placement.decode.record.worker_id).text
@@ -88,34 +90,35 @@ class ResumedExecution(RequestExecution):
 
     def _send_first(self, started: generate_pb2.Started) -> None:
         self._has_started = True
-        keep = self._ctx.keep
+        keep = self._state.ctx.keep
         assert keep is not None
         recomputed = self._adopted is None or keep.is_partly_lost
         resumed = generate_pb2.Resumed(started=started, recomputed=recomputed, attempt=keep.attempt or 0)
-        self._stream.start(resumed)
+        self._state.stream.start(resumed)
         if (missing := self._replay.missing) != _NOTHING:
-            self._stream.put_now(missing)
+            self._state.stream.put_now(missing)
 
     async def _decode_prompt(self) -> prompt_pb2.Prompt:
         # A decode that runs has them.
-        return self._prompt.without_embeddings if self._adopted is not None else await super()._decode_prompt()
+        return self._state.prompt.without_embeddings if self._adopted is not None else await super()._decode_prompt()
 
     async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Yielded | None:
+        state = self._state
         adopted, self._adopted = self._adopted, None
         if adopted is None:
             return await super()._decode(placement, prompt)
-        worker, emitted = adopted.worker, len(self._completion.token_ids)
-        self._stats.decode_worker_id = worker.record.worker_id
-        if self._completion.finished is not None:
-            self._await_end()
+        worker, emitted = adopted.worker, len(state.completion.token_ids)
+        state.stats.decode_worker_id = worker.record.worker_id
+        if state.completion.finished is not None:
+            state.await_answer(0)
         read = partial(self._go_on, DecodeTimer(worker.latency, 0, emitted), worker)
-        await self._calls.go_on(adopted, read, self)
+        await state.calls.go_on(adopted, read, state)
         await self._settle(worker)
-        return self._yielded
+        return state.yielded
 
     async def _go_on(self, timer: DecodeTimer, worker: WorkerHandle, call: DecodeCall) -> None:
-        if not self._ends_here:
-            await self._read_call(timer, len(self._completion.token_ids), worker, call)
+        if not self._state.ends_here:
+            await self._reading.read(timer, len(self._state.completion.token_ids), worker, call)
 
     def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:
         super()._fill_finished(finish, finished)

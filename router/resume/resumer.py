@@ -168,8 +168,12 @@ class Resumer:
     async def _answer_adopted(self, answers: Sequence[Answer], ctx: RequestContext, reply: Reply) -> None:
         model = self._pipeline.cluster.model(first_adopted(answers).decode.worker.record.model)
         ctx.stats.model = model.name
+        # To its worker this router has read them: they are charged even if the request is refused now.
+        adopted = [one.decode.attached for one in answers if isinstance(one, Adopted)]
+        ctx.stats.completion_tokens = sum(len(one.token_ids) for one in adopted)
+        ctx.stats.charged_tokens = sum(one.read_tokens for one in adopted)
         admission = self._pipeline.admission
-        async with admission.track_tenant(ctx):
+        async with admission.track_tenant(ctx, requests=0):
             with admission.count_running(ctx, model.name):
                 await self._answer(answers, ctx, model, reply)
 

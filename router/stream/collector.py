@@ -10,6 +10,7 @@ class UnaryCollector:
         self.response = generate_pb2.GenerateUnaryResponse(token=generate_pb2.TokenDelta())
         self._answers: dict[int, generate_pb2.TokenDelta] = {0: self.response.token}
         self._texts: dict[int, list[str]] = {0: []}
+        self._reasoning: dict[int, list[str]] = {}
         self._ends: list[generate_pb2.AnswerFinished] = []
 
     async def send(self, message: generate_pb2.GenerateResponse) -> None:
@@ -32,12 +33,14 @@ class UnaryCollector:
         answer.logprobs.extend(delta.logprobs)
         if delta.HasField("prompt_logprobs"):
             answer.prompt_logprobs.CopyFrom(delta.prompt_logprobs)
-        answer.reasoning += delta.reasoning
+        if delta.reasoning:
+            self._reasoning.setdefault(delta.index, []).append(delta.reasoning)
         answer.tool_calls.extend(delta.tool_calls)
 
     def _complete(self, finished: generate_pb2.Finished) -> None:
         for index, answer in self._answers.items():
             answer.text = "".join(self._texts[index])
+            answer.reasoning = "".join(self._reasoning.get(index, ()))
         self.response.finished.CopyFrom(finished)
         for end in sorted(self._ends, key=lambda end: end.index):
             token = self._answers.get(end.index, generate_pb2.TokenDelta(index=end.index))

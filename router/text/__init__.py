@@ -10,6 +10,7 @@ encoding/         token ids of texts, sooner than the library where they are kno
 parsing/          finds reasoning and tool calls in text
 grammar_check.py  checks the grammars of guided requests
 served_model.py   ServedModel: a model's tokenizer, limits and capabilities
+json_values.py    JSON that clients send, without numbers that no JSON holds
 media_validation.py  checks the media of a request
 token_messages.py  a vocabulary's texts, and tokens as messages have them
 """

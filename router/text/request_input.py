@@ -15,6 +15,7 @@ from baton.inference.v1 import generate_pb2
 from router.config import LimitsConfig
 from router.text import media_validation as media
 from router.text.chat_template import LONGEST_SECONDS, ImagePart, Turn
+from router.text.json_values import TOO_LARGE, NotFinite, load_json
 from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 from rpc.violations import Violations
@@ -178,9 +179,15 @@ def _input_field(request: generate_pb2.GenerateRequest) -> str:
 
 
 def _check_object(path: str, text: str, violations: Violations) -> None:
-    """Notes a text that is not a JSON object."""
+    """Notes a text that is not a JSON object, or has a number that is none."""
     try:
-        is_object = isinstance(json.loads(text), dict)
+        is_object = isinstance(load_json(text), dict)
+    except NotFinite as error:
+        violations.add(f"{path}.{error.path}", TOO_LARGE)
+        return
+    except UnicodeError:
+        violations.add(path, "has half of a surrogate pair")
+        return
     except (ValueError, RecursionError):
         is_object = False
     violations.require(is_object, path, "must be the text of a JSON object")
@@ -227,6 +234,8 @@ def _template_variables(chat: generate_pb2.ChatInput) -> dict[str, object]:
     except ValueError:
         path = next(_not_finite("chat.template_variables", struct_pb2.Value(struct_value=chat.template_variables)))
         raise InvalidRequest.of(path, "must be a finite number") from None
+    except RecursionError:
+        raise InvalidRequest.of("chat.template_variables", "is nested too deeply") from None
     return variables
 
 

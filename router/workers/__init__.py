@@ -1,21 +1,17 @@
 """The workers as this router sees them.
 
-calls.py    WorkerCalls: the Prefill, Decode and Release calls of one request
-role_calls.py  a call of a role to one worker after another, until one has answered
-handle.py   WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
-corrected_load.py  CorrectedLoad: a worker's load between its reports
-cluster.py  Cluster: all registered workers, and the models that they serve
-loras.py    which adapter a name stands for, and the reports of adapters
-lora_operations.py   LoraOperations: what operators do with adapters, on all workers
-worker_operations.py   WorkerOperations: what operators do with one worker: move its decodes, drain it, change its role
-offer.py    Offer: what all of this offers, for GetServerInfo
-destinations.py    Destination: what a decode worker allocates before the prompt is computed
-prefetches.py      Prefetch: a decode worker reads KV while its prompt is computed
-corrected_load.py  a worker's load between its reports
-replies.py  checks what workers answer, and suspends those that answer wrong
-report_stream.py   ReportStream: whether the reports of a worker are lost
-destinations.py  what a decode worker has allocated before the prompt is computed
-prefetches.py    a decode worker that reads KV while its prompt is computed
-spans.py    the attributes of spans that name workers
-aborts.py   stops calls on workers
+cluster.py       Cluster: all registered workers, and the models that they serve
+handle.py        WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
+calls.py         WorkerCalls: the Prefill, Decode and Release calls of one request
+role_calls.py    a call of a role to one worker after another, until one has answered
+destinations.py  Destination: what a decode worker allocates before the prompt is computed
+prefetches.py    Prefetch: a decode worker reads KV while its prompt is computed
+replies.py       checks what workers answer, and suspends those that answer wrong
+aborts.py        stops calls on workers
+loras.py         which adapter a name stands for, and the reports of adapters
+offer.py         Offer: what all of this offers, for GetServerInfo
+spans.py         the attributes of spans that name workers
+
+watching/    one worker as its router watches it: health, load, and the calls that wait for it
+operations/  what operators do with workers: adapters, drains, moves, changes of a role
 """

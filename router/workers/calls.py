@@ -30,9 +30,10 @@ from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
-from router.workers.handle import Waiting, WorkerHandle
+from router.workers.handle import WorkerHandle
 from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
+from router.workers.watching.waiting_calls import Waiting
 from rpc.best_effort import best_effort
 from rpc.tracing.span import Span, optional_attempt, stage_span
 
@@ -224,7 +225,7 @@ class WorkerCalls:
                 self.reader = 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
             call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
-            with worker.fail_if_hung(waiting):
+            with worker.calls.interruptible(waiting):
                 try:
                     await read(DecodeCall(call, calling.timing))
                 finally:
@@ -242,7 +243,10 @@ class WorkerCalls:
         self._decodes, self._attachment = adopted.hop, adopted.attachment
         self.reader = adopted.attachment
         worker = adopted.worker
-        with _Calling(self._ctx, timing_pb2.STAGE_DECODE, "attach", worker, 0) as calling, worker.fail_if_hung(waiting):
+        with (
+            _Calling(self._ctx, timing_pb2.STAGE_DECODE, "attach", worker, 0) as calling,
+            worker.calls.interruptible(waiting),
+        ):
             try:
                 await read(DecodeCall(adopted.responses, calling.timing))
             finally:
@@ -336,7 +340,7 @@ class _Calling:
 async def answer_of(answer: Awaitable[Answer], worker: WorkerHandle, call_id: str, waiting: Waiting) -> Answer:
     """Waits for the answer to a call unless the worker is found to hang. Stops a call whose answer will not be read."""
     try:
-        with worker.fail_if_hung(waiting):
+        with worker.calls.interruptible(waiting):
             return await answer
     except (asyncio.CancelledError, DeadlineExceeded):
         await abort_unanswered(worker, call_id)
@@ -363,4 +367,4 @@ def _annotate(error: BatonError, stage: str, worker: WorkerHandle) -> None:
     error.stage = error.stage or stage
     error.worker_id = error.worker_id or worker.record.worker_id
     if isinstance(error, Unavailable) and not isinstance(error, (Draining, LoraNotHere, NoWorker)):
-        worker.mark_unhealthy(f"a call to it failed: {error.message}")
+        worker.health.mark_unhealthy(f"a call to it failed: {error.message}")

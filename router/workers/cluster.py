@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +18,7 @@ from baton.errors import (
     ModelNotFound,
     NoWorker,
     PermissionDenied,
+    RouterStarting,
     Unauthenticated,
 )
 from baton.inference.v1 import generate_pb2, lora_pb2
@@ -25,6 +26,7 @@ from discovery.backoff import Backoff
 from discovery.latest import Latest
 from discovery.location import Domain
 from discovery.pairing import partly_unpaired, unpaired
+from discovery.record import LORA
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.peer_stream import StreamDialer
 from engine_protocol.roles import completing, roles
@@ -51,6 +53,14 @@ class _Member:
     worker: WorkerHandle | None = None
     leave: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def is_untold(self, models: Collection[str]) -> bool:
+        """True while its model, or if it is one of `models` its adapters, are not known and may be soon."""
+        worker = self.worker
+        if worker is None or worker.health.awaits_card:
+            return not self.leave.is_set()
+        tells_loras = self.record.model in models and LORA in self.record.capabilities
+        return tells_loras and not (worker.loras.is_reported or worker.problem)
+
 
 class Cluster:
     """The workers of a namespace and the models they serve.
@@ -72,6 +82,7 @@ class Cluster:
         self._dial = dial
         self._probe = probe
         self._members: dict[tuple[str, int, str], _Member] = {}
+        self._first: frozenset[tuple[str, int, str]] | None = None  # the members of the first view of the registry
         self._models: dict[str, ServedModel] = {}
         self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
         self._ready: Latest[bool] = Latest()
@@ -98,7 +109,8 @@ class Cluster:
         """The model of that name; that of an adapter for `<model>:<adapter>`. For an empty name, the only one of those
         with text, or `among` others.
 
-        Raises InvalidRequest for an empty name if there are several, ModelNotFound, or NoWorker if none is ready yet.
+        Raises InvalidRequest for an empty name if there are several, ModelNotFound, NoWorker if none is ready yet, or
+        RouterStarting while this router does not know all models.
         """
         if name in self._models:
             return self._models[name]
@@ -110,9 +122,23 @@ class Cluster:
         for base, adapter in split_name(name):
             if base in self._models and has_lora(self.workers, base, adapter):
                 return self._models[base]
+        self._require_first_view(name)
         if not name or any(worker.record.model == name for worker in self.workers):
             raise NoWorker(f"no worker is ready yet: {self._problems()}")
         raise ModelNotFound(f"no worker serves {name[:80]!r}; served are {_names(self.models) or 'none'}")
+
+    def require_registry(self) -> None:
+        """Raises RouterStarting until the registry has been read."""
+        if self._first is None:
+            raise RouterStarting("this router has just started, and has not read the registry yet")
+
+    def _require_first_view(self, name: str) -> None:
+        """Raises RouterStarting while the workers of the first view may still tell that they serve this name."""
+        self.require_registry()
+        models = {model for model, _ in split_name(name)}
+        for key in self._first or ():
+            if (member := self._members.get(key)) and member.is_untold(models):
+                raise RouterStarting(f"this router has just started, and worker {key[0]} has not told its models yet")
 
     def lora(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> lora_pb2.LoraAdapter | None:
         """The adapter that a request for this model names; None if it names none. Raises as `find_lora`."""
@@ -160,6 +186,8 @@ class Cluster:
 
     def _update(self, records: tuple[WorkerRecord, ...]) -> None:
         seen = {_key(record): record for record in records}
+        if self._first is None:
+            self._first = frozenset(seen)
         for key, member in self._members.items():
             if key in seen:
                 # What is kept for each rank is as of the first record: a process does not change how many it has.
@@ -186,9 +214,10 @@ class Cluster:
             if watching.cancelled() or watching.exception() is None:
                 continue
             error = watching.exception()
+            self._first = (self._first or frozenset()) - {key}
             log.error("worker cannot be watched", worker_id=member.record.worker_id, exc_info=error)
             if member.worker is not None:
-                member.worker.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
+                member.worker.health.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
             if member.leave.is_set():
                 self._forget(key, member)
                 return

@@ -1,17 +1,13 @@
 """One worker as the router sees it: its stubs, its health, and its load."""
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-import structlog
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.calls import stream, unary
 from baton.engine.v1 import (
@@ -21,7 +17,7 @@ from baton.engine.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.errors import BatonError, EngineFailed, InvalidReply, Unavailable
+from baton.errors import BatonError, EngineFailed
 from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
@@ -33,62 +29,27 @@ from router.routing.known_loras import KnownLoras
 from router.routing.latency import WorkerLatency
 from router.routing.scoring import Ranks
 from router.text.served_model import ServedModel
-from router.workers.corrected_load import CorrectedLoad
 from router.workers.loras import watch_loras
-from router.workers.report_stream import ReportStream
+from router.workers.watching.corrected_load import CorrectedLoad
+from router.workers.watching.health import WorkerHealth
+from router.workers.watching.report_stream import ReportStream
+from router.workers.watching.waiting_calls import Backlog, WaitingCalls
 from rpc.channels import Dial
-from runtime.aio import TaskGroup, cancellations, sleep_together, uncancel
+from runtime.aio import TaskGroup
 from runtime.clock import monotonic
 from runtime.lasting import lasting
 
-log = structlog.get_logger(__name__)
-
-_NOT_CHECKED = "its health check has not answered yet"
-_NO_CARD = "its model card has not been read yet"
 # Of the interval of health checks: a report that is a little late still spares one.
 _REPEATED_WITHIN = 0.7
-# The times at which health checks may be due, of all workers together: an idle router sleeps in between.
-_TIMES_AN_INTERVAL = 4
-# How long a worker gets no requests whose replies were wrong, at first and at most; then how long that counts.
-_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS = 2.0, 60.0
-_FORGIVEN_SECONDS = 300.0
-# A worker may be busy with what it has: how much longer it may take to answer for each request that waits there, up to
-# so many, and for each token that is computed before.
-_MOST_WAITING = 8
-_SLOW_TOKENS_PER_SECOND = 200.0
-# Calls that are asked in one look whether another worker could answer them, which takes some time.
-_ASKED_AT_ONCE = 16
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 
 Stub = TypeVar("Stub")
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
 
 
-class Waiting:
-    """A request as a worker knows it that it has called: how long it waits for the answer.
-
-    `awaits_answer` is set while it waits; `asked_at` is then None until it was looked at, `tokens` are what the call
-    computes before it answers. Attributes, since requests set them with each call.
-    """
-
-    asked_at: float | None = None
-    awaits_answer = False
-    tokens = 0
-
-    def answer_seconds(self) -> float:
-        """The seconds that an idle worker may take to answer."""
-        raise NotImplementedError
-
-    def another_can(self, worker: "WorkerHandle") -> bool:
-        """True if another worker could answer instead of this one."""
-        raise NotImplementedError
-
-
 class WorkerHandle:
     """A worker of one epoch. Created by `connect`; its stubs may be used until `idle`, also after it has left.
 
-    It is ready while its card is known and both health checks say so: Watch pushes changes, and repeated Checks
-    detect a hung process. `leaving` is set when it has left the cluster.
+    It is ready while its card is known and its health says so. `leaving` is set when it has left the cluster.
     """
 
     def __init__(
@@ -111,15 +72,10 @@ class WorkerHandle:
         self.loras = KnownLoras()
         self.latency = WorkerLatency()
         self.ranks = Ranks(record.worker_id, record.data_parallel_ranks)
-        self._health = health_pb2_grpc.HealthStub(channel)
+        self.calls = WaitingCalls(self._backlog)
+        self.health = WorkerHealth(record.worker_id, channel, self.calls, changed)
         self._changed = changed
-        self._watch_problem = self._check_problem = _NOT_CHECKED
-        self._card_problem = _NO_CARD
-        self._fault_problem = ""
-        self._suspensions = Backoff(_FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS)
-        self._suspended_until = -math.inf
-        self._load_at = self._heard_at = monotonic()
-        self._calls: dict[_Interruptible, None] = {}
+        self._load_at = monotonic()
         self._requests, self._waiting_tokens = CorrectedLoad(), CorrectedLoad()
         # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
         self.others_tokens = self._others_tokens_at_load = 0
@@ -149,7 +105,7 @@ class WorkerHandle:
     @property
     def problem(self) -> str:
         """Why it cannot be used now; empty if it is ready."""
-        return self._watch_problem or self._check_problem or self._card_problem or self._fault_problem
+        return self.health.problem
 
     @property
     def state(self) -> Literal["ready", "unhealthy", "draining"]:
@@ -220,94 +176,9 @@ class WorkerHandle:
         if not self._users:
             self._idle.set()
 
-    def fail_if_hung(self, waiting: Waiting | None = None) -> "_Interruptible":
-        """Stops the body of `with` with Unavailable if the worker is found to hang.
-
-        With `waiting` it raises InvalidReply if there is no answer for too long, and another worker could give it.
-        """
-        return _Interruptible(self, waiting)
-
-    def begin_waiting(self, call: "_Interruptible") -> None:
-        """Adds a call that is interrupted if the worker is found to hang."""
-        self._calls[call] = None
-
-    def end_waiting(self, call: "_Interruptible") -> None:
-        """Undoes `begin_waiting`."""
-        self._calls.pop(call, None)
-
-    @property
-    def silent_seconds(self) -> float:
-        """The seconds since it was last heard of."""
-        return monotonic() - self._heard_at
-
-    def mark_unhealthy(self, problem: str) -> None:
-        """Marks it unhealthy until its next health check succeeds."""
-        self._check_problem = problem
-        self._changed()
-
-    def suspend(self, problem: str) -> None:
-        """Lets it get no requests for a while, which is longer each time that it comes soon after the last one."""
-        now = monotonic()
-        if now < self._suspended_until:
-            return
-        if now > self._suspended_until + _FORGIVEN_SECONDS:
-            self._suspensions.reset()
-        seconds = self._suspensions.next_seconds()
-        self._suspended_until = now + seconds
-        self._fault_problem = problem
-        log.warning("worker suspended", worker_id=self.record.worker_id, seconds=round(seconds, 1), problem=problem)
-        asyncio.get_running_loop().call_later(seconds, self._resume)
-        self._changed()
-
-    def _resume(self) -> None:
-        self._fault_problem = ""
-        self._changed()
-
     async def idle(self) -> None:
         """Waits until `keep_open` is left by all."""
         await self._idle.wait()
-
-    async def watch_health(self) -> None:
-        """Follows the health that the worker reports, until cancelled."""
-        backoff = Backoff()
-        while True:
-            try:
-                call = self._health.Watch(health_pb2.HealthCheckRequest())
-                async with aclosing(stream(call)) as responses:
-                    async for response in responses:
-                        backoff.reset()
-                        serving = response.status == _SERVING
-                        self._set_watch_problem("" if serving else "it reports that it is not serving")
-                self._set_watch_problem("its health stream ended")
-            except BatonError as error:
-                self._set_watch_problem(f"its health stream failed: {error.message}")
-            await asyncio.sleep(backoff.next_seconds())
-
-    async def check_health(self, probe: ProbeConfig) -> None:
-        """Checks the health repeatedly, until cancelled: a hung process reports nothing.
-
-        One that has reported its load within the interval does not hang, and is not asked: only a worker of a version
-        that does not repeat its reports, or one that is late, is.
-        """
-        failures = 0
-        while True:
-            self._interrupt_unanswered()
-            unasked_seconds = probe.interval_seconds - self.silent_seconds
-            if unasked_seconds > 0 and not self._check_problem:
-                failures = 0
-                await sleep_together(unasked_seconds, probe.interval_seconds / _TIMES_AN_INTERVAL)
-                continue
-            started = monotonic()
-            problem = await self._check(probe.timeout_seconds)
-            if problem and monotonic() - started > 2 * probe.timeout_seconds:
-                # This process stood still, not the worker.
-                continue
-            failures = failures + 1 if problem else 0
-            self._set_check_problem(problem)
-            # After a pause of this process every call has timed out: one failure proves nothing.
-            if failures > 1 and self.silent_seconds >= probe.hung_seconds:
-                self._interrupt()
-            await asyncio.sleep(max(0.0, started + probe.interval_seconds - monotonic()))
 
     async def watch_load(self, probe: ProbeConfig) -> None:
         """Follows the load that the worker reports, until cancelled. It also reports that nothing has changed."""
@@ -321,7 +192,7 @@ class WorkerHandle:
                     async with aclosing(stream(self.shared_control.WatchLoad(request))) as responses:
                         async for response in responses:
                             backoff.reset()
-                            self._heard_at = monotonic()
+                            self.health.heard()
                             self._set_load(response.load)
                             reports.arrived()
                     reports.lost("the worker ended it")
@@ -346,62 +217,12 @@ class WorkerHandle:
                     raise EngineFailed(f"it is for {model.name!r:.100}, but the worker's record names another model")
                 self.model = model
             except BatonError as error:
-                self._set_card_problem(f"its model card cannot be read: {error.message}")
+                self.health.set_card_problem(f"its model card cannot be read: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())
-        self._set_card_problem("")
+        self.health.set_card_problem("")
 
-    def _interrupt(self) -> None:
-        """Stops the calls that wait for it: they may continue elsewhere."""
-        for call in tuple(self._calls):
-            call.interrupt()
-        self._calls.clear()
-
-    def _interrupt_unanswered(self) -> None:
-        """Stops calls that have waited too long for their answers, and that another worker could answer."""
-        now, left = monotonic(), _ASKED_AT_ONCE
-        for call in tuple(self._calls):
-            waiting = call.waiting
-            if waiting is None or not waiting.awaits_answer:
-                continue
-            if waiting.asked_at is None:
-                waiting.asked_at = now
-            elif now > self._due(waiting, waiting.asked_at) and left:
-                left -= 1
-                if waiting.another_can(self):
-                    self._calls.pop(call, None)
-                    call.interrupt(f"no answer for {now - waiting.asked_at:.1f} s")
-                else:
-                    waiting.asked_at = now  # looked at again after as long
-
-    def _due(self, waiting: Waiting, asked_at: float) -> float:
-        """When a worker that is well has answered, as far as can be told from what waits there."""
-        tokens = waiting.tokens + min(self.waiting_tokens, _MOST_WAITING * max(waiting.tokens, 1024))
-        requests = min(self.load.waiting, _MOST_WAITING)
-        return asked_at + waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
-
-    async def _check(self, timeout_seconds: float) -> str:
-        try:
-            request = health_pb2.HealthCheckRequest()
-            response = await unary(self._health.Check(request, timeout=timeout_seconds, wait_for_ready=False))
-        except BatonError as error:
-            return f"its health check failed: {error.message}"
-        self._heard_at = monotonic()
-        return "" if response.status == _SERVING else "it reports that it is not serving"
-
-    def _set_watch_problem(self, problem: str) -> None:
-        if problem != self._watch_problem:
-            self._watch_problem = problem
-            self._changed()
-
-    def _set_check_problem(self, problem: str) -> None:
-        if problem != self._check_problem:
-            self._check_problem = problem
-            self._changed()
-
-    def _set_card_problem(self, problem: str) -> None:
-        if problem != self._card_problem:
-            self._card_problem = problem
-            self._changed()
+    def _backlog(self) -> Backlog:
+        return Backlog(self.record, self.load.waiting, self.waiting_tokens)
 
     def _set_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
         before, self.load = self.load.shed, load
@@ -412,44 +233,6 @@ class WorkerHandle:
         self._waiting_tokens.reported(load.waiting_prefill_tokens)
         before, self._others_tokens_at_load = self._others_tokens_at_load, max(0, self._waiting_tokens.elsewhere)
         self.others_tokens = min(before, self._others_tokens_at_load)
-
-
-class _Interruptible:
-    """The context of `fail_if_hung`. Not an asyncio.timeout, which makes twice the calls: each request has two."""
-
-    __slots__ = ("_cancelled_before", "_is_interrupted", "_reason", "_task", "_worker", "waiting")
-
-    _task: "asyncio.Task[Any]"
-    _cancelled_before: int
-
-    def __init__(self, worker: WorkerHandle, waiting: Waiting | None) -> None:
-        self.waiting = waiting
-        self._worker = worker
-        self._is_interrupted = False
-        self._reason = ""
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelled_before = task, cancellations(task)
-        self._worker.begin_waiting(self)
-
-    def interrupt(self, reason: str = "") -> None:
-        """Stops what waits for the worker: it hangs, or `reason`."""
-        self._is_interrupted = True
-        self._reason = reason
-        self._task.cancel()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._worker.end_waiting(self)
-        if not self._is_interrupted or uncancel(self._task) > self._cancelled_before:
-            return
-        if isinstance(error, asyncio.CancelledError):
-            if self._reason:
-                raise InvalidReply(self._reason) from None
-            raise Unavailable(f"no response for {self._worker.silent_seconds:.1f} s") from None
 
 
 @asynccontextmanager
@@ -474,8 +257,8 @@ async def connect(
         worker = WorkerHandle(record, channel, shared, changed)
         async with TaskGroup() as group:
             watches: dict[str, Callable[[], Awaitable[None]]] = {
-                "worker_health": worker.watch_health,
-                "worker_checks": partial(worker.check_health, probe),
+                "worker_health": worker.health.watch,
+                "worker_checks": partial(worker.health.check, probe),
                 "worker_load": partial(worker.watch_load, probe),
                 "worker_card": partial(worker.read_card, load_card),
             }

@@ -78,7 +78,7 @@ class Suspects:
         if self._found:
             for worker, reason in self._found:
                 if worker is not by:
-                    worker.suspend(f"its replies are wrong: {reason}")
+                    worker.health.suspend(f"its replies are wrong: {reason}")
             self._found.clear()
 
 

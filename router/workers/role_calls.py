@@ -5,13 +5,15 @@ from typing import Protocol, TypeVar
 from opentelemetry.trace import SpanKind
 
 from baton.errors import BatonError, NoWorker, Overloaded
+from discovery.registry import WorkerRecord
 from engine_protocol.roles import Role
 from router.context import RequestContext
 from router.routing.retry import Attempts, Retries
 from router.workers.calls import RETRYABLE, annotate_worker_errors, answer_of
-from router.workers.handle import Waiting, WorkerHandle
+from router.workers.handle import WorkerHandle
 from router.workers.replies import Suspects
 from router.workers.spans import worker_attributes
+from router.workers.watching.waiting_calls import Waiting
 from rpc.tracing.span import stage_span
 
 Result = TypeVar("Result")
@@ -107,11 +109,11 @@ class _RoleWaiting(Waiting):
     def answer_seconds(self) -> float:
         return self._retries.answer_seconds(self._ctx.deadline.remaining_seconds)
 
-    def another_can(self, worker: WorkerHandle) -> bool:
+    def another_can(self, worker: WorkerRecord) -> bool:
         if not self._attempts.has_another:
             return False
         try:
-            self._call.place(self._attempts.tried | {worker.record.process})
+            self._call.place(self._attempts.tried | {worker.process})
         except NoWorker:
             return False
         return True

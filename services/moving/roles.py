@@ -1,8 +1,8 @@
 """A change of a worker's role between prefill and decode while it serves: no request ends by it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, RequestExists, Unsupported
@@ -12,6 +12,7 @@ from runtime.aio import run_to_completion
 from services.engines.base import Engine
 from services.handoff.leases import Lease, LeaseTable
 from services.identity import Identity, WorkerRegistration
+from services.moving.role_claim import RoleClaim
 from services.moving.shedding import Shedding
 from services.requests.calls import Calls
 
@@ -44,6 +45,7 @@ class RoleChanger:
     ) -> None:
         self._identity = identity
         self._registration = registration
+        self._claim = RoleClaim(registration.registry)
         self._record = record
         self._calls = calls
         self._leases = leases
@@ -52,8 +54,8 @@ class RoleChanger:
     async def change(self, role: str, engine: Engine | None, shedding: Shedding) -> AsyncGenerator[RoleProgress, None]:
         """Yields the progress, now and after every change, until nothing of a lost role is left.
 
-        Raises InvalidRequest for another role, Unsupported if the engine cannot move its decodes, and RequestExists
-        while a change is running. If it is closed before its end, the roles are as before.
+        Raises InvalidRequest for another role, Unsupported if the engine cannot move its decodes, RequestExists while a
+        change is running, and as RoleClaim does. If it is closed before its end, the roles are as before.
         """
         if role not in _EXCHANGED:
             raise InvalidRequest.of("role", f"is {role!r:.40}; expected {' or '.join(_EXCHANGED)}")
@@ -65,17 +67,26 @@ class RoleChanger:
             yield RoleProgress(0, 0, changed=True)
             return
         roles = (*(one for one in before if one not in _EXCHANGED), role)
-        with self._changing(), shedding.shedding_all(is_needed="decode" in lost):
-            try:
-                await self._announce(roles, leaving=lost)
-                async with aclosing(self._emptied(lost)) as stages:
-                    async for progress in stages:
-                        yield progress
-            except BaseException:
-                await run_to_completion(self._announce(before, leaving=()))
-                raise
+        with self._changing():
+            async with self._announced(roles, lost):
+                with shedding.shedding_all(is_needed="decode" in lost):
+                    async with aclosing(self._emptied(lost)) as stages:
+                        async for progress in stages:
+                            yield progress
             self._identity.leave(lost)
         yield RoleProgress(0, 0, changed=True)
+
+    @asynccontextmanager
+    async def _announced(self, roles: tuple[Role, ...], lost: tuple[Role, ...]) -> AsyncIterator[None]:
+        """The worker has these roles and leaves the lost ones; if the context fails, all is as before."""
+        before = self._identity.roles
+        try:
+            async with self._claim.giving_up(lost, self._record):
+                await self._announce(roles, leaving=lost)
+            yield
+        except BaseException:
+            await run_to_completion(self._announce(before, leaving=()))
+            raise
 
     async def _emptied(self, lost: tuple[Role, ...]) -> AsyncGenerator[RoleProgress, None]:
         known: RoleProgress | None = None

@@ -16,6 +16,7 @@ class StreamReader:
         self.ready: Callable[[], None] = _nothing
         self._stream = stream
         self._at = at
+        stream.read_tokens = max(stream.read_tokens, at)
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Calls `ready` whenever there is something new."""
@@ -27,7 +28,7 @@ class StreamReader:
         stream, at = self._stream, self._at
         stream.require(self)
         ids = stream.drain()
-        self._at = len(stream.ids)
+        self._at = stream.read_tokens = len(stream.ids)
         if at + len(ids) != self._at:
             # Others came before: while nobody read, or as tokens that are more than their ids.
             ids = stream.ids[at:].tolist()
@@ -59,7 +60,7 @@ class StreamReader:
 
     def _next_tokens(self) -> decode_pb2.DecodeResponse:
         stream, at = self._stream, self._at
-        self._at = len(stream.ids)
+        self._at = stream.read_tokens = len(stream.ids)
         tokens = decode_pb2.DecodedTokens(token_ids=stream.ids[at:].tolist())
         if stream.kept.sampling.HasField("logprobs"):
             tokens.logprobs.extend(stream.logprobs_from(at) or ())

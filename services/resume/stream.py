@@ -74,6 +74,7 @@ class KeptStream:
     def __init__(self, kept: KeptRequest, logprob_bytes: int) -> None:
         self.kept = kept
         self.ids = array("I", kept.emitted)
+        self.read_tokens = len(kept.emitted)  # the first of them, which its readers have been given
         self.attempt = self.attachment = 0
         self.hop = kept.hop
         self.accepted: decode_pb2.DecodeResponse | None = None

@@ -286,7 +286,11 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         text = f"the client has {request.from_tokens} tokens; {len(stream.ids)} have been generated"
         raise PositionInvalid([FieldViolation("from_tokens", text)])
     message = decode_pb2.DecodeAttached(
-        record=kept.record, attachment=stream.attachment, hop=stream.hop, token_ids=stream.ids.tolist()
+        record=kept.record,
+        attachment=stream.attachment,
+        hop=stream.hop,
+        token_ids=stream.ids.tolist(),
+        read_tokens=stream.read_tokens,
     )
     message.prompt.CopyFrom(kept.prompt)
     message.sampling.CopyFrom(kept.sampling)

@@ -42,6 +42,7 @@ WIRE = {
     "Unavailable": ("UNAVAILABLE", "WORKER_UNAVAILABLE"),
     "QuotaUnavailable": ("UNAVAILABLE", "QUOTA_UNAVAILABLE"),
     "NoWorker": ("UNAVAILABLE", "NO_WORKER"),
+    "RouterStarting": ("UNAVAILABLE", "ROUTER_STARTING"),
     "Draining": ("UNAVAILABLE", "DRAINING"),
     "LoraMismatch": ("FAILED_PRECONDITION", "LORA_MISMATCH"),
     "LoraNotHere": ("UNAVAILABLE", "LORA_NOT_HERE"),

@@ -195,16 +195,20 @@ async def test_only_an_operator_sees_the_workers(guarded: Guarded) -> None:
     assert codes == [grpc.StatusCode.PERMISSION_DENIED, 2]
 
 
-async def test_only_an_operator_drains(guarded: Guarded) -> None:
-    codes = []
-    for uri in ("baton://worker/router", "baton://operator/otto"):
-        async with open_channel(guarded.prefill.address, guarded.tls(uri)) as channel:
-            call = worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
-            try:
-                codes.append([answer.drained async for answer in call][-1])
-            except aio.AioRpcError as error:
-                codes.append(error.code())
-    assert codes == [grpc.StatusCode.PERMISSION_DENIED, True]
+async def test_a_worker_is_drained_for_an_operator_by_the_router_and_by_the_operator_itself(guarded: Guarded) -> None:
+    drain = cluster_service_pb2.DrainWorkerRequest(worker_id="decode")
+    async with (
+        open_channel(guarded.router.address, guarded.tls("baton://client/carol")) as carol,
+        open_channel(guarded.router.address, guarded.tls("baton://operator/otto")) as otto,
+        open_channel(guarded.prefill.address, guarded.tls("baton://operator/otto")) as direct,
+    ):
+        with pytest.raises(aio.AioRpcError) as refused:
+            await cluster_service_pb2_grpc.ClusterServiceStub(carol).DrainWorker(drain, timeout=60)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        await cluster_service_pb2_grpc.ClusterServiceStub(otto).DrainWorker(drain, timeout=60)
+        assert [record.draining for record in guarded.registry.workers()] == [True, False]
+        call = worker_pb2_grpc.WorkerServiceStub(direct).Drain(worker_pb2.DrainRequest())
+        assert [answer.drained async for answer in call][-1]
 
 
 async def test_a_handoff_is_for_its_caller_and_the_reader_it_named(guarded: Guarded) -> None:

@@ -14,7 +14,7 @@ from router.routing.policy import Candidates, Placement, Policy, PromptBlocks, R
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
-from router.workers.corrected_load import CorrectedLoad
+from router.workers.watching.corrected_load import CorrectedLoad
 
 
 class View:

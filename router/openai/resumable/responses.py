@@ -8,6 +8,7 @@ from baton.inference.v1 import generate_pb2
 from router.openai.call import HttpCall
 from router.openai.choices import EVENTS, RETRY, event
 from router.openai.errors import describe
+from router.openai.responses import with_shown
 from router.openai.resumable.event_ids import EventIds, Position
 from router.openai.stored.document import ResponseDocument, ResponseEvent
 
@@ -69,4 +70,5 @@ class NumberedStream:
 
 def numbered(one: ResponseEvent) -> bytes:
     """An event of a document, as it is written."""
-    return event({"type": one.name, "sequence_number": one.number, **one.fields}, one.name)
+    made = event({"type": one.name, "sequence_number": one.number, **one.fields}, one.name)
+    return with_shown(made, one.shown) if one.shown else made

@@ -15,6 +15,7 @@ from baton.inference.v1 import generate_pb2
 from router.openai.errors import describe
 from router.openai.exchange import AnswerStream
 from router.openai.responses import ItemKind, ResponseBuilder, part, part_type, status_of
+from router.openai.stored.growing_text import GrowingText
 from router.stream.collector import UnaryCollector
 
 _ENDED = ("completed", "incomplete", "failed", "cancelled")
@@ -40,12 +41,13 @@ class RecordedStream:
 
 @dataclass(frozen=True, slots=True)
 class ResponseEvent:
-    """An event. `text` is the new text of a delta."""
+    """An event. `text` is the new text of a delta; `shown` is for `with_shown`."""
 
     number: int
     name: str
     fields: dict[str, Any]
     text: str = ""
+    shown: bytes = b""
 
 
 class ResponseDocument:
@@ -58,7 +60,7 @@ class ResponseDocument:
         self.has_left = False  # another router has it now
         self._builder = builder
         self._model = model
-        self._texts: dict[ItemKind, str] = {"reasoning": "", "message": ""}
+        self._texts: dict[ItemKind, GrowingText] = {"reasoning": GrowingText(), "message": GrowingText()}
         self._calls: list[generate_pb2.ToolCall] = []
         self._finished: generate_pb2.Finished | None = None
         self._error: dict[str, str | None] | None = None
@@ -77,15 +79,15 @@ class ResponseDocument:
     @property
     def num_bytes(self) -> int:
         """The bytes of its output, and of what it tells of its request, about."""
-        texts = sum(len(text.encode()) for text in self._texts.values())
+        texts = sum(len(str(text).encode()) for text in self._texts.values())
         return self._builder.num_bytes + texts + sum(call.ByteSize() for call in self._calls)
 
     @property
     def answer(self) -> generate_pb2.ChatMessage:
         """Its output as a turn of a conversation."""
-        turn = generate_pb2.ChatMessage(role="assistant", reasoning=self._texts["reasoning"])
-        if self._texts["message"]:
-            turn.parts.add(text=self._texts["message"])
+        turn = generate_pb2.ChatMessage(role="assistant", reasoning=str(self._texts["reasoning"]))
+        if len(self._texts["message"]):
+            turn.parts.add(text=str(self._texts["message"]))
         for call in self._calls:
             turn.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
         return turn
@@ -98,8 +100,8 @@ class ResponseDocument:
             return
         match message.WhichOneof("event"):
             case "token":
-                self._texts["reasoning"] += message.token.reasoning
-                self._texts["message"] += message.token.text
+                self._texts["reasoning"].add(message.token.reasoning)
+                self._texts["message"].add(message.token.text)
                 self._calls.extend(message.token.tool_calls)
             case "started":
                 self._start(message.started)
@@ -145,13 +147,13 @@ class ResponseDocument:
 
     # What it is.
 
-    def response(self) -> dict[str, Any]:
-        """The object `response`, as far as it has come."""
-        return self._response(self.status, list(self._items()))
+    def response(self) -> bytes:
+        """The object `response` as JSON, as far as it has come."""
+        return self._builder.encoded(self._response(self.status, list(self._items())))
 
     def text_before(self, num_bytes: int) -> bytes:
         """The first bytes of its reasoning and its text together."""
-        return "".join(self._texts.values()).encode()[:num_bytes]
+        return "".join(map(str, self._texts.values())).encode()[:num_bytes]
 
     def events(self, after: int) -> Iterator[ResponseEvent]:
         """The events of a higher number than `after`; -1 gives all that have come."""
@@ -163,8 +165,8 @@ class ResponseDocument:
 
     def _all_events(self, after: int) -> Iterator[ResponseEvent]:
         begun = self._response("in_progress", [])
-        yield ResponseEvent(0, "response.created", {"response": begun})
-        yield ResponseEvent(1, "response.in_progress", {"response": begun})
+        yield ResponseEvent(0, "response.created", {"response": begun}, shown=self._builder.shown)
+        yield ResponseEvent(1, "response.in_progress", {"response": begun}, shown=self._builder.shown)
         number, index = 2, 0
         for kind, text in self._shown():
             for event in self._text_events(kind, text, index, number, after):
@@ -177,23 +179,24 @@ class ResponseDocument:
             yield from self._call_events(call, index, number)
             number, index = number + 4, index + 1
         name = "failed" if self.status == "cancelled" else self.status
-        yield ResponseEvent(number, f"response.{name}", {"response": self.response()})
+        ended = {"response": self._response(self.status, list(self._items()))}
+        yield ResponseEvent(number, f"response.{name}", ended, shown=self._builder.shown)
 
-    def _shown(self) -> Iterator[tuple[ItemKind, str]]:
+    def _shown(self) -> Iterator[tuple[ItemKind, GrowingText]]:
         """The items of text; at the end an empty message, if there is nothing else."""
         reasoning, message = self._texts["reasoning"], self._texts["message"]
-        if reasoning:
+        if len(reasoning):
             yield "reasoning", reasoning
-        if message or (self._finished is not None and not self._calls):
+        if len(message) or (self._finished is not None and not self._calls):
             yield "message", message
 
     def _is_open(self, kind: ItemKind) -> bool:
-        return not self.has_ended and (kind == "message" or not self._texts["message"])
+        return not self.has_ended and (kind == "message" or not len(self._texts["message"]))
 
     def _items(self) -> Iterator[dict[str, Any]]:
         index = 0
         for kind, text in self._shown():
-            yield self._builder.item(index, kind, self._item_status(kind), [part(kind, text)])
+            yield self._builder.item(index, kind, self._item_status(kind), [part(kind, str(text))])
             index += 1
         for call in self._calls if self.has_ended else ():
             yield self._builder.call(index, call)
@@ -202,10 +205,12 @@ class ResponseDocument:
     def _item_status(self, kind: ItemKind) -> str:
         if self._is_open(kind):
             return "in_progress"
-        is_last = kind == "message" or not self._texts["message"]
+        is_last = kind == "message" or not len(self._texts["message"])
         return "completed" if self.status == "completed" or not is_last else "incomplete"
 
-    def _text_events(self, kind: ItemKind, text: str, index: int, number: int, after: int) -> Iterator[ResponseEvent]:
+    def _text_events(
+        self, kind: ItemKind, text: GrowingText, index: int, number: int, after: int
+    ) -> Iterator[ResponseEvent]:
         place = {"item_id": self._builder.item_id(index, kind), "output_index": index, "content_index": 0}
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         name = part_type(kind)
@@ -213,16 +218,16 @@ class ResponseDocument:
         yield ResponseEvent(number, "response.output_item.added", {"output_index": index, "item": item})
         yield ResponseEvent(number + 1, "response.content_part.added", {**place, "part": part(kind, "")})
         number += 2
-        if text:
-            new = text[max(0, after + 1 - number) :]
+        if len(text):
+            new = text.after(max(0, after + 1 - number))
             delta = {**place, "delta": new, **more}
             yield ResponseEvent(number + len(text) - 1, f"response.{name}.delta", delta, new)
             number += len(text)
         if self._is_open(kind):
             return
-        whole = part(kind, text)
+        whole = part(kind, str(text))
         item = self._builder.item(index, kind, self._item_status(kind), [whole])
-        yield ResponseEvent(number, f"response.{name}.done", {**place, "text": text, **more})
+        yield ResponseEvent(number, f"response.{name}.done", {**place, "text": whole["text"], **more})
         yield ResponseEvent(number + 1, "response.content_part.done", {**place, "part": whole})
         yield ResponseEvent(number + 2, "response.output_item.done", {"output_index": index, "item": item})
 

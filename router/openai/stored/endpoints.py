@@ -34,7 +34,7 @@ class StoredEndpoints:
                 raise InvalidRequest.of("stream", "is for responses in the background; this one is retrieved whole")
             await stream_events(call, entry, after)
         else:
-            await call.respond(200, json.dumps(entry.document.response()).encode())
+            await call.respond(200, entry.document.response())
 
     async def delete(self, call: HttpCall, path: str) -> None:
         """Forgets the response."""
@@ -47,7 +47,7 @@ class StoredEndpoints:
         """Ends the response, as far as it has come."""
         entry = await self._service.find(path.removeprefix(PATH).removesuffix(CANCEL), call)
         await self._service.cancel(entry, call)
-        await call.respond(200, json.dumps(entry.document.response()).encode())
+        await call.respond(200, entry.document.response())
 
 
 async def stream_events(call: HttpCall, entry: StoredResponse, after: int = -1) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+import structlog
 from typing_extensions import Self
 
 from baton.engine.v1 import resume_pb2
@@ -29,14 +30,20 @@ from router.resume.handle import Handle, owner_sha256
 from router.resume.resumer import Resumer
 from rpc.auth.caller import current_caller
 from rpc.interceptors.arrival import message_bytes, record_size
-from runtime.aio import timeout, wait_until_done
+from rpc.timeouts import CLEANUP_SECONDS
+from runtime.aio import run_to_completion, timeout, wait_until_done
 from runtime.clock import monotonic
+
+log = structlog.get_logger(__name__)
+
+Result = TypeVar("Result")
 
 ID_PREFIX = "resp_"
 # A response in the background that is refused in this time is refused as any other; later it has failed.
 _REFUSED_SECONDS = 0.5
 _ADOPTED_SECONDS = 5.0
 _CANCELLED_SECONDS = 5.0
+_CANCELLED_AGAIN_SECONDS = 0.5  # a cancellation may be lost to a task that ends its own wait just then
 _MANY_BYTES = 64 * 1024  # copying more of a conversation is left to a thread
 
 
@@ -56,7 +63,7 @@ class ResponseService:
         self._path = path
         self._config = config
         self._resumer = Resumer(path.contexts, path.pipeline)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._adopting: dict[str, asyncio.Task[StoredResponse]] = {}
 
     async def __aenter__(self) -> Self:
@@ -65,10 +72,8 @@ class ResponseService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*self._tasks, *self._adopting.values()]
-        for task in tasks:
-            task.cancel()
-        await wait_until_done(*tasks)
+        if not await run_to_completion(_ended(self._tasks)):
+            log.warning("responses did not end when cancelled", responses=len(self._tasks))
 
     def owner(self, call: HttpCall) -> Owner:
         """The owner of what this call makes. Raises InvalidRequest for wrong metadata."""
@@ -124,7 +129,9 @@ class ResponseService:
         request.response.keep.FromNanoseconds(int(self._config.keep_seconds * 1e9))
         ctx, created = self._path.contexts.create(request, call), now()
         assert ctx.keep is not None
-        ctx = replace(ctx, keep=replace(ctx.keep, origin=_origin(body, created)))
+        is_large = len(body.shown) > _MANY_BYTES
+        origin = await asyncio.to_thread(_origin, body, created) if is_large else _origin(body, created)
+        ctx = replace(ctx, keep=replace(ctx.keep, origin=origin))
         assert ctx.keep is not None
         identity, owner = f"{ID_PREFIX}{ctx.keep.handle.text}", self.owner(call)
         document = ResponseDocument(ResponseBuilder(body, identity, created), request.model)
@@ -138,7 +145,7 @@ class ResponseService:
             is_background=True,
         )
         self.table.add(entry)
-        failed = self._start(entry, self._pipeline_run(ctx, document), body.guided_field)
+        failed = self._start(entry, partial(self._pipeline_run, ctx, document), body.guided_field)
         with suppress(TimeoutError):
             async with timeout(_REFUSED_SECONDS):
                 while not document.has_started:
@@ -151,13 +158,15 @@ class ResponseService:
     def _pipeline_run(self, ctx: RequestContext, document: ResponseDocument) -> Coroutine[Any, Any, None]:
         return self._path.pipeline.run(ctx, Reply(document.send, lambda _trailer: None))
 
-    def _start(self, entry: StoredResponse, work: Coroutine[Any, Any, Any], guided_field: str) -> list[BatonError]:
+    def _start(
+        self, entry: StoredResponse, work: Callable[[], Coroutine[Any, Any, Any]], guided_field: str
+    ) -> list[BatonError]:
         """Runs the work of an entry in its own task. Its error will be in the list that is returned."""
         failed: list[BatonError] = []
 
         async def run() -> None:
             try:
-                await work
+                await work()
             except StreamAdopted:
                 self.table.drop(entry)
                 entry.document.leave()
@@ -167,10 +176,16 @@ class ResponseService:
             finally:
                 self.table.update(entry)
 
-        entry.task = asyncio.create_task(run())
-        self._tasks.add(entry.task)
-        entry.task.add_done_callback(self._tasks.discard)
+        entry.task = self._create_task(run())
         return failed
+
+    def _create_task(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+        """A task that ends with this service. Its error is not logged as lost if nobody waits for it any more."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return task
 
     # By their ids.
 
@@ -186,7 +201,7 @@ class ResponseService:
         # Of several calls the first adopts it; each checks its own right, which the worker does for the first.
         key = f"{identity}/{owner.digest.hex()}"
         if key not in self._adopting:
-            self._adopting[key] = asyncio.create_task(self._adopt(identity, handle, owner, call))
+            self._adopting[key] = self._create_task(self._adopt(identity, handle, owner, call))
             self._adopting[key].add_done_callback(lambda _task: self._adopting.pop(key, None))
         return await asyncio.shield(self._adopting[key])
 
@@ -200,7 +215,7 @@ class ResponseService:
             found.set_result(entry)
             return Reply(entry.document.send, lambda _trailer: None)
 
-        adopting = asyncio.create_task(self._resumer.adopt(message, call, reply_to))
+        adopting = self._create_task(self._resumer.adopt(message, call, reply_to))
         try:
             await asyncio.wait((adopting, found), timeout=_ADOPTED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -209,7 +224,7 @@ class ResponseService:
         if not found.done():
             return await _not_found(adopting)
         entry = found.result()
-        self._start(entry, _awaited(adopting), "")
+        self._start(entry, partial(_awaited, adopting), "")
         with suppress(TimeoutError):
             async with timeout(_ADOPTED_SECONDS):
                 while not entry.document.has_started:
@@ -245,6 +260,17 @@ class ResponseService:
         if entry.task is not None:
             entry.task.cancel()
             await asyncio.wait((entry.task,), timeout=_CANCELLED_SECONDS)
+
+
+async def _ended(tasks: "set[asyncio.Task[Any]]") -> bool:
+    """Cancels tasks, which may start others as they end. False if some have not ended in time."""
+    with suppress(TimeoutError):
+        async with timeout(CLEANUP_SECONDS):
+            while tasks:
+                for task in tuple(tasks):
+                    task.cancel()
+                await asyncio.wait(tuple(tasks), timeout=_CANCELLED_AGAIN_SECONDS)
+    return not tasks
 
 
 async def _awaited(task: "asyncio.Task[bool]") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from baton.errors import InvalidRequest, Overloaded, RequestNotFound
+from baton.errors import InvalidRequest, Overloaded, QuotaExceeded, RequestNotFound
 from baton.inference.v1 import generate_pb2
 from router.config import StoredResponsesConfig
 from router.openai.stored.document import ResponseDocument
@@ -17,10 +17,11 @@ _ENTRY_BYTES = 2048  # of its own objects
 _LOOKED_AT = 8  # of the least recently used, whether they are too old
 # Of a conversation. An id that a client has chosen may even name a response that goes on from itself.
 _MOST_BEFORE = 1024
+_RETRY_SECONDS = 1.0
 _SHOWN = 12  # characters of an id, in errors: more of one in the background is its secret
 _NOT_HERE = (
-    "no response {id!r} is kept here: it was made without `store` or `background`, has been dropped, belongs to "
-    "another tenant, or is on another router"
+    "no response {id!r} is kept here: it was made without `store: true` or `background: true`, has been dropped, "
+    "belongs to another tenant, or is on another router"
 )
 
 
@@ -78,7 +79,8 @@ class StoredResponses:
     def add(self, entry: StoredResponse) -> None:
         """Keeps a response, instead of its owner's of the same id.
 
-        Raises InvalidRequest if it is larger than all of a tenant may be, or has another's id, and Overloaded.
+        Raises InvalidRequest if it is larger than all of a tenant may be, or has another's id, and QuotaExceeded and
+        Overloaded if too many run.
         """
         self.require_room(entry)
         if (before := self._entries.get(entry.identity)) is not None:
@@ -99,12 +101,19 @@ class StoredResponses:
             raise InvalidRequest.of("store", f"the response takes {size} bytes; {most} are kept for a tenant")
 
     def _require_running_room(self, entry: StoredResponse) -> None:
-        """Raises Overloaded if too many run, or too large ones: none of them can be dropped for others."""
+        """Raises if too many run, or too large ones, since none of them can be dropped for others.
+
+        QuotaExceeded if they are the tenant's own, else Overloaded.
+        """
+        size, config = entry.measure(), self._config
         own = [one.size for one in self._running if one.tenant == entry.tenant]
-        size, all_bytes = entry.measure(), sum(one.size for one in self._running)
-        is_full = len(self._running) >= self._config.max_running or size + all_bytes > self._config.max_bytes
-        if is_full or size + sum(own) > self._config.tenant_bytes:
-            raise Overloaded("as many responses run in the background as may", retry_after_seconds=1.0)
+        if len(own) >= config.tenant_running or size + sum(own) > config.tenant_bytes:
+            text = "as many responses of the tenant run in the background as may"
+            raise QuotaExceeded(text, subject=entry.tenant, retry_after_seconds=_RETRY_SECONDS)
+        all_bytes = sum(one.size for one in self._running)
+        if len(self._running) >= config.max_running or size + all_bytes > config.max_bytes:
+            text = "as many responses run in the background as may"
+            raise Overloaded(text, retry_after_seconds=_RETRY_SECONDS)
 
     def update(self, entry: StoredResponse) -> None:
         """Counts what a response takes now, and drops what is too much."""

@@ -5,14 +5,14 @@ A request goes through these, in this order:
 engine.py         the Engine: asynchronous calls into the engine's thread
 validation.py     checks of a request before the engine takes it
 engine_loop.py    the engine's thread: takes commands, runs steps, delivers results
-core.py           one step of the engine: schedule, run the model, hand out tokens
-scheduler.py      which sequences take part in a step
-tier_loads.py     sequences that wait for blocks of tiers below the pool
+core.py           the life of requests, and the steps that compute them
+steps/            which sequences a step computes, and what follows from its outcome
 sequence.py       one request: its tokens, its blocks, its progress
 event_queue.py    events of a request that wait for their reader
 stream.py         the generator that `decode` returns
 
 config.py         the engine's configuration
+parts.py          model, pool, memory, tiers and runner, which requests share
 facts.py          what it says of a loaded model
 stall_detector.py detects a thread that hangs
 failures.py       PyTorch's exceptions as errors: a device that failed, short memory, another failure

@@ -33,9 +33,9 @@ from services.engines.pytorch.parallel.local_leader import LocalFollowers
 from services.engines.pytorch.parallel.messages import Ready
 from services.engines.pytorch.parallel.multi_node.leader import gather
 from services.engines.pytorch.runners.runner import StepRunner
-from services.engines.pytorch.scheduler import BlockReservation
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
 from services.engines.pytorch.stall_detector import StallDetector
+from services.engines.pytorch.steps.reservations import BlockReservation
 from services.engines.pytorch.stream import DecodeStream, Queued
 from services.engines.pytorch.validation import check_prompt, check_sampling
 from services.engines.request_context import FreedKv, current_freed_kv

@@ -125,7 +125,7 @@ class EngineLoop:
         busy = False
         while self._obey(wait=not busy):
             with self._stall_detector.beating():
-                busy = self._core.step()
+                busy = self._core.steps.step()
             self._publish()
 
     def _obey(self, *, wait: bool) -> bool:
@@ -134,7 +134,7 @@ class EngineLoop:
         """
         while wait or not self._commands.empty():
             try:
-                command = self._commands.get(timeout=self._core.patience_seconds if wait else 0)
+                command = self._commands.get(timeout=self._core.steps.patience_seconds if wait else 0)
             except queue.Empty:
                 return True
             if command is None:

@@ -4,7 +4,7 @@ from services.engines.base import ModelFacts, ModelFiles
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model.loading import LoadedModel
-from services.engines.pytorch.scheduler import SchedulerLimits
+from services.engines.pytorch.steps.scheduler import SchedulerLimits
 
 
 def facts_of(

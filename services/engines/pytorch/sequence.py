@@ -12,7 +12,7 @@ from services.engines.answer import Finished, FinishReason, FromTiers, PromptLog
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
-from services.engines.pytorch.kv_cache.tiers.moves import Load
+from services.engines.pytorch.kv_cache.tiers.jobs import Load
 from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport

@@ -87,7 +87,7 @@ async def test_a_kept_answer_that_has_moved_is_resumed_where_it_went(undisturbed
                 if source and not cluster.running(source) and cluster.running(cluster.other(source)):
                     break
         [other] = [one for one in cluster.bench.cluster.workers if one.record.worker_id != source]
-        other.suspend("it was late once")
+        other.health.suspend("it was late once")
         resumed = cluster.bench.stub.ResumeGeneration(received.resume(with_copy=with_copy), timeout=PATIENCE_SECONDS)
         async with aclosing(stream(resumed)) as messages:
             async for message in messages:

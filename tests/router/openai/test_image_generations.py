@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from support.eventually import eventually
 from support.lifetimes import in_one_task
 
 from baton import AsyncClient
+from services.engines.simulated import diffuser
 
 
 @pytest.fixture
@@ -75,3 +77,17 @@ async def test_a_client_that_leaves_stops_the_worker() -> None:
         assert load().running == 1
         await stream.close()
         await eventually(lambda: load().running == 0)
+
+
+async def test_what_a_model_cannot_draw_is_named_in_openais_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffuser, "_RULES", replace(diffuser._RULES, negative_prompt=False, previews=False))
+    wrong: dict[str, dict[str, Any]] = {
+        "negative_prompt": {"negative_prompt": "blue"},
+        "partial_images": {"stream": True, "partial_images": 1},
+    }
+    async with openai_bench(simulated("f1", "diffuse")) as running:
+        for param, fields in wrong.items():
+            response = await post(running, "/images/generations", {"prompt": "a red circle", **fields})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert f"does not support {param};" in error["message"]

@@ -13,6 +13,8 @@ from support.cluster.in_process import Bench, simulated
 from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
 
+from baton.inference.v1 import cluster_service_pb2
+from router.config import QuotaConfig, QuotasConfig
 from router.server import host_router
 from services.config import WorkerConfig
 
@@ -219,3 +221,34 @@ async def test_text_that_differs_when_it_is_computed_again_ends_with_a_typed_err
     await source.read(pair.second)
     assert source.errors == ["stream_diverged"]
     assert not source.is_done
+
+
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/chat/completions", {**CHAT, **SEEDED, **USAGE, "max_tokens": 200}),
+    "three": ("/chat/completions", {**CHAT, **SEEDED, **USAGE, "max_tokens": 70, "n": 3}),
+    "text": ("/completions", {**TEXT, **SEEDED, **USAGE, "max_tokens": 200}),
+    "response": ("/responses", {"model": "demo", "input": "hello", "max_output_tokens": 200, "temperature": 0}),
+}
+
+
+@pytest.mark.parametrize("parked", [False, True], ids=["read", "parked"])
+@pytest.mark.parametrize("kind", LONG)
+async def test_a_stream_that_goes_on_is_charged_once(kind: str, *, parked: bool) -> None:
+    quota = QuotaConfig(requests_per_second=0.01, tokens_per_second=0.001, burst_seconds=5_000_000.0)
+    quotas = QuotasConfig(tenants={"acme": quota})
+    router = OPENAI_ROUTER.model_copy(update={"quotas": quotas})
+    async with openai_bench(simulated("w", "prefill", "decode", **STEP), router=router) as running:
+        path, body = LONG[kind]
+        source = EventSource(path, body, {**KEEP, "x-baton-tenant": "acme"})
+        for cut in (5, 40, 80, 10**9):
+            await source.read(running.openai_address, until=cut)
+            if parked:
+                # What is generated while nobody reads is charged, too: to whoever reads it first.
+                await eventually(lambda: running.workers["w"].engines.load().running == 0)
+        last = source.events[-1]
+        usage = (last.get("response") or last)["usage"]
+        [tenant] = (await running.operators.ListTenants(cluster_service_pb2.ListTenantsRequest())).tenants
+        assert tenant.requests_left > 49_998
+        # Each of several answers is charged the prompt; what was on its way when a client left, nobody is.
+        used = usage["total_tokens"] + (body.get("n", 1) - 1) * usage.get("prompt_tokens", 0)
+        assert 0 <= used - (5000 - tenant.tokens_left) <= 30

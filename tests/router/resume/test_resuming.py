@@ -347,6 +347,11 @@ async def test_an_answer_that_goes_on_is_charged_once() -> None:
         assert requests == pytest.approx(49, abs=0.5)
         # A part that was on its way when the client left may be charged to both streams.
         assert used - 5 <= 5000 - tokens <= used + 60
+        # Without a worker that has it, nothing shows that it was asked before.
+        for worker in running.workers.values():
+            worker.kept.forget_all()
+        await _read(running.stub.ResumeGeneration(received.resume(), metadata=metadata), Received(request))
+        assert (await left())[0] == pytest.approx(requests - 1, abs=0.5)
 
 
 def _forget(worker: Any, call_id: str) -> None:

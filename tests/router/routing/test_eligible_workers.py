@@ -69,7 +69,7 @@ async def test_a_cluster_has_another_version_after_each_change_of_its_workers() 
     async with bench(simulated("a", "decode"), simulated("b", "decode"), router=PATIENT) as running:
         cluster = running.cluster
         before = cluster.version
-        cluster.workers[0].mark_unhealthy("it does not answer")
+        cluster.workers[0].health.mark_unhealthy("it does not answer")
         assert cluster.version != before
         before = cluster.version
         await running.stop("b")

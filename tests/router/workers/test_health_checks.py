@@ -62,7 +62,7 @@ async def watched(health: CountedHealth, reporting: Reporting) -> AsyncIterator[
         async with open_channel(server.address) as channel:
             record = WorkerRecord("w-1", 1, server.address, ("decode",), "m", "simulated", "layout", 100)
             worker = WorkerHandle(record, channel, channel, lambda: None)
-            tasks = [asyncio.create_task(worker.watch_load(PROBE)), asyncio.create_task(worker.check_health(PROBE))]
+            tasks = [asyncio.create_task(worker.watch_load(PROBE)), asyncio.create_task(worker.health.check(PROBE))]
             try:
                 yield
             finally:

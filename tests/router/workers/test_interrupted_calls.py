@@ -19,17 +19,17 @@ async def worker() -> AsyncIterator[WorkerHandle]:
 
 
 async def test_a_call_that_is_interrupted_is_unavailable_and_its_task_goes_on(worker: WorkerHandle) -> None:
-    waiting = worker.fail_if_hung()
+    waiting = worker.calls.interruptible()
 
     async def serve() -> str:
-        with pytest.raises(Unavailable, match="no response for"), waiting:
+        with pytest.raises(Unavailable, match="no response for 3"), waiting:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
         return "goes on"
 
     serving = asyncio.create_task(serve())
     await asyncio.sleep(0)
-    waiting.interrupt()
+    worker.calls.interrupt(silent_seconds=3.0)
     assert await serving == "goes on"
     if sys.version_info >= (3, 11):
         assert serving.cancelling() == 0
@@ -37,7 +37,7 @@ async def test_a_call_that_is_interrupted_is_unavailable_and_its_task_goes_on(wo
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not count cancellations")
 async def test_a_caller_that_leaves_as_its_worker_hangs_has_left(worker: WorkerHandle) -> None:
-    waiting = worker.fail_if_hung()
+    waiting = worker.calls.interruptible()
 
     async def serve() -> None:
         with waiting:
@@ -45,7 +45,7 @@ async def test_a_caller_that_leaves_as_its_worker_hangs_has_left(worker: WorkerH
 
     serving = asyncio.create_task(serve())
     await asyncio.sleep(0)
-    waiting.interrupt()
+    worker.calls.interrupt(silent_seconds=3.0)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving

@@ -67,8 +67,9 @@ async def test_a_change_that_is_given_up_while_the_registry_is_away_leaves_the_r
     registry, calls = Away(), Calls(identity, FaultReader(False))
     engine = SimulatedEngine(SimulatedConfig())
     async with LeaseTable(5.0) as leases, engine:
-        registration = WorkerRegistration(registry)
+        registration, other = WorkerRegistration(registry), WorkerRegistration(registry)
         await registration.register(record)
+        await other.register(replace(record, worker_id="y"))
         shedding = Shedding(RunningDecodes(HandoffOwner(identity, engine.facts.layout), leases), calls)
         changer = RoleChanger(identity, registration, lambda: replace(record, roles=identity.roles), calls, leases)
 
@@ -86,6 +87,7 @@ async def test_a_change_that_is_given_up_while_the_registry_is_away_leaves_the_r
         with pytest.raises(RoleMismatch):
             identity.require_role("prefill")
         await registration.withdraw()
+        await other.withdraw()
 
 
 async def test_a_change_ends_while_the_new_role_always_holds_a_handoff() -> None:

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 
 from services.__main__ import main
+from services.engines.pytorch import parts
+from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
+from services.engines.pytorch.model.loading import LoadedModel
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.runner import InflightStep, StepRunner
+from services.engines.pytorch.runners.selection import open_runner
 
 ASSERTS = 231
 HANGS = 232
 LARGE = 300
-
-_open_runner = EngineCore._open_runner
 
 
 def _fail(device: torch.device, chunks: Sequence[Chunk]) -> None:
@@ -47,12 +49,12 @@ def _hang(_core: EngineCore) -> None:
     ctypes.PyDLL(None).sleep(3600)  # which keeps the interpreter's lock
 
 
-def _open_failing_runner(self: EngineCore, *arguments: Any) -> StepRunner:
-    runner = _open_runner(self, *arguments)
+def _open_failing_runner(config: PyTorchConfig, model: LoadedModel, *arguments: Any) -> StepRunner:
+    runner = open_runner(config, model, *arguments)
     start = runner.start
 
     def fail_and_start(chunks: Sequence[Chunk]) -> InflightStep:
-        _fail(self.memory.tensor.device, chunks)
+        _fail(model.device, chunks)
         return start(chunks)
 
     runner.start = fail_and_start  # type: ignore[method-assign]
@@ -60,5 +62,5 @@ def _open_failing_runner(self: EngineCore, *arguments: Any) -> StepRunner:
 
 
 if __name__ == "__main__":
-    EngineCore._open_runner = _open_failing_runner  # type: ignore[method-assign]
+    parts.open_runner = _open_failing_runner  # type: ignore[attr-defined]
     main()

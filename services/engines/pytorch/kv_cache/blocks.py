@@ -140,14 +140,17 @@ class BlockPool:
         """Retains the cached blocks of a chain. Returns how many, from the first on, its tenant's bound allows."""
         return self._idle.retain(hashes, retain)
 
-    def record(self, session: Session, hashes: Sequence[bytes]) -> None:
-        """Notes the chain of a session's request, which has released its blocks, and ends the session if it says so."""
+    def record(self, session: Session | None, hashes: Sequence[bytes]) -> None:
+        """Notes the chain of a request, which has released its blocks, and ends its session if it says so."""
+        if session is None:
+            self._sessions.record_other(hashes)
+            return
         self._sessions.record(session, hashes)
         if session.ends:
             self.end_session(session.key)
 
     def end_session(self, key: bytes) -> int:
-        """Lets blocks be evicted first that no session has but this one. Returns how many."""
+        """Lets blocks be evicted first that nobody has used but this session. Returns how many."""
         links = list(self._sessions.end(key))
         return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
 

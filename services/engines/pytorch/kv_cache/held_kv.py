@@ -6,8 +6,8 @@ from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, Tok
 from services.engines.kv import HeldKv, LentKv, Reservation
 from services.engines.prompt import Retained
 from services.engines.pytorch.engine_loop import EngineLoop
-from services.engines.pytorch.scheduler import BlockReservation, LentBlocks
 from services.engines.pytorch.sequence import Held, TokenSequence
+from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
 
 
 class HeldPrompt(HeldKv):

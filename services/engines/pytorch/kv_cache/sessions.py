@@ -1,4 +1,4 @@
-"""Which blocks sessions have, so that those of an ended session are known that no other one has."""
+"""Which blocks sessions have, so that those of an ended session are known that nobody else has used."""
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
@@ -12,9 +12,14 @@ _MOST_CHAINS: Final = 4  # as long as the pool: links that are remembered, of al
 
 
 class Sessions:
-    """The hash chain of each session's latest request. Of too many sessions, the most silent ones are forgotten."""
+    """The hash chain of each session's latest request, and the latest links that other requests have used.
+
+    Of too many sessions, the most silent ones are forgotten: what they had counts as used by others.
+    """
 
     def __init__(self, total_blocks: int) -> None:
+        self._most_others = total_blocks
+        self._others: OrderedDict[bytes, None] = OrderedDict()  # the least recently used first
         self._most_links = _MOST_CHAINS * total_blocks
         self._chains: OrderedDict[bytes, list[bytes]] = OrderedDict()
         self._parents: dict[bytes, bytes] = {}
@@ -36,17 +41,29 @@ class Sessions:
         self._links += len(links) - common
         self._set_parent(session)
         while len(self._chains) > _MOST_SESSIONS or (self._links > self._most_links and len(self._chains) > 1):
-            self._forget(next(iter(self._chains)))
+            oldest, chain = next(iter(self._chains.items()))
+            self._forget(oldest)
+            self.record_other(chain)
+
+    def record_other(self, links: Sequence[bytes]) -> None:
+        """Notes the chain of a request without a session."""
+        others = self._others
+        # The end of a chain is forgotten before its beginning, which more requests have.
+        for link in reversed(links):
+            others[link] = None
+            others.move_to_end(link)
+        while len(others) > self._most_others:
+            others.popitem(last=False)
 
     def end(self, key: bytes) -> Iterator[bytes]:
-        """Forgets a session and those that are a part of it. Yields the links that no other one has, ends first."""
+        """Forgets a session and those that are a part of it. Yields the links that nobody else has, ends first."""
         ended, waiting = {key}, [key]
         for one in waiting:
             children = [child for child in self._children.get(one, ()) if child not in ended]
             ended.update(children)
             waiting += children
         for one in waiting:
-            yield from reversed(self._forget(one))
+            yield from (link for link in reversed(self._forget(one)) if link not in self._others)
 
     def _forget(self, key: bytes) -> list[bytes]:
         """Returns the links that only this session had."""

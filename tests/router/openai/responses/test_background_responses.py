@@ -7,14 +7,19 @@ import pytest
 from support.clients.event_source import EventSource, Refused
 from support.clients.kept_responses import (
     ASKED,
+    STEP,
     TOOL,
     Pair,
+    client,
     ended,
     events_of,
+    router_with,
     routers,
     text_of,
 )
+from support.clients.openai_api import openai_bench
 from support.clients.scraping import since
+from support.cluster.in_process import simulated
 from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
 
@@ -213,3 +218,22 @@ async def test_a_forged_id_of_an_event_is_refused(pair: Pair) -> None:
     with pytest.raises(Refused) as refused:
         await source.read(pair.running.openai_address)
     assert refused.value.error["param"] == "last-event-id"
+
+
+async def test_a_tenant_leaves_running_places_to_others() -> None:
+    router = router_with(max_running=2, tenant_running=1)
+    async with openai_bench(simulated("w", "prefill", "decode", **STEP), router=router) as running:
+        ann, bob = (client(running.openai_address, **{"x-baton-tenant": name}) for name in ("ann", "bob"))
+        long = {**ASKED, "max_output_tokens": 2000}
+        await ann.responses.create(**long, background=True)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await ann.responses.create(**long, background=True)
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert (await bob.responses.create(**long, background=True)).status in ("queued", "in_progress")
+
+
+async def test_a_response_that_is_not_kept_says_what_would_keep_it(pair: Pair) -> None:
+    made = await pair.first.responses.create(**ASKED)
+    with pytest.raises(openai.BadRequestError, match="it was made without `store: true`") as refused:
+        await pair.first.responses.create(**ASKED, previous_response_id=made.id)
+    assert refused.value.param == "previous_response_id"

@@ -1,6 +1,7 @@
 """The table of kept responses: ids that clients choose, conversations, and bounds."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 from support.calibration import here
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import InvalidRequest, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2
 from router.config import StoredResponsesConfig
 from router.openai.responses import ResponseBuilder, ResponsesRequest
+from router.openai.resumable.responses import numbered
 from router.openai.stored.document import ResponseDocument
 from router.openai.stored.service import put_before
 from router.openai.stored.table import StoredResponse, StoredResponses
@@ -99,7 +101,7 @@ async def test_running_responses_take_no_more_than_their_bytes() -> None:
     large = {"ends": False, "instructions": "x" * 20_000}
     for number in range(2):
         table.add(await entry_of(f"resp_{number}", **large))
-    with pytest.raises(Overloaded):  # of the tenant
+    with pytest.raises(QuotaExceeded):
         table.add(await entry_of("resp_2", **large))
     table.add(await entry_of("resp_3", BOB, **large))
     with pytest.raises(Overloaded):  # of all
@@ -136,3 +138,44 @@ def test_a_stored_turn_keeps_nothing_else_of_its_request() -> None:
         kept.append(put_before(request, (), list(request.chat.messages)[1:]))
         del request
     assert resident() - before < 40_000_000
+
+
+async def test_a_tenant_leaves_running_places_to_others() -> None:
+    table = table_of(max_running=3, tenant_running=2)
+    for number in range(2):
+        table.add(await entry_of(f"resp_{number}", ends=False))
+    with pytest.raises(QuotaExceeded) as refused:
+        table.add(await entry_of("resp_2", ends=False))
+    assert (refused.value.subject, refused.value.retry_after_seconds) == ("ann", 1.0)
+    table.add(await entry_of("resp_3", BOB, ends=False))
+    with pytest.raises(Overloaded):
+        table.add(await entry_of("resp_4", b"cy", ends=False))
+    await end(table.get("resp_0", ANN))
+    table.update(table.get("resp_0", ANN))
+    table.add(await entry_of("resp_5", ANN, ends=False))
+
+
+async def test_what_a_response_tells_of_its_request_is_made_once() -> None:
+    text = 'an "instruction" with "shown": null in it, é and 日'
+    entry = await entry_of("resp_1", instructions=text, metadata={"shown": "a"})
+    found = json.loads(entry.document.response())
+    assert (found["instructions"], found["metadata"], found["tools"]) == (text, {"shown": "a"}, [])
+    assert found["text"] == {"format": {"type": "text"}}
+    assert "shown" not in found
+    events = [json.loads(numbered(one).partition(b"data: ")[2]) for one in entry.document.events(-1)]
+    responses = [one["response"] for one in events if "response" in one]
+    assert [one["instructions"] for one in responses] == [text] * 3
+    assert not any("shown" in one for one in responses)
+
+
+async def test_a_response_of_many_instructions_is_written_in_little_time() -> None:
+    body = ResponsesRequest(model="m", input="x", instructions="é" * 2_000_000)
+    assert body.generate_request("r").chat.messages[0].parts[0].text == body.instructions
+    document = ResponseDocument(ResponseBuilder(body, "resp_1", 0), "m")
+    seconds = []
+    for _ in range(5):
+        began = time.thread_time()
+        made = document.response()
+        seconds.append(time.thread_time() - began)
+    assert len(made) > 12_000_000
+    assert min(seconds) < 0.03  # 12 MB are copied; to make them of the text takes 60 ms and more

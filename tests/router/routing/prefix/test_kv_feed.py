@@ -10,11 +10,12 @@ from support.clock import ManualClock
 
 from baton.engine.v1 import worker_pb2
 from baton.errors import InvalidReply
+from baton.inference.v1.cluster_service_pb2 import MemoryTiers, WorkerLoad
 from router.placement.kv_events import KvFeed
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
 from services.control import kv_event
-from services.engines.kv_events import KvChanged, KvPublisher, KvStored, KvTier, in_pieces
+from services.engines.kv_events import KvChanged, KvPublisher, KvRemoved, KvStored, KvTier, in_pieces
 
 CACHE = Cache("worker@1")
 
@@ -215,3 +216,34 @@ def test_more_moved_blocks_than_a_message_may_have_are_refused_whatever_their_ti
     with pytest.raises(InvalidReply, match="more than 16384 blocks have moved"):
         KvFeed(CACHE.process, 1, caches).apply(message)
     assert caches.num_blocks(CACHE) == 0
+
+
+def stored_on_disk(feed: KvFeed, blocks: int) -> None:
+    change = KvStored(0, tuple(name(number) for number in range(blocks)), KvTier.DISK)
+    for sequence, piece in enumerate(in_pieces(change, most=1000)):
+        feed.apply(kv_event(1, sequence, piece))
+
+
+def test_a_disk_of_over_64_times_the_pool_is_believed_if_the_worker_reports_its_size() -> None:
+    caches = PrefixCaches()
+    load = WorkerLoad(blocks_total=10, memory=MemoryTiers(host_blocks_total=20, disk_blocks_total=1000))
+    stored_on_disk(KvFeed(CACHE.process, 1, caches, load=lambda: load), 640 + 20 + 1000)
+    assert caches.num_blocks(CACHE) == 1660
+
+
+@pytest.mark.parametrize("memory", [None, MemoryTiers(host_blocks_total=20, disk_blocks_total=1000)])
+def test_more_blocks_than_a_worker_reports_room_for_are_not_believed(memory: MemoryTiers | None) -> None:
+    load = WorkerLoad(blocks_total=10, memory=memory)
+    most = 640 + (1020 if memory else 0)
+    with pytest.raises(InvalidReply, match=f"more than {most} blocks: the worker's pool has 10"):
+        stored_on_disk(KvFeed(CACHE.process, 1, PrefixCaches(), load=lambda: load), most + 1)
+
+
+def test_the_blocks_of_a_tier_that_has_failed_are_believed_until_they_are_reported_as_gone() -> None:
+    load = WorkerLoad(blocks_total=10, memory=MemoryTiers(disk_blocks_total=1000))
+    caches = PrefixCaches()
+    feed = KvFeed(CACHE.process, 1, caches, load=lambda: load)
+    stored_on_disk(feed, 1500)
+    load.memory.disk_blocks_total = 0
+    feed.apply(kv_event(1, 2, KvRemoved(0, (name(0),))))
+    assert caches.num_blocks(CACHE) == 1499

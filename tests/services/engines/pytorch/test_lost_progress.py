@@ -23,12 +23,12 @@ def test_a_preempted_prompt_loses_its_blocks_and_tells_of_them_again(llama: Chec
     decoding = core.new_sequence(Prompt(tuple(range(20, 20 + RUNNING))), _greedy(23), lambda event: None, hold=False)
     core.submit(decoding)
     while decoding.generated < 2:
-        core.step()
+        core.steps.step()
     prompt = core.new_sequence(Prompt(tuple(range(50, 50 + LONG))), _greedy(5), events.append, hold=True)
     prompt.on_progress = lambda blocks: on_progress.append(tuple(blocks))
     core.submit(prompt)
     while not events:
-        assert core.step()
+        assert core.steps.step()
     [held] = events
     assert isinstance(held, Held)
     [lost] = [index for index, blocks in enumerate(on_progress) if not blocks]

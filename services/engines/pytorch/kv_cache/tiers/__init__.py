@@ -5,7 +5,9 @@ write_rule.py  when the disk is written: only while it is read
 seal.py        the seal of a block outside of the pool, and the digest of its bytes
 host.py        the tier in host memory, and the copies between it and the pool
 disk.py        the tier in a file
-moves.py       demotions, spills and loads, and the threads that run them
+jobs.py        blocks on their way, and how far they are
+mover.py       a thread that moves blocks in one direction
+moves.py       demotions, spills and loads, each direction on a thread of its own
 rates.py       how fast loading and computing are, and which is sooner
 tiers.py       all of it, for the engine's thread
 options.py     the key `engine.tiers`

@@ -1,7 +1,7 @@
 """Which block is in which tier and slot, and which one leaves next. It needs no memory and no threads."""
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -63,7 +63,8 @@ class TierDirectory:
         self._disk = _Slots(disk_slots)
         self._listener = listener
         self.write_rule = WriteRule(clock)
-        self.unwritten: set[bytes] = set()  # on their way to the disk
+        # Of blocks on their way to the disk, the writes that have not ended: one may be lost and come again meanwhile.
+        self.unwritten: Counter[bytes] = Counter()
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._host.slot_of or block_hash in self._disk.slot_of
@@ -193,3 +194,10 @@ class TierDirectory:
 
     def _tiers(self) -> tuple[tuple[KvTier, _Slots], ...]:
         return (KvTier.HOST, self._host), (KvTier.DISK, self._disk)
+
+
+def count_off(counts: Counter[bytes], block_hash: bytes) -> None:
+    """Counts one less of a block; a block of which none are left is not in `counts`."""
+    counts[block_hash] -= 1
+    if counts[block_hash] <= 0:
+        del counts[block_hash]

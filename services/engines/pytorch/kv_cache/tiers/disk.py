@@ -1,12 +1,14 @@
 """The tier in a file: slots of a block and its seal, written once and read at most once.
 
-The file is of one process: it is locked, emptied at start, and removed at the end. What an earlier process has left in
-it is never read, and would not be believed, because the seals name the process.
+The file is of one process, and has no name: it is removed from its folder as soon as it is open, so its space is free
+when the process has ended, however it ends. What an earlier process has left under its path is emptied and never read,
+and would not be believed, because the seals name the process.
 """
 
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -18,16 +20,13 @@ from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES
 _SECTOR = 4096
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Host memory for a slot: the block, and in a sector of its own the seal."""
+    """Host memory for a slot: the block, as words and as bytes of whole sectors, and in another sector the seal."""
 
-    def __init__(self, block_bytes: int, device: torch.device) -> None:
-        self._data_bytes = -(-block_bytes // _SECTOR) * _SECTOR
-        self.memory = mmap.mmap(-1, self._data_bytes + _SECTOR)
-        self.words = torch.frombuffer(self.memory, dtype=torch.int32)[: block_bytes // 4]
-        self.data = memoryview(self.memory)[: self._data_bytes]
-        self.tail = memoryview(self.memory)[self._data_bytes :]
-        self._pinned = device.type == "cuda" and pin(self.words)
+    words: torch.Tensor
+    data: memoryview
+    tail: memoryview
 
     @property
     def seal(self) -> bytes:
@@ -38,10 +37,29 @@ class Buffer:
         """Sets the seal."""
         self.tail[:SEAL_BYTES] = seal
 
+
+class Buffers:
+    """So many buffers, in one mapping: a process may have only some ten thousands."""
+
+    def __init__(self, block_bytes: int, count: int, device: torch.device) -> None:
+        data_bytes = -(-block_bytes // _SECTOR) * _SECTOR
+        size = data_bytes + _SECTOR
+        memory = mmap.mmap(-1, count * size)
+        self._words, view = torch.frombuffer(memory, dtype=torch.int32), memoryview(memory)
+        self.buffers = [
+            Buffer(
+                self._words[start // 4 : (start + block_bytes) // 4],
+                view[start : start + data_bytes],
+                view[start + data_bytes : start + size],
+            )
+            for start in range(0, count * size, size)
+        ]
+        self._pinned = device.type == "cuda" and pin(self._words)
+
     def close(self) -> None:
         """Gives pinned memory back; all of it is freed with its last view."""
         if self._pinned:
-            unpin(self.words)
+            unpin(self._words)
             self._pinned = False
 
 
@@ -53,7 +71,6 @@ class DiskFile:
         self.num_slots = int(options.bytes) // self._slot_bytes
         if not self.num_slots:
             raise ConfigError(f"engine.tiers.disk.bytes: less than one block, {self._slot_bytes} bytes")
-        self._path = options.path
         self._file = _open(options)
 
     def write(self, slot: int, buffer: Buffer) -> None:
@@ -70,16 +87,17 @@ class DiskFile:
             raise OSError(f"read {count} of {self._slot_bytes} bytes")
 
     def close(self) -> None:
-        """Closes and removes the file."""
+        """Closes the file, which frees its space."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            if self._path.is_file():
-                self._path.unlink(missing_ok=True)
 
 
 def _open(options: DiskOptions) -> int:
-    """Opens the file past the page cache where the file system can, locks it and empties it. Raises ConfigError."""
+    """Opens the file past the page cache where the file system can, locks, empties and removes it. Raises ConfigError.
+
+    A path that is no regular file, such as a block device, stays.
+    """
     key = "engine.tiers.disk.path"
     try:
         try:
@@ -92,6 +110,7 @@ def _open(options: DiskOptions) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if options.path.is_file():
             os.ftruncate(file, 0)
+            options.path.unlink()
     except OSError as error:
         os.close(file)
         reason = "another worker uses it" if isinstance(error, BlockingIOError) else error.strerror

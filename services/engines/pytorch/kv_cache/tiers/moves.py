@@ -1,141 +1,34 @@
-"""Blocks on their way between the tiers, and the threads that move them."""
+"""Demotions, spills and loads, each direction on a thread of its own."""
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
+import structlog
 import torch
 
 from services.engines.kv_events import KvTier
-from services.engines.pytorch.kv_cache.tiers.directory import Place, Spill
-from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
-from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion, computing_nothing
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, DamagedBlock, Sealer
+from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
+from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
+from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
+from services.engines.pytorch.kv_cache.tiers.mover import Mover
+from services.engines.pytorch.kv_cache.tiers.seal import DamagedBlock, Sealer
+
+log = structlog.get_logger(__name__)
 
 # So much is copied before its digests are read: long enough to hide what starting a copy takes.
 _BATCH_BYTES = 32 << 20
 # The longest wait of a load for blocks that are still on their way down.
 _LEAVING_SECONDS = 10.0
-
-
-@dataclass(eq=False, slots=True)
-class Write:
-    """A block on its way from host memory to the disk, through a buffer, since its slot is needed at once."""
-
-    spill: Spill
-    buffer: Buffer
-    is_done: bool = False
-    failure: str = ""
-
-
-@dataclass(eq=False, slots=True)
-class Demotion:
-    """A block on its way from the pool to a slot in host memory, which the block of `write` leaves before."""
-
-    block: int
-    slot: int
-    contents: BlockContents
-    write: Write | None
-    is_done: bool = False
-    failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadItem:
-    """A block to load: from where, what it must contain, and into which block of the pool."""
-
-    place: Place
-    contents: BlockContents
-    block: int
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """The blocks that a request waits for, in the order of its prompt, and how many of them are there and checked.
-
-    It ends with the first one that fails. After `cancel` nothing is written any more.
-    """
-
-    items: Sequence[LoadItem]
-    after: Sequence[Demotion]  # what must have left, from the slots and from the blocks of the pool
-    late_at: float
-    started: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
-    checked: int = 0
-    is_done: bool = False
-    is_cancelled: bool = False
-    failure: str = ""
-    is_damaged: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def tier(self) -> KvTier:
-        """The slowest tier that it reads."""
-        return max(item.place.tier for item in self.items)
-
-
-Job = TypeVar("Job", Demotion, Write, Load)
-
-
-class Mover(Generic[Job]):
-    """A thread that runs jobs in order, several at once if they are waiting. A context manager: leaving ends it."""
-
-    def __init__(
-        self, name: str, device: torch.device, run: Callable[[Sequence[Job]], None], most_at_once: int = 1
-    ) -> None:
-        self._run: Callable[[Sequence[Job]], None] = run
-        self._device = device
-        self._most_at_once = most_at_once
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._main, name=f"baton-kv-{name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Job) -> None:
-        """Adds a job."""
-        self._jobs.put(job)
-
-    def wait(self, jobs: Sequence[Job], seconds: float) -> bool:
-        """Waits until all of these are done; False if they are not in time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: all(job.is_done for job in jobs), seconds)
-
-    def close(self) -> None:
-        """Ends the thread, after the jobs that run."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _main(self) -> None:
-        with computing_nothing(self._device):
-            while jobs := self._next():
-                try:
-                    self._run(jobs)
-                except Exception as error:  # of whatever kind: the thread goes on, and the jobs' owner hears of it
-                    for job in jobs:
-                        job.failure = job.failure or str(error) or type(error).__name__
-                with self._changed:
-                    for job in jobs:
-                        job.is_done = True
-                    self._changed.notify_all()
-
-    def _next(self) -> list[Job]:
-        first = self._jobs.get()
-        jobs = [] if first is None else [first]
-        while jobs and len(jobs) < self._most_at_once and not self._jobs.empty():
-            job = self._jobs.get()
-            if job is None:
-                self._jobs.put(None)
-                break
-            jobs.append(job)
-        return jobs
+# The longest wait for the threads to end; a read or a write of a disk that hangs never does.
+_CLOSE_SECONDS = 10.0
 
 
 class Movers:
-    """The threads of all directions, so that neither waits for the other: the link has both at once."""
+    """The threads of all directions, so that neither waits for the other: the link has both at once.
+
+    None runs before `start`.
+    """
 
     def __init__(
         self, copiers: Callable[[], Copier], region: HostRegion, disk: DiskFile | None, sealer: Sealer
@@ -147,13 +40,24 @@ class Movers:
         block_bytes = region.memory.block_bytes
         self._batch = max(1, _BATCH_BYTES // block_bytes)
         device = self._down.device
-        self._buffer = Buffer(block_bytes, device) if disk is not None else None  # of loads
+        self._buffers = Buffers(block_bytes, 1, device) if disk is not None else None  # of loads
         self.demotions: Mover[Demotion] = Mover("demotions", device, self._demote, self._batch)
         self.loads: Mover[Load] = Mover("loads", device, self._load)
         self.writes: Mover[Write] = Mover("writes", device, self._write)
         self.disk_loads: Mover[Load] = Mover("disk-loads", device, self._load_from_disk)
+        self._threads = self.demotions, self.loads, self.writes, self.disk_loads
+        self._is_closed = False
 
-    def start(self, load: Load) -> None:
+    def start(self) -> None:
+        """Starts the threads; ends them if one cannot be started."""
+        try:
+            for mover in self._threads:
+                mover.start()
+        except RuntimeError:
+            self.close()
+            raise
+
+    def begin(self, load: Load) -> None:
         """Starts a load."""
         (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit(load)
 
@@ -164,33 +68,47 @@ class Movers:
         with load.lock, suppress(RuntimeError):
             (self._up if load.tier is KvTier.HOST else self._up_from_disk).wait()
 
-    def close(self) -> None:
-        """Ends the threads."""
-        for mover in (self.demotions, self.loads, self.writes, self.disk_loads):
-            mover.close()
-        if self._buffer is not None:
-            self._buffer.close()
+    def close(self) -> bool:
+        """Ends the threads. False if one of them hangs: what it may still use must then stay as it is."""
+        self._is_closed = True
+        for mover in self._threads:
+            mover.end()
+        late_at = time.monotonic() + _CLOSE_SECONDS
+        hung = [mover.name for mover in self._threads if not mover.has_ended(max(0.0, late_at - time.monotonic()))]
+        if hung:
+            log.error("kv tier threads hang; their memory and file are left open", threads=hung, seconds=_CLOSE_SECONDS)
+        elif self._buffers is not None:
+            self._buffers.close()
+        return not hung
 
     def _demote(self, jobs: Sequence[Demotion]) -> None:
+        for group in _independent(jobs):
+            self._spill([job.write for job in group if job.write is not None])
+            try:
+                self._copy_out(group)
+            except RuntimeError as error:
+                for job in group:
+                    job.failure = str(error)
+
+    def _copy_out(self, jobs: Sequence[Demotion]) -> None:
         """Copies blocks to host memory, and seals them. Reads the digest from the pool: it tells of a bad copy, too."""
         for job in jobs:
-            if job.write is not None:
-                self._spill(job.write)
             self._region.set_seal(job.slot, b"")
             self._down.copy_out(job.block, self._region.words[job.slot])
         digests = self._down.read(self._down.digest([job.block for job in jobs]))
         for job, digest in zip(jobs, digests, strict=True):
             self._region.set_seal(job.slot, self._sealer.seal(job.contents, digest))
 
-    def _spill(self, write: Write) -> None:
-        """Copies a block to its buffer, and lets it be written."""
-        self._down.wait()
-        try:
-            write.buffer.words.copy_(self._region.words[write.spill.host_slot])
-            write.buffer.set_seal(self._region.seal(write.spill.host_slot))
-        except RuntimeError as error:
-            write.failure = str(error)
-        self.writes.submit(write)
+    def _spill(self, writes: Sequence[Write]) -> None:
+        """Copies blocks to their buffers, and lets each be written: a write that is not submitted would never end."""
+        for write in writes:
+            try:
+                self._down.wait()
+                write.buffer.words.copy_(self._region.words[write.spill.host_slot])
+                write.buffer.set_seal(self._region.seal(write.spill.host_slot))
+            except RuntimeError as error:
+                write.failure = str(error)
+            self.writes.submit(write)
 
     def _write(self, jobs: Sequence[Write]) -> None:
         assert self._disk is not None
@@ -212,7 +130,7 @@ class Movers:
         for start in range(0, len(load.items), self._batch):
             items = load.items[start : start + self._batch]
             with load.lock:
-                if load.is_cancelled:
+                if load.is_cancelled or self._is_closed:
                     return
                 for item in items:
                     self._up.copy_in(self._region.words[item.place.slot], item.block)
@@ -241,14 +159,15 @@ class Movers:
 
     def _load_through_buffer(self, load: Load, item: LoadItem) -> bool:
         assert self._disk is not None
-        assert self._buffer is not None
+        assert self._buffers is not None
         if item.place.tier is KvTier.DISK:
-            self._disk.read(item.place.slot, self._buffer)
-            row, seal = self._buffer.words, self._buffer.seal
+            [buffer] = self._buffers.buffers
+            self._disk.read(item.place.slot, buffer)
+            row, seal = buffer.words, buffer.seal
         else:
             row, seal = self._region.words[item.place.slot], self._region.seal(item.place.slot)
         with load.lock:
-            if load.is_cancelled:
+            if load.is_cancelled or self._is_closed:
                 return False
             self._up_from_disk.copy_in(row, item.block)
             digests = self._up_from_disk.read(self._up_from_disk.digest([item.block]))
@@ -260,7 +179,7 @@ class Movers:
         After `cancel` it counts no more: the engine's thread has read by then how many there are.
         """
         with load.lock:
-            if load.is_cancelled:
+            if load.is_cancelled or self._is_closed:
                 return False
             for item, seal, digest in zip(items, seals, digests, strict=True):
                 try:
@@ -270,3 +189,16 @@ class Movers:
                     return False
                 load.checked += 1
             return True
+
+
+def _independent(jobs: Sequence[Demotion]) -> Iterator[Sequence[Demotion]]:
+    """Yields demotions in groups, none of which spills a block that another of the group brings: it has no seal yet."""
+    group: list[Demotion] = []
+    brought: set[int] = set()
+    for job in jobs:
+        if job.write is not None and job.write.spill.host_slot in brought:
+            yield group
+            group, brought = [], set()
+        group.append(job)
+        brought.add(job.slot)
+    yield group

@@ -12,7 +12,7 @@ class DiskOptions(Section):
     """A tier in a file, which is worth its writes only for large models, slow GPUs or fast disks."""
 
     path: Path
-    """A file of this worker alone. It is emptied at start and removed at the end."""
+    """Where the file is made. It loses its name at once: its space is free when the worker ends, even by a crash."""
     bytes: ByteSize = Field(gt=0)
     """The most that the file grows to."""
     write_queue_bytes: ByteSize = Field(default=ByteSize(256 << 20), gt=0)

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import structlog
@@ -15,10 +16,11 @@ from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockRemoved
-from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener
-from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
+from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener, count_off
+from services.engines.pytorch.kv_cache.tiers.disk import Buffer, Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
-from services.engines.pytorch.kv_cache.tiers.moves import Demotion, Load, LoadItem, Movers, Write
+from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
+from services.engines.pytorch.kv_cache.tiers.moves import Movers
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
 from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, Digester, Sealer
@@ -51,36 +53,46 @@ class KvTiers:
     def __init__(self, options: TierOptions, layout: KvLayout, pool: torch.Tensor, listener: TierListener) -> None:
         self._layout = layout
         self._patience_seconds = options.load_patience_seconds
-        self.disk = DiskFile(options.disk, layout.block_bytes) if options.disk else None
-        self.host = HostRegion(layout, _host_slots(options, layout, len(pool)), pool.device)
-        self.directory = TierDirectory(self.host.memory.num_blocks, self.disk.num_slots if self.disk else 0, listener)
-        self._listener = listener
-        queued = int(options.disk.write_queue_bytes) // layout.block_bytes if options.disk else 0
-        self._buffers = [Buffer(layout.block_bytes, pool.device) for _ in range(max(1, queued) if options.disk else 0)]
-        self._free_buffers = list(self._buffers)
-        digester = Digester(layout.block_bytes, pool.device)
         self.sealer = Sealer(layout, secrets.randbits(64))
-        self._movers = Movers(lambda: Copier(pool, digester), self.host, self.disk, self.sealer)
+        self._listener = listener
         self.rates = Rates(layout.block_bytes, layout.block_tokens)
         self._leaving: dict[int, Demotion] = {}  # by the block of the pool
         self._arriving: dict[bytes, Demotion] = {}
         self._demotions: deque[Demotion] = deque()
         self._writes: deque[Write] = deque()
         self._waiting: list[_Waiting] = []
-        self._loading: set[bytes] = set()
+        self._loading: Counter[bytes] = Counter()  # by how many loads: a block may leave the pool again during one
         self._back_in_pool: set[bytes] = set()  # of those that are loaded: computed or pulled meanwhile
         self._failures: dict[KvTier, deque[float]] = {KvTier.HOST: deque(), KvTier.DISK: deque()}
         self._tokens: Counter[str] = Counter()
+        with ExitStack() as opened:
+            self._open(options, pool, opened)
+            self._opened = opened.pop_all()
         metrics.watch_tiers(self.directory)
 
-    def close(self) -> None:
-        """Ends the threads, and frees memory and file."""
-        self._movers.close()
-        for buffer in self._buffers:
-            buffer.close()
-        self.host.close()
+    def _open(self, options: TierOptions, pool: torch.Tensor, opened: ExitStack) -> None:
+        """Opens file, memory and threads; `opened` gets what is to be closed after the threads."""
+        block_bytes, device, disk = self._layout.block_bytes, pool.device, options.disk
+        self.disk = DiskFile(disk, block_bytes) if disk else None
         if self.disk is not None:
-            self.disk.close()
+            opened.callback(self.disk.close)
+        self.host = HostRegion(self._layout, _host_slots(options, self._layout, len(pool)), device)
+        opened.callback(self.host.close)
+        self._free_buffers: list[Buffer] = []
+        if disk is not None:
+            buffers = Buffers(block_bytes, max(1, int(disk.write_queue_bytes) // block_bytes), device)
+            opened.callback(buffers.close)
+            self._free_buffers += buffers.buffers
+        disk_slots = self.disk.num_slots if self.disk else 0
+        self.directory = TierDirectory(self.host.memory.num_blocks, disk_slots, self._listener)
+        digester = Digester(block_bytes, device)
+        self._movers = Movers(lambda: Copier(pool, digester), self.host, self.disk, self.sealer)
+        self._movers.start()
+
+    def close(self) -> None:
+        """Ends the threads, and frees memory and file; both stay open if a thread hangs that may use them."""
+        if self._movers.close():
+            self._opened.close()
 
     @property
     def is_busy(self) -> bool:
@@ -139,10 +151,10 @@ class KvTiers:
             if content.block_hash in self._arriving:
                 after.append(self._arriving[content.block_hash])
             items.append(LoadItem(self.directory.take(content.block_hash), content, block))
-            self._loading.add(content.block_hash)
+            self._loading[content.block_hash] += 1
         patience = min(self._patience_seconds, self.rates.patience_seconds(len(items)))
         load = Load(items, after, time.monotonic() + patience)
-        self._movers.start(load)
+        self._movers.begin(load)
         return load
 
     def has_ended(self, load: Load) -> bool:
@@ -230,7 +242,7 @@ class KvTiers:
     def _end(self, item: LoadItem) -> bool:
         """Ends the load of a block. Returns whether the pool has got the block from elsewhere since that began."""
         block_hash = item.contents.block_hash
-        self._loading.discard(block_hash)
+        count_off(self._loading, block_hash)
         is_in_pool = block_hash in self._back_in_pool
         self._back_in_pool.discard(block_hash)
         return is_in_pool
@@ -251,7 +263,7 @@ class KvTiers:
             return None
         write = Write(placed.spill, self._free_buffers.pop())
         self._writes.append(write)
-        self.directory.unwritten.add(placed.spill.block_hash)
+        self.directory.unwritten[placed.spill.block_hash] += 1
         return write
 
     def _note_demoted(self, job: Demotion) -> None:
@@ -267,7 +279,7 @@ class KvTiers:
 
     def _note_written(self, write: Write) -> None:
         self._free_buffers.append(write.buffer)
-        self.directory.unwritten.discard(write.spill.block_hash)
+        count_off(self.directory.unwritten, write.spill.block_hash)
         if write.failure:
             self.directory.lose(write.spill.block_hash)
             self._note_failure(KvTier.DISK, write.failure)

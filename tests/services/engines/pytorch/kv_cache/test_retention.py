@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from services.engines.prompt import Retain, Session
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.kv_cache.retention import EvictionOrder
@@ -92,6 +94,38 @@ def test_an_ended_session_is_evicted_first_but_not_what_others_have() -> None:
     pool.allocate(2)
     assert [is_cached(pool, link) for link in LINKS[:6]] == [True, True, False, False, True, True]
     assert pool.end_session(b"one") == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the session", "after it"])
+def test_what_a_request_without_a_session_has_used_stays_when_a_session_ends(*, is_first: bool) -> None:
+    system, own = LINKS[:2], LINKS[2:4]
+    pool = filled([system, own])
+    records = [(None, system), (Session(b"one"), LINKS[:4])]
+    for session, links in records if is_first else reversed(records):
+        pool.record(session, links)
+    assert pool.end_session(b"one") == 2
+    pool.allocate(2)
+    assert [is_cached(pool, link) for link in LINKS[:4]] == [True, True, False, False]
+
+
+def test_what_a_forgotten_session_had_stays_when_another_ends() -> None:
+    pool = filled([LINKS[:2], LINKS[2:4]])
+    pool.record(Session(b"forgotten"), LINKS[:2])
+    pool.record(Session(b"one"), LINKS[:4])
+    for number in range(4096):
+        pool.record(Session(b"one"), LINKS[:4])
+        pool.record(Session(number.to_bytes(4, "big")), ())
+    assert pool.end_session(b"one") == 2
+
+
+def test_what_is_remembered_of_requests_without_sessions_is_bounded() -> None:
+    pool = filled([LINKS])
+    for number in range(1000):
+        pool.record(None, [LINKS[0], number.to_bytes(16, "big")])
+    assert len(pool._sessions._others) == len(LINKS)
+    pool.record(Session(b"one", ends=True), LINKS[:2])
+    pool.allocate(1)
+    assert [is_cached(pool, link) for link in LINKS[:2]] == [True, False]
 
 
 def test_what_is_retained_outlives_its_session() -> None:

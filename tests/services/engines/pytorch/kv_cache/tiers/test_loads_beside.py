@@ -56,19 +56,19 @@ async def test_an_unfinished_block_is_loaded_only_after_the_blocks_that_it_follo
     def run(core: EngineCore) -> None:
         first = sequence(core, "first", reported)
         core.submit(first)
-        core.step()
-        core.finish_step()
+        core.steps.step()
+        core.steps.finish_step()
         assert first.computed == 40
         core.scheduler._preempt(first)
         core.scheduler.waiting.remove(first)
         if not is_reported:
             core.submit(sequence(core, "other", greedy(8)))
             while len(ids["other"]) < 8:
-                core.step()
+                core.steps.step()
         core.scheduler.waiting.appendleft(first)
         late_at = time.monotonic() + 20
         while len(ids["first"]) < 8 and time.monotonic() < late_at:
-            core.step()
+            core.steps.step()
 
     async with llama.engine(
         kv_cache_bytes=POOL, tiers={"host_bytes": 400 * BLOCK_BYTES}, max_sequences=8, max_step_tokens=40
@@ -136,5 +136,27 @@ async def test_nothing_is_counted_any_more_of_a_load_that_was_cancelled(llama: C
         [item], [seal] = load.items, [tiers.host.seal(load.items[0].place.slot)]
         assert not tiers._movers._check(load, [item], [seal], [0])
         assert (load.checked, load.is_damaged) == (1, False)
+
+    await tiers_and_events(llama, run)
+
+
+async def test_a_block_of_two_loads_is_still_loaded_when_one_of_them_has_ended(llama: Checkpoint) -> None:
+    """It left the pool again during the first load, and then came back during the second."""
+
+    def run(tiers: KvTiers, heard: list[object]) -> None:
+        contents = [BlockContents(NAMES[0], 16)]
+        assert tiers.demote(1, NAMES[0])
+        first = tiers.load(contents, [2])
+        assert tiers.demote(3, NAMES[0])
+        second = tiers.load(contents, [4])
+        tiers.give_back(first)
+        assert tiers.is_loading(NAMES[0])
+        assert tiers.is_busy
+        tiers.stored(NAMES[0])
+        reported = len(heard)
+        tiers.give_back(second)
+        assert heard[reported:] == []
+        assert tiers.directory.used(KvTier.HOST) == 0
+        assert not tiers.is_busy
 
     await tiers_and_events(llama, run)

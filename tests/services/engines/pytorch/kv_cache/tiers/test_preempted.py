@@ -155,11 +155,3 @@ async def test_a_disk_that_cannot_be_used_is_refused_at_start(
     with pytest.raises(ConfigError, match=message):
         async with llama.engine(tiers={"disk": disk}):
             pass
-
-
-async def test_a_file_of_another_worker_is_refused(llama: Checkpoint, tmp_path: Path) -> None:
-    tiers = {"host_bytes": POOL, "disk": {"path": tmp_path / "kv", "bytes": 1 << 20}}
-    async with llama.engine(tiers=tiers):
-        with pytest.raises(ConfigError, match="another worker uses it"):
-            async with llama.engine(tiers=tiers):
-                pass

@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from baton.errors import BatonError, Overloaded
+from baton.errors import Overloaded
 from services.engines import metrics
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
@@ -17,38 +17,8 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.engines.pytorch.tier_loads import TierLoads
-
-
-@dataclass(eq=False, slots=True)
-class BlockReservation:
-    """A reservation: blocks for KV of another worker or, while queued, the request for them. Calls `settled` with the
-    result.
-    """
-
-    num_tokens: int
-    hashes: list[bytes]
-    settled: Callable[[BatonError | None], None]
-    state: State = State.NEW
-    blocks: list[int] = field(default_factory=list)
-    granted_ids: Sequence[int] = ()
-    cached_blocks: int = 0
-    passed: int = 0
-
-    @property
-    def reserves(self) -> bool:
-        """True: it waits for blocks to pull into."""
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class LentBlocks:
-    """Full blocks of a running sequence that others may read; it has references of its own to them."""
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    next_token: int
-    prefix_hash: bytes
+from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
+from services.engines.pytorch.steps.tier_loads import TierLoads
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +122,7 @@ class Scheduler:
             self._loads.unpark(item)
         item.state = State.DONE
         freed = self._free(item)
-        if freed and isinstance(item, TokenSequence) and item.prompt.session and self._limits.prefix_cache:
+        if freed and isinstance(item, TokenSequence) and self._limits.prefix_cache:
             self._pool.record(item.prompt.session, item.chain.upto(item.tokens, item.computed))
         return freed
 

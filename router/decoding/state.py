@@ -1,0 +1,166 @@
+"""The state of one request on its workers, and what it holds there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from baton.engine.v1 import handoff_pb2
+from baton.errors import BatonError
+from baton.inference.v1 import generate_pb2, sampling_pb2
+from discovery.registry import WorkerRecord
+from router.context import RequestContext
+from router.moving.decodes import ReadDecodes
+from router.moving.yielded import Yielded
+from router.multimodal.prompt import MultimodalPrompt
+from router.placement.placer import Placer
+from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
+from router.routing.retry import Attempts, Retries
+from router.stream.meter import TokenMeter
+from router.stream.writer import StreamWriter
+from router.telemetry.request_metrics import RequestMetrics
+from router.text.completion import Completion
+from router.workers.calls import WorkerCalls
+from router.workers.destinations import Destination
+from router.workers.handle import WorkerHandle
+from router.workers.prefetches import Prefetch
+from router.workers.replies import Suspects, reported_logprobs
+from router.workers.watching.waiting_calls import Waiting
+from runtime.clock import perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class HeldHandoff:
+    """KV that a prefill worker holds until the decode worker confirms that it has taken it over."""
+
+    owner: WorkerHandle
+    handoff: handoff_pb2.KvHandoff
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """The parts that all requests share: `placer` chooses their workers, and those in `decodes` can be moved."""
+
+    placer: Placer
+    retries: Retries
+    metrics: RequestMetrics
+    decodes: ReadDecodes
+
+
+class ExecutionState(Waiting):
+    """One request on its workers. Attributes, which its stages set."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        ctx: RequestContext,
+        prompt: MultimodalPrompt,
+        completion: Completion,
+        stream: StreamWriter,
+    ) -> None:
+        self.placer = executor.placer
+        self.decodes = executor.decodes
+        self.retries = executor.retries
+        self.ctx = ctx
+        self.stats = ctx.stats
+        self.prompt = prompt
+        self.completion = completion
+        self.stream = stream
+        self.meter = TokenMeter(ctx.stats, ctx.timings, executor.metrics.latencies(ctx.stats), completion.token_ids)
+        self.calls = WorkerCalls(ctx, prompt.model, completion.sampling)
+        self.routing_request = RoutingRequest(
+            prompt.model,
+            prompt.without_embeddings,
+            ctx.request.routing,
+            prompt.embedding_layout,
+            answer_tokens=completion.sampling.stop.max_tokens,
+            token_ids=prompt.token_ids,
+            needs=needed_capabilities(ctx.request),
+        )
+        if ctx.notes is not None:
+            ctx.notes.runs(self.routing_request, completion)
+        self.progress: Progress = IgnoredProgress()
+        self.attempts: Attempts | None = None  # at the present stage
+        self.suspects: Suspects | None = None  # once a worker has given a reply that it may not give
+        self.yielded: Yielded | None = None  # by the last decode, until the next one has given a token
+        self.has_moved = False  # a decode that knew what was cached of the prompt has yielded
+        self.held: HeldHandoff | None = None
+        # Of engines that allocate first: until their decode has accepted it.
+        self.destination: Destination | None = None
+        # Of long prompts: until their decode has taken over what is read while they are computed.
+        self.prefetch: Prefetch | None = None
+
+    def follow(self, placement: Placement[WorkerHandle]) -> Placement[WorkerHandle]:
+        """Reports to the policy what happens to the request, from now on under this placement."""
+        self.progress.close()
+        self.progress = placement.progress
+        if self.ctx.notes is not None:
+            self.ctx.notes.placed(placement)
+        return placement
+
+    def suspect(self, worker: WorkerHandle, stage: str, error: BatonError) -> None:
+        """Notes a worker that has failed, in case that its reply was wrong."""
+        self.suspects = self.suspects or Suspects()
+        self.suspects.add(worker, stage, error)
+
+    def await_answer(self, tokens: int) -> None:
+        """Begins to wait for a worker's answer, before which it computes `tokens`; see Waiting."""
+        self.awaits_answer, self.asked_at, self.tokens = True, None, tokens
+
+    def answer_seconds(self) -> float:
+        return self.retries.answer_seconds(self.ctx.deadline.remaining_seconds)
+
+    def another_can(self, worker: WorkerRecord) -> bool:
+        """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
+        if self.completion.finished is not None:
+            return True
+        if self.held and self.yielded:
+            return worker.process != self.held.owner.record.process
+        attempts = self.attempts
+        if attempts is None or not attempts.has_another or self.is_disaggregated:
+            return False
+        tried = attempts.tried | {worker.process}
+        return self.placer.can_decode(self.routing_request, self.context_tokens, tried)
+
+    @property
+    def ends_here(self) -> bool:
+        """True if the answer has ended by what its worker does not know of, such as a stop string."""
+        return self.completion.finished is not None and self.completion.finished.is_unknown_to_worker
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """True if the request must not run whole on one worker."""
+        return self.routing_request.routing.topology == generate_pb2.TOPOLOGY_DISAGGREGATED
+
+    @property
+    def context_tokens(self) -> int:
+        """The context length that a worker needs to continue the request."""
+        return self.routing_request.prompt_tokens + len(self.completion.token_ids) + 1
+
+    async def add_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprob],
+        prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
+    ) -> None:
+        """Adds tokens to the answer, and sends their text to the client."""
+        started = perf_counter()
+        if not self.completion.token_ids:
+            await self.ctx.inject("detokenize")
+        delta = self.completion.push(token_ids, logprobs)
+        self.meter.detokenized(started, len(token_ids))
+        await self.stream.put(replace(delta, prompt_logprobs=prompt_logprobs) if prompt_logprobs else delta)
+
+    async def release_handoff(self) -> None:
+        """Frees the KV that no decode worker has taken over, and what was allocated or read for it."""
+        held, self.held = self.held, None
+        destination, self.destination = self.destination, None
+        prefetch, self.prefetch = self.prefetch, None
+        if prefetch:
+            await prefetch.end()
+        if held:
+            await self.calls.release(held.owner, held.handoff)
+        if destination:
+            await self.calls.release_destination(destination)
+
+    def reported(self, prompt_logprobs: generate_pb2.PromptLogprobs) -> generate_pb2.PromptLogprobs | None:
+        """The prompt's log probabilities that a worker has sent, checked. Raises InvalidReply."""
+        return reported_logprobs(prompt_logprobs, self.completion.sampling, self.prompt.without_embeddings)

@@ -1,0 +1,129 @@
+"""The calls that wait for one worker. They are interrupted if it is found to hang, or does not answer for too long."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from baton.errors import BatonError, InvalidReply, Unavailable
+from discovery.registry import WorkerRecord
+from runtime.aio import cancellations, uncancel
+from runtime.clock import monotonic
+
+# A worker may be busy with what it has: how much longer it may take to answer for each request that waits there, up to
+# so many, and for each token that is computed before.
+_MOST_WAITING = 8
+_SLOW_TOKENS_PER_SECOND = 200.0
+# Calls that are asked in one look whether another worker could answer them, which takes some time.
+_ASKED_AT_ONCE = 16
+
+
+class Waiting:
+    """A request as a worker knows it that it has called: how long it waits for the answer.
+
+    `awaits_answer` is set while it waits; `asked_at` is then None until it was looked at, `tokens` are what the call
+    computes before it answers. Attributes, since requests set them with each call.
+    """
+
+    asked_at: float | None = None
+    awaits_answer = False
+    tokens = 0
+
+    def answer_seconds(self) -> float:
+        """The seconds that an idle worker may take to answer."""
+        raise NotImplementedError
+
+    def another_can(self, worker: WorkerRecord) -> bool:
+        """True if another worker could answer instead of this one."""
+        raise NotImplementedError
+
+
+class InterruptibleCall:
+    """The body of its `with` is stopped by `interrupt`, with the error that this is given.
+
+    Not an asyncio.timeout, which makes twice the calls: each request has two.
+    """
+
+    __slots__ = ("_calls", "_cancelled_before", "_error", "_task", "waiting")
+
+    _task: "asyncio.Task[Any]"
+    _cancelled_before: int
+
+    def __init__(self, calls: "dict[InterruptibleCall, None]", waiting: Waiting | None) -> None:
+        self.waiting = waiting
+        self._calls = calls
+        self._error: BatonError | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelled_before = task, cancellations(task)
+        self._calls[self] = None
+
+    def interrupt(self, error: BatonError) -> None:
+        """Stops the body, which then raises `error`; not one that is cancelled as well."""
+        self._calls.pop(self, None)
+        self._error = error
+        self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.pop(self, None)
+        if self._error is None or uncancel(self._task) > self._cancelled_before:
+            return
+        if isinstance(error, asyncio.CancelledError):
+            raise self._error from None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The requests that wait for a worker, as it reported, and the prompt tokens."""
+
+    record: WorkerRecord
+    requests: int
+    tokens: int
+
+
+class WaitingCalls:
+    """The calls that wait for a worker, beside its `backlog`."""
+
+    def __init__(self, backlog: Callable[[], Backlog]) -> None:
+        self._backlog = backlog
+        self._calls: dict[InterruptibleCall, None] = {}
+
+    def interruptible(self, waiting: Waiting | None = None) -> InterruptibleCall:
+        """A call whose body is stopped with Unavailable if the worker is found to hang.
+
+        With `waiting` it raises InvalidReply if there is no answer for too long, and another worker could give it.
+        """
+        return InterruptibleCall(self._calls, waiting)
+
+    def interrupt(self, silent_seconds: float) -> None:
+        """Stops all calls: they may continue elsewhere."""
+        for call in tuple(self._calls):
+            call.interrupt(Unavailable(f"no response for {silent_seconds:.1f} s"))
+
+    def interrupt_unanswered(self) -> None:
+        """Stops calls that have waited too long for their answers, and that another worker could answer."""
+        now, left, backlog = monotonic(), _ASKED_AT_ONCE, self._backlog()
+        for call in tuple(self._calls):
+            waiting = call.waiting
+            if waiting is None or not waiting.awaits_answer:
+                continue
+            if waiting.asked_at is None:
+                waiting.asked_at = now
+            elif now > waiting.asked_at + _patience_seconds(waiting, backlog) and left:
+                left -= 1
+                if waiting.another_can(backlog.record):
+                    call.interrupt(InvalidReply(f"no answer for {now - waiting.asked_at:.1f} s"))
+                else:
+                    waiting.asked_at = now  # looked at again after as long
+
+
+def _patience_seconds(waiting: Waiting, backlog: Backlog) -> float:
+    """The seconds in which a worker that is well has answered, as far as can be told from what waits there."""
+    tokens = waiting.tokens + min(backlog.tokens, _MOST_WAITING * max(waiting.tokens, 1024))
+    requests = min(backlog.requests, _MOST_WAITING)
+    return waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND

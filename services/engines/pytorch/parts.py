@@ -1,0 +1,97 @@
+"""The parts that the requests of an engine share: model, block pool with its memory and tiers, and runner."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from services.engines.kv import KvLayout
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
+from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
+from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
+from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
+from services.engines.pytorch.lora.layers import LoraLayers
+from services.engines.pytorch.model.loading import LoadedModel, load_model
+from services.engines.pytorch.parallel.followers import Followers
+from services.engines.pytorch.parallel.shards import WHOLE, part_of_pool
+from services.engines.pytorch.runners.fused_runner import Sizes
+from services.engines.pytorch.runners.runner import StepRunner
+from services.engines.pytorch.runners.selection import fused_runner, open_runner
+from services.engines.pytorch.steps.scheduler import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Loaded, and ready for steps. Without `close`, threads, memory and files of the tiers stay open."""
+
+    model: LoadedModel
+    lora: LoraLayers | None
+    layout: KvLayout
+    limits: SchedulerLimits
+    memory: HostMemory | DeviceMemory
+    pool: BlockPool
+    tiers: KvTiers | None
+    followers: Followers | None
+    runner: StepRunner
+    eos_token_ids: frozenset[int]
+
+    def zero(self, blocks: list[int]) -> None:
+        """Zeroes blocks, on all ranks."""
+        if self.tiers is not None:
+            self.tiers.settle(blocks)
+        self.memory.tensor[blocks] = 0
+        if self.followers is not None:
+            self.followers.zero(blocks)
+
+    def close(self) -> None:
+        """Frees tiers and memory. Followers are their owner's."""
+        if self.tiers is not None:
+            self.tiers.close()
+        self.memory.close()
+
+
+def open_parts(config: PyTorchConfig, listener: CacheListener | None, followers: Followers | None) -> EngineParts:
+    """Loads the model, and allocates everything; what was opened is closed again if the rest fails."""
+    model = load_model(config, followers.shard if followers else WHOLE)
+    lora = LoraLayers(model.module, config.lora.max_loaded, config.lora.max_rank) if config.lora else None
+    layout = layout_of(config, model)
+    blocks = num_blocks(config, model, layout)
+    blocks = followers.least_blocks(blocks) if followers else blocks
+    with ExitStack() as opened:
+        memory = open_memory(layout, blocks, model.device)
+        opened.callback(memory.close)
+        pool = BlockPool(blocks, listener, config.retained_share)
+        tiers = _open_tiers(config, layout, memory.tensor, listener)
+        if tiers is not None:
+            opened.callback(tiers.close)
+            pool.lower = tiers
+        limits = _limits(config, model, layout, pool.total)
+        sizes = Sizes(limits.max_sequences, limits.max_context_tokens, limits.block_tokens, graphs=config.cuda_graphs)
+        if followers is None:
+            runner = open_runner(config, model, memory.tensor, layout, sizes, lora)
+        else:
+            runner = _open_split_runner(model, memory, sizes, followers)
+        opened.pop_all()
+    ids = frozenset(model.eos_token_ids)
+    return EngineParts(model, lora, layout, limits, memory, pool, tiers, followers, runner, ids)
+
+
+def _open_tiers(
+    config: PyTorchConfig, layout: KvLayout, pool: torch.Tensor, listener: CacheListener | None
+) -> KvTiers | None:
+    return None if config.tiers is None else KvTiers(config.tiers, layout, pool, listener or (lambda _: None))
+
+
+def _limits(config: PyTorchConfig, model: LoadedModel, layout: KvLayout, pool_blocks: int) -> SchedulerLimits:
+    max_context_tokens = min(model.shape.max_context_tokens, pool_blocks * layout.block_tokens)
+    most_tokens = step_tokens(config, model.device.type)
+    return SchedulerLimits.of(config, most_tokens, layout.block_tokens, max_context_tokens)
+
+
+def _open_split_runner(
+    model: LoadedModel, memory: HostMemory | DeviceMemory, sizes: Sizes, followers: Followers
+) -> StepRunner:
+    pool = memory.tensor
+    ranks = followers.begin(len(pool), sizes, memory.file_descriptor, model.device)
+    return fused_runner(model, part_of_pool(pool, model.shard), sizes, ranks, followers.send)

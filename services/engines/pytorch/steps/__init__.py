@@ -1,0 +1,8 @@
+"""The steps of the engine: which sequences each one computes, and what follows from its outcome.
+
+pipeline.py       the steps themselves, one of which may be in flight
+scheduler.py      which sequences take part in the next step, which wait, and which are preempted
+reservations.py   blocks for other workers: reserved for KV that is pulled, or lent
+tier_loads.py     sequences that wait for blocks of tiers below the pool
+outcomes.py       tokens that are appended and sent, blocks that are cached, sequences that end or are held
+"""

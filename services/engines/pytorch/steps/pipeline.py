@@ -1,0 +1,145 @@
+"""The steps themselves: each starts while the one before it is in flight, where it may."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from baton.errors import HandoffLost
+from services.engines.memory.allocation import AllocationRules
+from services.engines.pytorch.failures import is_out_of_memory, too_large
+from services.engines.pytorch.parts import EngineParts
+from services.engines.pytorch.runners.batch import Chunk
+from services.engines.pytorch.runners.runner import InflightStep
+from services.engines.pytorch.sequence import Failed, State
+from services.engines.pytorch.steps.outcomes import StepOutcomes
+from services.engines.pytorch.steps.scheduler import Scheduler
+
+_MASK_POLL_SECONDS = 0.002
+_LOAD_POLL_SECONDS = 0.001
+
+
+class StepPipeline:
+    """Computes what the scheduler chooses, and gives the outcomes to `outcomes`. At most one step is in flight."""
+
+    def __init__(
+        self, parts: EngineParts, scheduler: Scheduler, outcomes: StepOutcomes, rules: AllocationRules
+    ) -> None:
+        self._parts = parts
+        self._runner = parts.runner
+        self._pool = parts.pool
+        self._tiers = parts.tiers
+        self._block_tokens = parts.limits.block_tokens
+        self._scheduler = scheduler
+        self._outcomes = outcomes
+        self._rules = rules
+        self._inflight: InflightStep | None = None
+        self._stuck_since: float | None = None
+
+    def step(self) -> bool:
+        """Starts a step, and completes the previous one, if it is in flight. Returns False if there was
+        nothing to do.
+        """
+        if self._outcomes.yielding:
+            self._outcomes.yield_waiting()
+        inflight, self._inflight = self._inflight, None
+        if inflight is None:
+            chunks = self._scheduler.schedule()
+        else:
+            chunks = self._scheduler.schedule_ahead() if inflight.may_be_followed else []
+        if chunks:
+            self._inflight = self._start(chunks)
+        if inflight is not None:
+            self._process(inflight)
+        elif not chunks:
+            return self._fail_if_stuck()
+        self._stuck_since = None
+        if self._inflight is not None and not self._inflight.may_be_followed:
+            self.finish_step()
+        return True
+
+    def finish_step(self) -> None:
+        """Waits for the step in flight, if there is one, and processes its outcome."""
+        inflight, self._inflight = self._inflight, None
+        if inflight is not None:
+            self._process(inflight)
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """When to step again even if nothing happens; None for never."""
+        if any(sequence.awaits_mask for sequence in self._scheduler.running):
+            return _MASK_POLL_SECONDS
+        if self._tiers is not None and self._tiers.is_busy:
+            return _LOAD_POLL_SECONDS
+        if self._stuck_since is None:
+            return None
+        return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
+
+    def _start(self, chunks: list[Chunk]) -> InflightStep | None:
+        """Starts a step. If it runs out of memory, only the request that needs the most memory fails."""
+        if self._tiers is not None:
+            self._tiers.settle(_written(chunks, self._block_tokens))
+        try:
+            inflight = self._runner.start(chunks)
+        except RuntimeError as error:
+            self._drop_largest(chunks, error)
+            return None
+        for chunk in chunks:
+            chunk.sequence.in_flight.tokens += chunk.count
+            chunk.sequence.in_flight.ids += chunk.samples
+        return inflight
+
+    def _process(self, inflight: InflightStep) -> None:
+        shortage = None
+        try:
+            outcomes = inflight.outcomes()
+        except RuntimeError as error:  # sampling on the host allocates, and no step follows such a step
+            outcomes, shortage = [None] * len(inflight.chunks), error
+        for chunk, chosen in zip(inflight.chunks, outcomes, strict=True):
+            flying = chunk.sequence.in_flight
+            flying.tokens -= chunk.count
+            flying.ids -= chunk.samples
+            if shortage is None and chunk.sequence.state is State.RUNNING and not flying.is_void:
+                self._outcomes.advance(chunk, chosen)
+            flying.is_void = flying.is_void and flying.tokens > 0
+        if shortage is not None:
+            self._drop_largest(inflight.chunks, shortage)
+        self._outcomes.end_leaving()
+
+    def _drop_largest(self, chunks: Sequence[Chunk], error: RuntimeError) -> None:
+        """Fails the request that needs the most memory, so that the step can be tried again. Raises other errors."""
+        if self._parts.followers is not None or not is_out_of_memory(error):
+            raise error  # the other ranks wait amid this step: the group cannot go on
+        largest = max(chunks, key=lambda chunk: (chunk.count, chunk.end)).sequence
+        self._outcomes.leave(largest, Failed(too_large()))
+
+    def _fail_if_stuck(self) -> bool:
+        """If all running sequences wait for a block and none can be preempted, fails the newest of them.
+
+        It waits while a pull is running, which will end. It waits only briefly for KV that is held for other workers,
+        since they may be waiting for this worker.
+        """
+        stuck = {block for sequence in self._scheduler.running for block in sequence.blocks}
+        is_going_on = any(sequence.awaits_mask for sequence in self._scheduler.running)
+        if not stuck or self._scheduler.reserved or self._scheduler.loading or is_going_on:
+            self._stuck_since = None
+            return False
+        if self._pool.used > len(stuck):
+            self._stuck_since = self._stuck_since or time.monotonic()
+            if self.patience_seconds:
+                return False
+        self._stuck_since = None
+        sequence = self._scheduler.running[-1]
+        self._scheduler.remove(sequence)
+        sequence.sink(
+            Failed(HandoffLost("its blocks were needed, and without the embeddings it cannot be run again here"))
+        )
+        return True
+
+    def drop_step(self) -> None:
+        """Forgets the step in flight, whose outcome is lost."""
+        self._inflight = None
+
+
+def _written(chunks: Sequence[Chunk], block_tokens: int) -> Iterator[int]:
+    """Yields the blocks that a step writes."""
+    for chunk in chunks:
+        yield from chunk.sequence.blocks[chunk.start // block_tokens : -(-chunk.end // block_tokens)]
