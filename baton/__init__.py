@@ -13,6 +13,7 @@ messages of the API are in `baton.inference.v1`, such as `baton.inference.v1.gen
 | client, async_client | `Client` and `AsyncClient`, and the answers that they stream |
 | requests, images | from arguments to messages |
 | cluster_requests | the same of operators' methods |
+| resuming, inquiries | what a client has of a kept answer; how it finds out that a silent router is lost |
 | sampling_options | the numbers of sampling: one row each, from which all façades derive theirs |
 | errors, error_details | the error classes; which one a failed call stands for |
 | files | files that a user names, read within a limit |

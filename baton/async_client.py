@@ -1,7 +1,8 @@
 """The asynchronous client: for programs that run an event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -12,14 +13,15 @@ from baton import cluster_requests, requests
 from baton.calls import stream, unary
 from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
+from baton.connection.retry import Resume
 from baton.connection.routers import Routers
 from baton.connection.settings import STOP_SECONDS, Settings
-from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.errors import BatonError, Unavailable
 from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
-    server_info_pb2,
 )
+from baton.inquiries import Finding, Inquiries, Question, Reply
 from baton.requests import UnaryCall
 from baton.resuming import Received
 
@@ -61,7 +63,7 @@ class AsyncClient:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._routers = Routers([_open(address, settings.tls) for address in settings.addresses])
-        self._questions = _Questions(self._routers, settings)
+        self._inquirer = _Inquirer(self._routers, settings)
         self._stopping: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
@@ -89,11 +91,11 @@ class AsyncClient:
 
     @requests.takes(requests.generate)
     def generate(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._questions)
+        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer)
 
     @requests.takes(requests.resume)
     def resume(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._questions)
+        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer)
 
     @requests.takes(requests.generate)
     async def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
@@ -173,9 +175,9 @@ class AsyncGeneration:
         settings: Settings,
         made: requests.GenerateCall,
         stop: Callable[[str], None],
-        questions: "_Questions",
+        inquirer: "_Inquirer",
     ) -> None:
-        self._questions = questions
+        self._inquirer = inquirer
         self.request_id = made.request.request_id
         self.trace_id = ""
         self._routers = routers
@@ -247,12 +249,14 @@ class AsyncGeneration:
                                     yield event
                         return
                     except BatonError as error:
+                        if received.is_complete:
+                            return  # only its status is missing
                         failure = self._failure(error)
                         pause = received.pause_after(failure, attempts.seconds_left)
                         if pause is None and not has_started:
                             pause = attempts.pause_after(failure)
                         if pause is None:
-                            raise
+                            raise failure from error.__cause__
                         trace.retry(failure, pause)
                     self._routers.leave(present)
                     await asyncio.sleep(pause)
@@ -269,52 +273,82 @@ class AsyncGeneration:
     @asynccontextmanager
     async def _watching(self, call: Any, router: int) -> AsyncGenerator[None, None]:
         """Watches for a router that hangs while the context is open, if answers can be resumed."""
-        resume = self._settings.resume
-        if resume is None:
+        if self._settings.resume is None:
             yield
             return
-        watching = asyncio.ensure_future(self._watch(call, router, resume.look_seconds))
+        watching = asyncio.ensure_future(self._watch(call, router))
         try:
             yield
         finally:
             watching.cancel()
 
-    async def _watch(self, call: Any, router: int, seconds: float) -> None:
+    async def _watch(self, call: Any, router: int) -> None:
+        received, silence = self._received, self._received.silence
+        self._inquirer.meet(router)
         while True:
-            await asyncio.sleep(seconds)
-            # Silent still, once the router has not answered: it may have sent something meanwhile.
-            if self._received.is_silent() and not await self._questions.answers(router) and self._received.is_silent():
+            pause, began = silence.look_seconds, time.monotonic()
+            await asyncio.sleep(pause)
+            if silence.seconds_until_due > 0 or silence.was_held_up(time.monotonic() - began - pause):
+                continue
+            heard_at = silence.heard_at
+            is_lost = received.is_resumable and await self._inquirer.is_lost(router, received)
+            if is_lost and silence.heard_at == heard_at and received.is_resumable:
                 self._is_lost = True
+                silence.leave()
                 call.cancel()
                 return
+            silence.postpone()
 
 
-class _Questions:
-    """Asks routers whether they still answer. Streams of one router that ask at the same time ask once."""
+class _Inquirer:
+    """Asks routers whether they are lost. Streams of one router that ask at the same time ask once."""
 
     def __init__(self, routers: Routers, settings: Settings) -> None:
         self._routers = routers
         self._settings = settings
-        self._asked: dict[int, asyncio.Future[bool]] = {}
+        self._rule = Inquiries(settings.resume or Resume(), len(routers.channels))
+        self._meeting: set[asyncio.Future[bool]] = set()
+        self._asking: dict[int, asyncio.Future[Finding]] = {}
 
-    async def answers(self, router: int) -> bool:
-        """True if this router answers."""
-        if router not in self._asked:
-            self._asked[router] = asyncio.ensure_future(self._ask(router))
-            self._asked[router].add_done_callback(lambda _asked: self._asked.pop(router, None))
-        return await asyncio.shield(self._asked[router])
+    def meet(self, router: int) -> None:
+        """Learns how long the routers take to answer, if it is not known of this one; does not wait for it."""
+        if self._rule.knows(router) or self._meeting:
+            return
+        for each in range(len(self._routers.channels)):
+            meeting = asyncio.ensure_future(self._run(self._rule.meet(each)))
+            self._meeting.add(meeting)
+            meeting.add_done_callback(self._meeting.discard)
 
-    async def _ask(self, router: int) -> bool:
-        method = self._routers.method("InferenceService/GetServerInfo", router)
-        seconds = self._settings.question_seconds
-        try:
-            metadata = self._settings.bare_metadata
-            await unary(method(server_info_pb2.GetServerInfoRequest(), timeout=seconds, metadata=metadata))
-        except (Unavailable, DeadlineExceeded):
-            return False
-        except BatonError:
-            return True
+    async def is_lost(self, router: int, received: Received) -> bool:
+        """True if this router has to be left, by one of its streams."""
+        while not self._rule.is_known_lost(router, received):
+            asking, is_own = self._asking.get(router), False
+            if asking is None:
+                asking, is_own = asyncio.ensure_future(self._run(self._rule.ask(router, received))), True
+                self._asking[router] = asking
+                asking.add_done_callback(lambda _done: self._asking.pop(router, None))
+            finding = await asyncio.shield(asking)
+            if is_own or finding is not Finding.SILENT:
+                return finding is Finding.LOST
         return True
+
+    async def _run(self, inquiry: Generator[Question, Reply, Value]) -> Value:
+        question = next(inquiry)
+        while True:
+            try:
+                question = inquiry.send(await self._ask(question))
+            except StopIteration as found:
+                value: Value = found.value
+                return value
+
+    async def _ask(self, question: Question) -> Reply:
+        method = self._routers.method(question.method, question.router)
+        try:
+            return await unary(
+                method(question.message, timeout=question.seconds, metadata=self._settings.bare_metadata)
+            )
+        except BatonError as error:
+            return error
 
 
 def _open(address: str, tls: Tls | None) -> aio.Channel:

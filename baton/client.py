@@ -13,15 +13,16 @@ import grpc
 from baton import cluster_requests, requests
 from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
+from baton.connection.retry import Resume
 from baton.connection.routers import Routers
 from baton.connection.settings import STOP_SECONDS, Settings
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
+from baton.errors import BatonError, Cancelled, Unavailable
 from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
-    server_info_pb2,
 )
+from baton.inquiries import Finding, Inquiries, Question, Reply
 from baton.requests import UnaryCall
 from baton.resuming import Received
 
@@ -63,6 +64,7 @@ class Client:
         self._settings = settings
         self._routers = Routers([_open(address, settings.tls) for address in settings.addresses])
         self._stopping = _Stops(self._routers, settings)
+        self._inquirer = _Inquirer(self._routers, settings)
 
     def __repr__(self) -> str:
         return self._settings.describe("Client")
@@ -88,11 +90,11 @@ class Client:
 
     @requests.takes(requests.generate)
     def generate(self, call: requests.GenerateCall) -> "Generation":
-        return Generation(self._routers, self._settings, call, self._stopping.stop)
+        return Generation(self._routers, self._settings, call, self._stopping.stop, self._inquirer)
 
     @requests.takes(requests.resume)
     def resume(self, call: requests.GenerateCall) -> "Generation":
-        return Generation(self._routers, self._settings, call, self._stopping.stop)
+        return Generation(self._routers, self._settings, call, self._stopping.stop, self._inquirer)
 
     @requests.takes(requests.generate)
     def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
@@ -181,8 +183,14 @@ class Generation:
     """
 
     def __init__(
-        self, routers: Routers, settings: Settings, made: requests.GenerateCall, stop: Callable[[str], None]
+        self,
+        routers: Routers,
+        settings: Settings,
+        made: requests.GenerateCall,
+        stop: Callable[[str], None],
+        inquirer: "_Inquirer",
     ) -> None:
+        self.inquirer = inquirer
         self.request_id = made.request.request_id
         self.trace_id = ""
         self._routers = routers
@@ -263,6 +271,8 @@ class Generation:
                                 yield event
                         return
                     except grpc.RpcError as error:
+                        if received.is_complete:
+                            return  # only its status is missing
                         failure = self._failure(call, error)
                         pause = received.pause_after(failure, attempts.seconds_left)
                         if pause is None and not has_started:
@@ -286,35 +296,37 @@ class Generation:
             return Unavailable("the router says nothing, and does not answer")
         return Cancelled("the request was cancelled here")
 
-    def give_up_silent(self) -> None:
-        """Leaves a router that has said nothing for too long, and does not answer either; called by a thread."""
-        if not self._received.is_silent():
-            return
-        call, method = self._running, self._routers.method("InferenceService/GetServerInfo", self._router)
-        seconds = self._settings.question_seconds
-        try:
-            method(server_info_pb2.GetServerInfoRequest(), timeout=seconds, metadata=self._settings.bare_metadata)
-        except grpc.RpcError as error:
-            if isinstance(_error_of(error), (Unavailable, DeadlineExceeded)) and self._received.is_silent():
+    def watch(self, pause: float, began: float) -> float:
+        """Leaves a router that is lost; called by a thread, after a pause. Returns the seconds until the next call."""
+        received, silence, router = self._received, self._received.silence, self._router
+        if silence.seconds_until_due <= 0 and not silence.was_held_up(time.monotonic() - began - pause):
+            call, heard_at = self._running, silence.heard_at
+            is_lost = received.is_resumable and self.inquirer.is_lost(router, received)
+            if is_lost and silence.heard_at == heard_at and received.is_resumable:
                 self._is_lost = True
+                silence.leave()
                 call.cancel()
+            else:
+                silence.postpone()
+        return silence.look_seconds
 
 
 @contextmanager
 def _watching(generation: Generation) -> Iterator[None]:
     """Watches for a router that hangs while the context is open, if answers can be resumed."""
-    resume = generation.resume
-    if resume is None:
+    if generation.resume is None:
         yield
         return
-    is_over, watched = threading.Event(), weakref.ref(generation)
+    is_over, watched, inquirer = threading.Event(), weakref.ref(generation), generation.inquirer
 
     def watch() -> None:
-        while not is_over.wait(resume.look_seconds):
+        inquirer.meet()
+        pause, began = 0.0, time.monotonic()
+        while not is_over.wait(pause):
             found = watched()
             if found is None:
                 return
-            found.give_up_silent()
+            pause, began = found.watch(pause, began), time.monotonic()
             del found
 
     thread = threading.Thread(target=watch, name="baton-resume", daemon=True)
@@ -323,6 +335,53 @@ def _watching(generation: Generation) -> Iterator[None]:
         yield
     finally:
         is_over.set()
+
+
+class _Inquirer:
+    """Asks routers whether they are lost. Streams of one router that ask at the same time ask once."""
+
+    def __init__(self, routers: Routers, settings: Settings) -> None:
+        self._routers = routers
+        self._settings = settings
+        self._rule = Inquiries(settings.resume or Resume(), len(routers.channels))
+        self._asking = [threading.Lock() for _ in routers.channels]
+        self._answered_at = [0.0 for _ in routers.channels]
+
+    def meet(self) -> None:
+        """Learns how long the routers take to answer, of those that it is not known of."""
+        for router in range(len(self._asking)):
+            if not self._rule.knows(router):
+                self._run(self._rule.meet(router))
+
+    def is_lost(self, router: int, received: Received) -> bool:
+        """True if this router has to be left, by one of its streams."""
+        asked_at = time.monotonic()
+        with self._asking[router]:
+            if self._rule.is_known_lost(router, received):
+                return True
+            if self._answered_at[router] > asked_at:
+                return False
+            finding = self._run(self._rule.ask(router, received))
+            if finding is Finding.ANSWERS:
+                self._answered_at[router] = time.monotonic()
+            return finding is Finding.LOST
+
+    def _run(self, inquiry: Generator[Question, Reply, Value]) -> Value:
+        question = next(inquiry)
+        while True:
+            try:
+                question = inquiry.send(self._ask(question))
+            except StopIteration as found:
+                value: Value = found.value
+                return value
+
+    def _ask(self, question: Question) -> Reply:
+        method = self._routers.method(question.method, question.router)
+        try:
+            reply: Reply = method(question.message, timeout=question.seconds, metadata=self._settings.bare_metadata)
+        except grpc.RpcError as error:
+            return _error_of(error)
+        return reply
 
 
 def _open(address: str, tls: Tls | None) -> grpc.Channel:

@@ -1,5 +1,6 @@
 """Answers that go on after the loss of a connection or a router: what a client has, and how it asks for the rest."""
 
+import random
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -12,6 +13,68 @@ from baton.inference.v1 import generate_pb2
 
 # Of the calls that resume an answer: the first is made at once, later ones after growing pauses.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
+# A stream that is silent for so many of its usual gaps, and at least so long, is unusual.
+_GAPS, _SHORTEST_SECONDS = 2.0, 0.15
+# The least time between two looks at a stream.
+_LOOK_SECONDS = 0.02
+# What counts after each further message of the longest gap, and of the patience that a change of router teaches.
+_REMEMBERED, _TAUGHT = 0.9, 0.98
+# A program that wakes up so late has not read what has come.
+_HELD_UP_SECONDS = 0.05
+_UNUSED = Resume()
+
+
+class Silence:
+    """How long the stream of one answer has been silent, and when that is worth a question."""
+
+    def __init__(self, resume: Resume) -> None:
+        self.heard_at = time.monotonic()
+        self._longest = resume.silent_seconds
+        self._shortest = _SHORTEST_SECONDS
+        self._gap: float | None = None
+        self._due_seconds = self._longest  # after `heard_at`
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been silent."""
+        return time.monotonic() - self.heard_at
+
+    @property
+    def look_seconds(self) -> float:
+        """The time until the next look at it: a token that comes meanwhile makes a question due earlier."""
+        return min(_SHORTEST_SECONDS, max(_LOOK_SECONDS, self.seconds_until_due))
+
+    @property
+    def seconds_until_due(self) -> float:
+        """The time until a question is due; not above 0 if it is."""
+        return self._due_seconds - self.seconds
+
+    def hear(self, *, is_token: bool) -> None:
+        """A message has come."""
+        now = time.monotonic()
+        if is_token:
+            # The first gap is that to the first token, which takes as long as the prompt does.
+            self._gap = 0.0 if self._gap is None else max(now - self.heard_at, _REMEMBERED * self._gap)
+            self._shortest = max(_SHORTEST_SECONDS, _TAUGHT * self._shortest)
+            self._due_seconds = min(self._longest, max(self._shortest, _GAPS * self._gap)) * random.uniform(1.0, 1.2)
+        self.heard_at = now
+
+    def postpone(self) -> None:
+        """Nothing was found: the next question is due after as long a time once more."""
+        self._due_seconds = self.seconds + min(self._longest, self.seconds)
+
+    def was_held_up(self, seconds: float) -> bool:
+        """True if this program woke up so many seconds late, and so cannot tell who is silent."""
+        return seconds > _HELD_UP_SECONDS and self.seconds < self._longest
+
+    def move(self) -> None:
+        """Another router is asked for the answer, and has its time."""
+        self._gap = None
+        self._due_seconds = self.seconds + self._longest
+
+    def leave(self) -> None:
+        """The router is left for its silence: streams for which that happens often become more patient."""
+        self._shortest = min(self._longest, 2.0 * self._shortest)
 
 
 @dataclass(slots=True)
@@ -33,7 +96,7 @@ class Received:
         self.handle = handle  # of a secret: empty unless the answer can be resumed
         self.resumptions = self.recomputations = 0
         self.is_complete = False
-        self.heard_at = time.monotonic()
+        self.silence = Silence(resume or _UNUSED)
         self._resume = resume
         # Another process may have counted before.
         self._attempt = int(time.time()) if handle else 0
@@ -51,6 +114,7 @@ class Received:
         if not self.handle:
             return "InferenceService/Generate", self.request
         self._attempt += 1
+        self.silence.move()
         asked = generate_pb2.ResumeGenerationRequest(
             handle=self.handle, attempt=self._attempt, have=[one.position for one in self._answers.values()]
         )
@@ -62,8 +126,9 @@ class Received:
 
     def add(self, event: generate_pb2.GenerateResponse) -> bool:
         """Counts a message. False for one that only tells that the answer goes on; others are numbered on."""
-        self.heard_at, self._failures = time.monotonic(), 0
-        match event.WhichOneof("event"):
+        self._failures, kind = 0, event.WhichOneof("event")
+        self.silence.hear(is_token=kind == "token")
+        match kind:
             case "started":
                 self._note(event.started)
             case "resumed":
@@ -83,24 +148,31 @@ class Received:
 
     def pause_after(self, error: BatonError, seconds_left: float | None) -> float | None:
         """Seconds to wait before the answer is resumed; None if it is not, and the error has to be raised."""
-        if not self.handle or self._resume is None or self.is_complete or not _is_lost(error):
+        if not self.is_resumable or self._resume is None or not _is_lost(error):
             return None
         pause = 0.0
         if self._failures:
             pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1))
         self._failures += 1
-        if time.monotonic() + pause - self.heard_at > max(self._resume.keep_seconds, self._resume.stall_seconds + 2.0):
+        if self.silence.seconds + pause > max(self._resume.keep_seconds, self._resume.stall_seconds + 2.0):
             return None
         return pause if seconds_left is None or pause < seconds_left else None
 
-    def is_silent(self) -> bool:
-        """True if nothing has come for so long that the router may be lost."""
-        return (
-            self._resume is not None
-            and bool(self.handle)
-            and not self.is_complete
-            and time.monotonic() - self.heard_at > self._resume.silent_seconds
-        )
+    @property
+    def is_resumable(self) -> bool:
+        """True if a router could go on with it."""
+        return bool(self.handle) and not self.is_complete
+
+    def is_behind(self, progress: generate_pb2.GetGenerationProgressResponse) -> bool:
+        """True if the answers' workers have more of them than has come."""
+        return any(self._lacks(one) for one in progress.answers)
+
+    def _lacks(self, progress: generate_pb2.AnswerProgress) -> bool:
+        answer = self._answers.get(progress.index)
+        if answer is None:
+            return progress.tokens > 0 or progress.is_over
+        position = answer.position
+        return progress.tokens > position.tokens or (progress.is_over and not position.is_finished)
 
     def _note(self, started: generate_pb2.Started) -> None:
         given = started.resumption

@@ -128,6 +128,10 @@ class RoutingConfig(Section):
         ge=0,
         description="Of prompts from this length on, decode workers read KV while the rest is computed; 0 is off.",
     )
+    prefix_loans: bool = Field(
+        default=False,
+        description="Of predicted_seconds: workers pull what others have of a prompt, where computing takes longer.",
+    )
     session_slack: float = Field(default=8.0, ge=0)  # how many requests busier a session's own worker may be
     inline_encode: bool = True  # without a dedicated encode worker, use one with other roles
     handoff_within: Domain | None = Field(

@@ -73,7 +73,7 @@ class RouteExplainer:
 
 def candidate_message(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
     """A place to run a request, with the terms of its predicted cost."""
-    prefill, decode = prediction.prefill_worker, prediction.decode_worker
+    prefill, decode, peer = prediction.prefill_worker, prediction.decode_worker, prediction.load.peer
     return cluster_service_pb2.RouteCandidate(
         prefill_worker_id=prefill.record.worker_id if prefill else "",
         decode_worker_id=decode.record.worker_id,
@@ -90,5 +90,7 @@ def candidate_message(prediction: Prediction[WorkerHandle]) -> cluster_service_p
         load_seconds=prediction.load.seconds,
         host_tokens=prediction.load.host_tokens,
         disk_tokens=prediction.load.disk_tokens,
+        peer_tokens=peer.tokens if peer else 0,
+        peer_worker_id=peer.record.worker_id if peer else "",
         nearness=nearness(prefill.record.known_location, decode.record.known_location) if prefill else "",
     )

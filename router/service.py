@@ -64,6 +64,11 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         await self._resumer.run(request, context)
 
+    async def GetGenerationProgress(
+        self, request: generate_pb2.GetGenerationProgressRequest, context: Context
+    ) -> generate_pb2.GetGenerationProgressResponse:
+        return await self._resumer.progress(Handle.parse(request.handle), self._path.contexts.read_qos(context))
+
     async def GenerateUnary(
         self, request: generate_pb2.GenerateUnaryRequest, context: Context
     ) -> generate_pb2.GenerateUnaryResponse:

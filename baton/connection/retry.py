@@ -45,8 +45,8 @@ class Resume:
     """Answers that survive the loss of a connection, or of a router: they go on, and the client asks for the rest.
 
     `keep_seconds` is how long an answer goes on without its client, and how long the client tries; the router's limit
-    may be lower. A router that says nothing for `stall_seconds`, and does not answer a question in the second half of
-    that time, is lost too; while no token comes, a client asks each router at most a few times in that time.
+    may be lower. A router that says nothing is asked a question; if it does not answer, and another router sees more of
+    the answer than has come, it is left. One that answers nothing for `stall_seconds` is left in any case.
     A client that ends without closing its answers leaves them to run for `keep_seconds`.
     """
 
@@ -66,8 +66,3 @@ class Resume:
     def question_seconds(self) -> float:
         """The time that it has to answer."""
         return self.stall_seconds / 2
-
-    @property
-    def look_seconds(self) -> float:
-        """The time between two looks at a stream."""
-        return self.stall_seconds / 8

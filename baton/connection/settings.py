@@ -71,11 +71,6 @@ class Settings:
         return (*self._metadata, *wishes, *trace.metadata)
 
     @property
-    def question_seconds(self) -> float:
-        """The time that a silent router has to answer a question."""
-        return self.resume.question_seconds if self.resume else 1.0
-
-    @property
     def bare_metadata(self) -> Metadata:
         """The metadata of a call that belongs to no trace."""
         return self._metadata

@@ -12,6 +12,7 @@
 | engine | the workers of routers that relay bytes: an HTTP engine whose answers are ready-made |
 | cores | which core each process runs on |
 | clients | the load |
+| lost_router | streams that are lost with their router |
 | long_prompts | prompts of 8,000 to 100,000 tokens, new and mostly sent before |
 | measure | one round of one load: its cost and its latencies |
 | report | the tables, as Markdown |

@@ -24,6 +24,12 @@ const (
 	enough      = 3 // messages of tokens, before a cancel
 	attempts    = 10
 	callTimeout = 10 * time.Second
+
+	// When a silent router is asked, and how long it and another one have to answer (docs/streams.md, "A router that hangs").
+	gaps            = 2
+	shortestSilence = 150 * time.Millisecond
+	answerTimeout   = 100 * time.Millisecond
+	progressTimeout = 250 * time.Millisecond
 )
 
 type client = inferencepb.InferenceServiceClient
@@ -118,7 +124,8 @@ func resume(ctx context.Context, clients []client, prompt string) error {
 	handle, answers, failures := "", map[uint32]*answer{}, 0
 	for attempt := 0; ; attempt++ {
 		before := time.Now()
-		isOver, err := read(ctx, clients[attempt%len(clients)], uint32(attempt), request, &handle, answers)
+		c, another := clients[attempt%len(clients)], clients[(attempt+1)%len(clients)]
+		isOver, err := read(ctx, c, another, uint32(attempt), request, &handle, answers)
 		if isOver {
 			fmt.Println()
 			return nil
@@ -136,12 +143,10 @@ func resume(ctx context.Context, clients []client, prompt string) error {
 }
 
 // read reads one stream of an answer; true at its end.
-func read(ctx context.Context, c client, attempt uint32, request *inferencepb.GenerateRequest, handle *string, answers map[uint32]*answer) (bool, error) {
+func read(ctx context.Context, c, another client, attempt uint32, request *inferencepb.GenerateRequest, handle *string, answers map[uint32]*answer) (bool, error) {
 	ctx, end := context.WithCancel(ctx)
 	defer end()
-	var responses interface {
-		Recv() (*inferencepb.GenerateResponse, error)
-	}
+	var responses receiver
 	var err error
 	if attempt == 0 {
 		responses, err = c.Generate(ctx, request)
@@ -154,10 +159,24 @@ func read(ctx context.Context, c client, attempt uint32, request *inferencepb.Ge
 		}
 		responses, err = c.ResumeGeneration(ctx, asked)
 	}
-	for err == nil {
+	if err != nil {
+		return false, err
+	}
+	arrived := receiveAll(ctx, responses)
+	heard, gap, due := time.Now(), time.Duration(0), time.Second
+	for {
 		var response *inferencepb.GenerateResponse
-		if response, err = responses.Recv(); err != nil {
-			break
+		select {
+		case next := <-arrived:
+			if response = next.response; next.err != nil {
+				return false, next.err
+			}
+		case <-time.After(due - time.Since(heard)):
+			if *handle != "" && hangs(ctx, c, another, *handle, answers) {
+				return false, status.Error(codes.Unavailable, "the router says nothing, and does not answer")
+			}
+			due = 2 * time.Since(heard)
+			continue
 		}
 		started := response.GetStarted()
 		if resumed := response.GetResumed(); resumed != nil {
@@ -169,12 +188,67 @@ func read(ctx context.Context, c client, attempt uint32, request *inferencepb.Ge
 		if token := response.GetToken(); token != nil {
 			add(answers, token)
 			printText(token.Text)
+			if gap = gap * 9 / 10; time.Since(heard) > gap {
+				gap = time.Since(heard)
+			}
+			if due = gaps * gap; due < shortestSilence {
+				due = shortestSilence
+			}
 		}
+		heard = time.Now()
 		if response.GetFinished() != nil {
 			return true, nil
 		}
 	}
-	return false, err
+}
+
+type receiver interface {
+	Recv() (*inferencepb.GenerateResponse, error)
+}
+
+type received struct {
+	response *inferencepb.GenerateResponse
+	err      error
+}
+
+// receiveAll passes on what comes of a call, until its end or that of the context.
+func receiveAll(ctx context.Context, responses receiver) <-chan received {
+	arrived := make(chan received)
+	go func() {
+		for {
+			response, err := responses.Recv()
+			select {
+			case arrived <- received{response, err}:
+			case <-ctx.Done():
+				return
+			}
+			if err != nil {
+				return
+			}
+		}
+	}()
+	return arrived
+}
+
+// hangs is true if a router does not answer, and another one sees more of the answer than has come.
+func hangs(ctx context.Context, c, another client, handle string, answers map[uint32]*answer) bool {
+	asking, end := context.WithTimeout(ctx, answerTimeout)
+	defer end()
+	if _, err := c.GetServerInfo(asking, &inferencepb.GetServerInfoRequest{}); err == nil {
+		return false
+	}
+	asking, stop := context.WithTimeout(ctx, progressTimeout)
+	defer stop()
+	progress, err := another.GetGenerationProgress(asking, &inferencepb.GetGenerationProgressRequest{Handle: handle})
+	if err != nil {
+		return false
+	}
+	for _, one := range progress.Answers {
+		if known := answers[one.Index]; one.IsOver || one.Tokens > 0 && (known == nil || one.Tokens > known.position.Tokens) {
+			return true
+		}
+	}
+	return false
 }
 
 func add(answers map[uint32]*answer, token *inferencepb.TokenDelta) {

@@ -12,6 +12,11 @@ import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google
 const ENOUGH = 3; // messages of tokens, before a cancel
 const ATTEMPTS = 10;
 const CALL_MS = 10_000;
+// When a silent router is asked, and how long it and another one have to answer (docs/streams.md, "A router that hangs").
+const GAPS = 2;
+const SHORTEST_MS = 150;
+const ANSWER_MS = 100;
+const PROGRESS_MS = 250;
 const LOST = [Code.Unavailable, Code.Internal, Code.Aborted, Code.Canceled]; // also of proxies, and of cut connections
 const MAY_PASS = [Code.ResourceExhausted, Code.Unavailable];
 
@@ -73,15 +78,27 @@ async function retry(client, prompt) {
 async function resume(clients, prompt) {
   const request = { ...greedy(prompt), response: { keep: { seconds: 30n } } };
   const answers = new Map(); // by index: what has come, as sums, and the ids
+  const heard = { at: Date.now(), gap: 0 };
   let handle = "";
   for (let attempt = 0, failures = 0; ; attempt++) {
     const have = [...answers.values()].map(({ ids, ...position }) => ({ ...position, tokens: ids.length }));
     const received = [...answers.values()].map(({ ids }) => ({ ids }));
-    const client = clients[attempt % clients.length];
-    const call = attempt ? client.resumeGeneration({ handle, attempt, have, received, request }) : client.generate(request);
+    const [client, another] = [0, 1].map((next) => clients[(attempt + next) % clients.length]);
+    const hung = new AbortController();
+    const options = { signal: hung.signal };
+    const call = attempt
+      ? client.resumeGeneration({ handle, attempt, have, received, request }, options)
+      : client.generate(request, options);
+    const watch = setInterval(ask, 50);
+    let due = 1000;
     try {
       for await (const { event } of call) {
         failures = 0;
+        if (event.case === "token") {
+          heard.gap = Math.max(0.9 * heard.gap, Math.min(Date.now() - heard.at, 1000));
+          due = Math.max(SHORTEST_MS, GAPS * heard.gap);
+        }
+        heard.at = Date.now();
         const started = event.case === "resumed" ? event.value.started : event.case === "started" ? event.value : undefined;
         if (started?.resumption) {
           handle = started.resumption.handle;
@@ -93,6 +110,20 @@ async function resume(clients, prompt) {
     } catch (error) {
       if (!handle || ++failures > ATTEMPTS || !LOST.includes(ConnectError.from(error).code)) throw error;
       await sleep(Math.min(1000, 50 * 2 ** (failures - 1)));
+    } finally {
+      clearInterval(watch);
+    }
+
+    /** Leaves a router that says nothing, and does not answer, if another one sees more of the answer than has come. */
+    async function ask() {
+      const silent = Date.now() - heard.at;
+      if (!handle || silent < due) return;
+      due = 2 * silent;
+      const answered = () => true;
+      if (await client.getServerInfo({}, { timeoutMs: ANSWER_MS }).then(answered, () => false)) return;
+      const progress = await another.getGenerationProgress({ handle }, { timeoutMs: PROGRESS_MS }).catch(() => undefined);
+      const isBehind = ({ index, tokens, isOver }) => isOver || tokens > (answers.get(index)?.ids.length ?? 0);
+      if (Date.now() - heard.at >= silent && progress?.answers.some(isBehind)) hung.abort();
     }
   }
 }

@@ -10,6 +10,7 @@ from router.moving.yielded import Yielded
 from router.routing.latency import DecodeTimer
 from router.workers.calls import DecodeCall
 from router.workers.handle import WorkerHandle
+from router.workers.prefix_sources import report_loan
 from router.workers.replies import check_yielded
 from rpc.tracing.span import current_span
 
@@ -94,6 +95,7 @@ class DecodeReading:
             if not state.stats.prefill_worker_id:
                 state.stats.found_in_caches(usage)
         state.progress.found_cached(cached_tokens)
+        report_loan(state.progress, usage)
 
     def _end_of_yielded(self, decode: ReadDecode, end: decode_pb2.DecodeYielded) -> None:
         """Takes over the KV of a decode that goes on elsewhere. Raises InvalidReply."""

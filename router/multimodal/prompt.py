@@ -173,18 +173,12 @@ class MultimodalPrompt:
 
 
 class AdoptedPrompt(MultimodalPrompt):
-    """The prompt of an answer that was taken over. Its media are not here: with any it cannot be computed again.
-
-    `is_running` is true until the decode that has it already has been read: that one needs no embeddings.
-    """
-
-    is_running = True
+    """The prompt of an answer that was taken over. Its media are not here: with any it cannot be computed again."""
 
     async def with_embeddings(self) -> prompt_pb2.Prompt:
         """The prompt for a worker, as of MultimodalPrompt. Raises EmbeddingLost for a prompt with media."""
-        if self.without_embeddings.media and not self.is_running:
+        if self.without_embeddings.media:
             raise EmbeddingLost("an answer that was taken over has no embeddings: resume it with its request")
-        self.is_running = False
         return self.without_embeddings
 
 

@@ -19,8 +19,8 @@ from rpc.auth.caller import current_caller
 from rpc.best_effort import best_effort
 from runtime.aio import gather_or_cancel, timeout
 
-# A worker that has an answer and does not tell of it in this time is not waited for.
-_ATTACH_SECONDS = 2.0
+# A worker that has an answer, and does not tell of it in this time, is not waited for.
+_ATTACH_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from baton.engine.v1 import prompt_pb2, resume_pb2
-from baton.errors import StreamLost
+from baton.errors import EmbeddingLost, StreamLost
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.decoding.state import Executor
@@ -39,7 +39,7 @@ class ResumedExecution(RequestExecution):
     ) -> None:
         super().__init__(executor, ctx, prompt, completion, stream)
         self._replay = completion
-        self._adopted = adopted
+        self._adopted = self._kept = adopted
         self._resumptions = adopted.attachment - 1 if adopted else 1
 
     async def run(self) -> None:
@@ -99,8 +99,16 @@ class ResumedExecution(RequestExecution):
             self._state.stream.put_now(missing)
 
     async def _decode_prompt(self) -> prompt_pb2.Prompt:
-        # A decode that runs has them.
-        return self._state.prompt.without_embeddings if self._adopted is not None else await super()._decode_prompt()
+        if self._adopted is not None:
+            # A decode that runs has them.
+            return self._state.prompt.without_embeddings
+        try:
+            return await super()._decode_prompt()
+        except EmbeddingLost:
+            if self._kept is not None:
+                # Whoever resumes it next would be told the same, also if it has the request.
+                await self._state.calls.forget(self._kept)
+            raise
 
     async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Yielded | None:
         state = self._state

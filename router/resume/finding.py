@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError
+from baton.errors import BatonError, DeadlineExceeded
 from discovery.record import KEEPS_STREAMS
 from router.resume.handle import Handle
 from router.workers.cluster import Cluster
@@ -14,8 +14,9 @@ from router.workers.handle import WorkerHandle
 
 # After the loss of a router, all of its clients ask at once.
 _TOGETHER_SECONDS = 0.005
-# A worker that does not answer in this time is not waited for: the answer is computed again.
-_ANSWER_SECONDS = 1.0
+# A worker that does not answer in this time is asked again, so often in all, if it may have the answer and has no known
+# problem: if a busy one is not waited for, it gets the answer to compute again, too.
+_ANSWER_SECONDS, _ROUNDS = 1.0, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,20 @@ class Found:
     has_yielded: bool
 
 
+@dataclass(slots=True)
+class _Answers:
+    """What the workers have told of some ids, and who has told nothing."""
+
+    found: dict[str, list[Found]] = field(default_factory=dict)
+    silent: list[WorkerHandle] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class _Question:
     """The ids that are asked for together, and who has them."""
 
     call_ids: dict[str, None] = field(default_factory=dict)
-    answers: "asyncio.Task[dict[str, list[Found]]] | None" = None
+    answers: "asyncio.Task[_Answers] | None" = None
 
 
 class StreamFinder:
@@ -45,50 +54,62 @@ class StreamFinder:
 
     async def find(self, call_ids: Sequence[str], handle: Handle) -> dict[str, WorkerHandle]:
         """The worker of each answer that one has; of several, that of the latest decode, or of the most tokens."""
+        found: dict[str, list[Found]] = {}
+        for _ in range(_ROUNDS):
+            answers = await self._answers(call_ids)
+            found = answers.found
+            may_have = [one for one in answers.silent if len(call_ids) > 1 or handle.hints_at(one.record.worker_id)]
+            if all(call_id in found for call_id in call_ids) or all(worker.problem for worker in may_have):
+                break
+        best = {
+            call_id: max(found[call_id], key=lambda one: _rank(one, handle)) for call_id in call_ids if call_id in found
+        }
+        return {call_id: one.worker for call_id, one in best.items()}
+
+    async def _answers(self, call_ids: Sequence[str]) -> _Answers:
         question = self._next
         if question is None:
             question = self._next = _Question()
             question.answers = asyncio.create_task(self._ask(question))
         question.call_ids.update(dict.fromkeys(call_ids))
         assert question.answers is not None
-        found = await asyncio.shield(question.answers)
-        best = {
-            call_id: max(found[call_id], key=lambda one: _rank(one, handle)) for call_id in call_ids if call_id in found
-        }
-        return {call_id: one.worker for call_id, one in best.items()}
+        return await asyncio.shield(question.answers)
 
-    async def _ask(self, question: _Question) -> dict[str, list[Found]]:
+    async def _ask(self, question: _Question) -> _Answers:
         await asyncio.sleep(_TOGETHER_SECONDS)
         self._next = None
         request = decode_pb2.FindStreamsRequest(request_ids=question.call_ids)
         workers = [worker for worker in self._cluster.workers if KEEPS_STREAMS in worker.record.capabilities]
-        well = [worker for worker in workers if not worker.problem]
-        found = await self._ask_all(well, request)
+        answers = _Answers()
+        await self._ask_all([worker for worker in workers if not worker.problem], request, answers)
         others = [worker for worker in workers if worker.problem]
         # What has yielded may go on at one of those.
-        settled = [streams for streams in found.values() if not all(one.has_yielded for one in streams)]
+        settled = [streams for streams in answers.found.values() if not all(one.has_yielded for one in streams)]
         if others and len(settled) < len(question.call_ids):
-            for call_id, more in (await self._ask_all(others, request)).items():
-                found.setdefault(call_id, []).extend(more)
-        return found
+            await self._ask_all(others, request, answers)
+        return answers
 
     async def _ask_all(
-        self, workers: Sequence[WorkerHandle], request: decode_pb2.FindStreamsRequest
-    ) -> dict[str, list[Found]]:
-        found: dict[str, list[Found]] = {}
-        answers = await asyncio.gather(*(_ask_one(worker, request) for worker in workers))
-        for worker, streams in zip(workers, answers, strict=True):
-            for stream in streams:
+        self, workers: Sequence[WorkerHandle], request: decode_pb2.FindStreamsRequest, answers: _Answers
+    ) -> None:
+        told = await asyncio.gather(*(_ask_one(worker, request) for worker in workers))
+        for worker, streams in zip(workers, told, strict=True):
+            if streams is None:
+                answers.silent.append(worker)
+            for stream in streams or ():
                 one = Found(worker, stream.hop, stream.tokens, stream.has_yielded)
-                found.setdefault(stream.request_id, []).append(one)
-        return found
+                answers.found.setdefault(stream.request_id, []).append(one)
 
 
-async def _ask_one(worker: WorkerHandle, request: decode_pb2.FindStreamsRequest) -> Sequence[decode_pb2.FoundStream]:
-    """The streams of a worker; none if it does not answer."""
+async def _ask_one(
+    worker: WorkerHandle, request: decode_pb2.FindStreamsRequest
+) -> Sequence[decode_pb2.FoundStream] | None:
+    """The streams of a worker; None if it does not answer in time."""
     try:
         with worker.keep_open():
             answer = await unary(worker.decode.FindStreams(request, timeout=_ANSWER_SECONDS))
+    except DeadlineExceeded:
+        return None
     except BatonError:
         return ()
     return answer.found

@@ -106,6 +106,18 @@ class Resumer:
         if not any("decode" in worker.record.roles and not worker.problem for worker in workers):
             raise NoWorker("no decode worker is ready, as this router sees it")
 
+    async def progress(self, handle: Handle, qos: RequestQos) -> generate_pb2.GetGenerationProgressResponse:
+        """How far a kept answer is, as its workers tell it; nothing changes. Raises StreamLost."""
+        request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
+        found = generate_pb2.GetGenerationProgressResponse()
+        first = (await self._attacher.peek(0, request)).attached
+        found.answers.add(tokens=len(first.token_ids), is_over=first.is_over)
+        for answer in range(1, resume_pb2.ResumeRecord.FromString(first.record).answers):
+            with suppress(StreamLost):
+                attached = (await self._attacher.peek(answer, request)).attached
+                found.answers.add(index=answer, tokens=len(attached.token_ids), is_over=attached.is_over)
+        return found
+
     async def cancel(self, handle: Handle, qos: RequestQos) -> None:
         """Ends a kept answer, wherever it is. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)

@@ -31,6 +31,7 @@ from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import WorkerHandle
+from router.workers.prefix_sources import prefix_source
 from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
@@ -160,6 +161,7 @@ class WorkerCalls:
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=rank,
                 destination=destination.message if destination else None,
+                prefix_source=prefix_source(placement, worker),
             )
             # Messages as arguments are copied in twice the time.
             request.prompt.CopyFrom(prompt)
@@ -211,6 +213,7 @@ class WorkerCalls:
                 emitted=emitted,
                 data_parallel_rank=rank,
                 destination_id=destination.message.destination_id if destination else "",
+                prefix_source=None if handoff else prefix_source(placement, worker),
             )
             request.prompt.CopyFrom(prompt)
             request.sampling.CopyFrom(self._sampling)
@@ -253,9 +256,16 @@ class WorkerCalls:
                 await adopted.responses.aclose()
             self._computed_by = calling.span.context
 
-    async def settle(self, worker: WorkerHandle, *, forget: bool = False) -> None:
+    async def settle(self, worker: WorkerHandle) -> None:
         """Ends the generation of a kept answer that has ended here. If that fails it ends with its grace."""
-        request = decode_pb2.SettleRequest(request_id=self._ctx.call_id, attachment=self._attachment, forget=forget)
+        await self._settle(worker, self._attachment)
+
+    async def forget(self, adopted: AdoptedDecode) -> None:
+        """Ends a kept answer that cannot go on, and has its worker forget it. If that fails it ends with its grace."""
+        await self._settle(adopted.worker, adopted.attachment, forget=True)
+
+    async def _settle(self, worker: WorkerHandle, attachment: int, *, forget: bool = False) -> None:
+        request = decode_pb2.SettleRequest(request_id=self._ctx.call_id, attachment=attachment, forget=forget)
         await best_effort(lambda seconds: worker.decode.Settle(request, timeout=seconds), healthy=not worker.problem)
 
     async def release_destination(self, destination: Destination) -> None:

@@ -291,6 +291,7 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         hop=stream.hop,
         token_ids=stream.ids.tolist(),
         read_tokens=stream.read_tokens,
+        is_over=stream.is_over,
     )
     message.prompt.CopyFrom(kept.prompt)
     message.sampling.CopyFrom(kept.sampling)

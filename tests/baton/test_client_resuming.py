@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from grpc import StatusCode, aio
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import eventually
 from support.servers.tcp_proxy import TcpProxy
 
 from baton import AsyncClient, Client, Resume
+from baton.async_client import AsyncGeneration
 from baton.errors import StreamLost, Unavailable
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from router.server import host_router
 from runtime.aio import timeout
 
@@ -102,6 +105,71 @@ async def test_a_synchronous_answer_has_no_gap(routers: Routers, way: str) -> No
             return text, generation.resumptions
 
         assert await asyncio.to_thread(read) == (expected, 1)
+
+
+async def _text(generation: AsyncGeneration, lose: asyncio.Event) -> str:
+    text = ""
+    async for event in generation:
+        text += event.token.text
+        if len(text) > 20:
+            lose.set()
+    return text
+
+
+async def test_a_router_that_hangs_is_left_before_its_stall_seconds_are_over(routers: Routers) -> None:
+    expected = await _expected(routers)
+    patient = Resume(keep_seconds=20.0, stall_seconds=20.0)
+    async with _lost_after(routers, "frozen") as lose, AsyncClient(routers.address, resume=patient) as client:
+        generation = client.generate(_REQUEST)
+        async with timeout(9):
+            assert await _text(generation, lose) == expected
+    assert (generation.resumptions, generation.recomputations) == (1, 0)
+
+
+async def test_a_router_that_hangs_is_left_by_a_thread_too(routers: Routers) -> None:
+    expected, loop = await _expected(routers), asyncio.get_running_loop()
+    patient = Resume(keep_seconds=20.0, stall_seconds=20.0)
+    async with _lost_after(routers, "frozen") as lose:
+
+        def read() -> str:
+            text = ""
+            with Client(routers.address, resume=patient) as client:
+                for event in client.generate(_REQUEST):
+                    text += event.token.text
+                    if len(text) > 20:
+                        loop.call_soon_threadsafe(lose.set)
+            return text
+
+        async with timeout(9):
+            assert await asyncio.to_thread(read) == expected
+
+
+class _EndsBadly(inference_service_pb2_grpc.InferenceServiceServicer):
+    """A router that is lost after the last message of an answer, before its status."""
+
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        yield generate_pb2.GenerateResponse(started={"resumption": {"handle": "b1.x"}})  # type: ignore[arg-type]
+        yield generate_pb2.GenerateResponse(token={"text": "whole", "token_ids": [1]})  # type: ignore[arg-type]
+        yield generate_pb2.GenerateResponse(finished={})  # type: ignore[arg-type]
+        await context.abort(StatusCode.UNAVAILABLE, "Socket closed")
+
+
+async def test_an_answer_whose_status_alone_is_missing_is_whole() -> None:
+    server = aio.server()
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(_EndsBadly(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with timeout(20), AsyncClient(address, resume=_RESUME) as client:
+            assert await client.generate("a").text() == "whole"
+
+        def read() -> str:
+            with Client(address, resume=_RESUME) as client:
+                return client.generate("a").text()
+
+        assert await asyncio.to_thread(read) == "whole"
+    finally:
+        await server.stop(None)
 
 
 async def test_all_streams_of_a_client_leave_a_router_that_hangs(routers: Routers) -> None:

@@ -102,8 +102,9 @@ async def test_a_router_that_is_not_there_yet_is_tried_again(program: Program) -
             assert await process.stdout.readexactly(1)
 
 
+@pytest.mark.parametrize("way", ["cut", "frozen"])
 @pytest.mark.parametrize("program", [each for each in SELECTED if each in ("node", "go")], indirect=True)
-async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(program: Program) -> None:
+async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(program: Program, way: str) -> None:
     async with slow() as running, AsyncExitStack() as stack:
         other = await stack.enter_async_context(host_router(PATIENT, running.registry))
         await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == 2)
@@ -112,7 +113,10 @@ async def test_an_answer_is_printed_without_a_gap_when_its_router_is_lost(progra
         process = await stack.enter_async_context(program.started(f"{first.address},{other.address}", "resume", "x"))
         assert process.stdout is not None
         begin = await process.stdout.readexactly(5)
-        await first.cut()
+        if way == "cut":
+            await first.cut()
+        else:
+            first.freeze()
         rest = await process.stdout.readexactly(110)
         assert expected.startswith((begin + rest).decode())
 

@@ -9,68 +9,15 @@ from pathlib import Path
 
 import pytest
 from support.cluster.fleet import Fleet, FleetPlan, Node, fleet
-from support.engines.adapters import save_adapter
-from support.engines.checkpoints import DEMO
-from support.engines.written_engine import HERMES_TEMPLATE
-from support.faults.lost_routers import EventSources, Report, Streams, request_kinds
-from support.images.demo_questions import questions
+from support.faults.kept_requests import BODIES, any_requests, embedded_requests, embedded_worker, paced_requests
+from support.faults.lost_routers import EventSources, Report, Streams
 from support.servers.etcd import EtcdServer
 
-from baton.inference.v1 import generate_pb2
-
 _SIMULATED = "engine={kind: simulated, name: demo, num_blocks: 4096, block_bytes: 1024, decode_step_seconds: 0.01}"
-_EMBEDDED = (
-    "engine={kind: pytorch, model: models/demo, name: demo, device: cpu, threads: 1, kv_cache_bytes: 48MiB, "
-    "lora: {folder: FOLDER, max_loaded: 2}}"
-)
 # Losses, each a second after the one before: a few in a sample.
 _FULL = os.environ.get("BATON_FAULTS") == "full"
 _LOSSES = 24 if _FULL else 3
 _ROUTER = ("probe={interval_seconds: 0.3, timeout_seconds: 1.5, hung_seconds: 3}", "drain_seconds=1")
-_SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}'
-
-
-_SEEDED: dict[str, object] = {"model": "demo", "temperature": 0.8, "seed": 11, "max_tokens": 60, "ignore_eos": True}
-_MESSAGES = {"messages": [{"role": "user", "content": "Sort: pear apple"}]}
-_BODIES: dict[str, tuple[str, dict[str, object]]] = {
-    "chat": ("/chat/completions", {**_SEEDED, **_MESSAGES}),
-    "three": ("/chat/completions", {**_SEEDED, **_MESSAGES, "n": 3, "stream_options": {"include_usage": True}}),
-    "stop": ("/chat/completions", {**_SEEDED, **_MESSAGES, "stop": ["qz", "th", "e e"]}),
-    "logprobs": ("/completions", {**_SEEDED, "prompt": "Sort: pear", "logprobs": 1}),
-}
-
-
-def _requests() -> dict[str, generate_pb2.GenerateRequest]:
-    kinds = request_kinds("Sort: pear apple mango", 60)
-    for name in ("rare_messages", "slow_reader"):
-        kinds[name] = _like(kinds["seeded"])
-    kinds["rare_messages"].response.min_tokens_per_message = 9
-    kinds["slow_reader"].stopping.max_tokens = 200
-    return kinds
-
-
-def _requests_of_a_model() -> dict[str, generate_pb2.GenerateRequest]:
-    """Those that need a model's grammars, templates, adapters or encoder, too."""
-    kinds = _requests()
-    for name in ("guided", "chat", "tools", "adapter", "image"):
-        kinds[name] = _like(kinds["seeded"])
-    kinds["guided"].guided.json_schema = _SCHEMA
-    for name in ("chat", "tools"):
-        kinds[name].chat.messages.add(role="user").parts.add(text="Sort: pear apple")
-    kinds["tools"].chat.tools.add(name="sort", parameters=_SCHEMA)
-    kinds["tools"].chat.tool_choice.is_required = True
-    kinds["adapter"].lora_name = "first"
-    [question] = questions(1, "lost routers")
-    kinds["image"].prompt = question.exercise.prompt
-    for file in question.files:
-        kinds["image"].media.add(data=file)
-    return kinds
-
-
-def _like(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
-    copied = generate_pb2.GenerateRequest()
-    copied.CopyFrom(request)
-    return copied
 
 
 async def _orphans_end(running: Fleet) -> None:
@@ -107,7 +54,7 @@ async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdS
     plan = FleetPlan("lost-sse", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2, openai=True)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        sources = EventSources([node.openai for node in routers], _BODIES)
+        sources = EventSources([node.openai for node in routers], BODIES)
         await sources.learn()
         await sources.run(8, partial(_lose_in_turn, routers, sources.report))
         print(f"\nserver-sent events: {sources.report}")
@@ -123,19 +70,12 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
 ) -> None:
     is_embedded = engine == "embedded"
     worker = ("handoff.lease_seconds=2", "drain_seconds=1")
-    if is_embedded:
-        save_adapter(tmp_path / "adapters" / "first", DEMO, seed=1)
-        template = tmp_path / "hermes.jinja"
-        template.write_text(HERMES_TEMPLATE)
-        engine_text = _EMBEDDED.replace("FOLDER", str(tmp_path / "adapters"))
-        worker = (engine_text, f"chat_template={template}", *worker)
-    else:
-        worker = (_SIMULATED, *worker)
+    worker = (*(embedded_worker(tmp_path) if is_embedded else [_SIMULATED]), *worker)
     encode = int(is_embedded)
     plan = FleetPlan(f"lost-{engine}", shared_etcd.endpoint, worker, _ROUTER, encode, prefill=1, decode=2, routers=2)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        requests = _requests_of_a_model() if is_embedded else _requests()
+        requests = {**any_requests(), **paced_requests(), **(embedded_requests() if is_embedded else {})}
         streams = Streams([node.direct for node in routers], requests, Report())
         await streams.learn()
 
@@ -153,7 +93,7 @@ async def test_a_router_and_a_worker_killed_together_lose_no_stream(shared_etcd:
     plan = FleetPlan("lost-both", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        streams = Streams([node.direct for node in routers], _requests(), Report())
+        streams = Streams([node.direct for node in routers], {**any_requests(), **paced_requests()}, Report())
         await streams.learn()
 
         async def lose() -> None:

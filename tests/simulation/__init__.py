@@ -3,10 +3,12 @@
 | module | subject |
 |---|---|
 | entropy | virtual clocks and seeded randomness; imported before anything of Baton |
+| hashes | the same hashes in every process |
 | loop | the event loop: time that jumps, order by the seed, nodes that are killed and paused |
 | network, connection | hosts and connections, and what goes wrong with them |
 | channel | grpc.aio's channels over Baton's own HTTP/2 client |
 | transport, registry | KV that is read from others' pools, and records under leases |
+| steps | the steps of requests, at which faults and clients are aimed |
 | plan | what runs, what is asked and what goes wrong, drawn from a seed or read from a file |
 | clients, chaos | who asks, and what goes wrong, as the plan says |
 | reference | the right answers |

@@ -4,7 +4,6 @@
 from simulation import entropy  # isort: skip
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,17 +11,17 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from simulation.hashes import fix_hashes
 from simulation.plan import PROFILES, Plan, make_plan, read_plan
 from simulation.running import Outcome, run, run_all
 from simulation.shrink import Shrinker
 
 PLANS = Path(__file__).parent / "plans"
-_HASH_SEED = "PYTHONHASHSEED"
 
 
 def main() -> None:
     """The command."""
-    _fix_hashes()
+    fix_hashes("simulation")
     options = _options()
     if options.shrink is not None:
         _shrink(options)
@@ -37,13 +36,6 @@ def main() -> None:
     sys.exit(bool(failed + _run_seeds(options)))
 
 
-def _fix_hashes() -> None:
-    """Starts this program again with fixed hashes: sets of strings have an order then."""
-    if os.environ.get(_HASH_SEED) != "0":
-        arguments = [sys.executable, "-m", "simulation", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, _HASH_SEED: "0"})
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:20", help="FIRST:LAST, FIRST: for ever, or one")
@@ -51,7 +43,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=50, help="of each seed")
     parser.add_argument("--plan", type=Path, nargs="*", default=[], help="files, in the place of seeds")
     parser.add_argument("--kept", action="store_true", help="first the plans that have found something once")
-    parser.add_argument("--repeat", type=int, default=0, help="so many seeds run twice, and are compared")
+    parser.add_argument(
+        "--repeat", type=int, default=0, help="so many seeds, from FIRST on, run twice, and are compared"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of CPU; then no new seed begins")
     parser.add_argument("--log", help="a file for the event log of one seed")
     parser.add_argument("--shrink", type=int, help="prints the smallest plan of a seed, and writes it into plans/")
@@ -98,8 +92,8 @@ def _run_seeds(options: argparse.Namespace) -> int:
 
 def _repeated(options: argparse.Namespace) -> int:
     """Runs seeds twice, with their logs. Returns how many differ."""
-    differ = 0
-    for seed in range(options.repeat):
+    differ, first = 0, int(options.seeds.partition(":")[0])
+    for seed in range(first, first + options.repeat):
         plan = make_plan(seed, PROFILES[1 + seed % 3], options.requests)
         one, other = (run(plan, keeps_log=True) for _ in range(2))
         if one.lines != other.lines or one.digest != other.digest:

@@ -22,6 +22,7 @@ from baton_http2.wire.metadata import encode
 
 _RETRY_SECONDS = 0.2
 _UNSENT_SECONDS = 2e-4
+NO_STATUS = "no status has come"
 _NOT_CONNECTED = "failed to connect to all addresses"
 
 
@@ -59,7 +60,7 @@ class SimulatedCall:
         self, channel: "SimulatedChannel", path: str, request: bytes | None, timeout: Any, metadata: Any, patient: bool
     ) -> None:
         try:
-            async with until(timeout):
+            async with until(None if timeout is None else timeout + channel.patience):
                 while True:
                     try:
                         address: Any = _Address(channel.address, metadata, timeout)
@@ -72,7 +73,8 @@ class SimulatedCall:
                             return
                         await asyncio.sleep(_RETRY_SECONDS)
         except (TimeoutError, asyncio.TimeoutError):
-            self._end(Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+            text = NO_STATUS if channel.patience else "Deadline Exceeded"
+            self._end(Status(StatusCode.DEADLINE_EXCEEDED, text))
         except asyncio.CancelledError:
             self._end(Status(StatusCode.CANCELLED, "Locally cancelled by application!"))
             raise
@@ -174,9 +176,13 @@ class SimulatedCall:
 
 
 class SimulatedChannel(aio.Channel):
-    """Calls to one address. `window` is that of a slow reader's streams, in bytes."""
+    """Calls to one address. `window` is that of a slow reader's streams, in bytes.
 
-    def __init__(self, address: str, window: int = 0) -> None:
+    Calls end here at their deadline, as grpc.aio's do; with `patience` so much later, so that the server ends them.
+    """
+
+    def __init__(self, address: str, window: int = 0, patience: float = 0.0) -> None:
+        self.patience = patience
         self.address = address.removeprefix("dns:///")
         self.window = window
         self.calls: dict[SimulatedCall, None] = {}

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
+from collections import Counter
+from contextvars import Context
+from dataclasses import dataclass, replace
 from typing import Any
 
 from simulation.entropy import Time
@@ -11,6 +13,8 @@ from simulation.registry import NAME
 
 # A node that has drained is started again after this.
 _DRAINED_SECONDS = 12.0
+# How often a fault of one connection hits the active one of its node.
+_ACTIVE = 0.7
 
 
 @dataclass
@@ -30,6 +34,10 @@ class Happened:
             else {self.fault.target}
         )
 
+    def touches(self, names: "set[str] | None") -> bool:
+        """True if it touches one of the nodes; if none are given, in any case."""
+        return names is None or self.fault.kind == "outage" or bool(self.names & names)
+
 
 class Chaos:
     """Carries out the faults of a plan. `happened` has those that have begun."""
@@ -38,28 +46,53 @@ class Chaos:
         self._world = world
         self._random = random.Random(f"chaos-{world.plan.seed}")
         self.happened: list[Happened] = []
+        self._aimed = [fault for fault in world.plan.faults if fault.step]
+        self._steps: Counter[str] = Counter()
+        self._running: list[asyncio.Future[None]] = []
+        self._is_on = False
 
     async def run(self) -> None:
-        """Returns when all faults are over."""
-        holding = asyncio.ensure_future(self._hold_loops())
+        """Returns when all faults that are not aimed are over."""
+        self._is_on = True
+        self._holding = asyncio.ensure_future(self._hold_loops())
         began = Time.now
-        running = []
         for fault in self._world.plan.faults:
-            await asyncio.sleep(max(0.0, began + fault.at - Time.now))
-            running.append(asyncio.ensure_future(self._carry_out(fault)))
-        if running:
-            await asyncio.wait(running)
-        holding.cancel()
+            if not fault.step:
+                await asyncio.sleep(max(0.0, began + fault.at - Time.now))
+                self._begin(fault)
+        await self._wait()
+
+    async def finish(self) -> None:
+        """All requests have ended: no step comes any more. Returns when all faults are over."""
+        self._is_on = False
+        self._holding.cancel()
+        await self._wait()
+
+    def step(self, step: str, node: str, _request_id: str) -> None:
+        """A step has happened."""
+        if not self._aimed or not self._is_on:
+            return
+        self._steps[step] += 1
+        for fault in [one for one in self._aimed if one.step == step and one.count == self._steps[step]]:
+            self._aimed.remove(fault)
+            if fault.target or node in self._world.nodes:
+                # Of no node: it runs on whatever becomes of this one.
+                hit = replace(fault, target=fault.target or node)
+                self._world.loop.call_later(fault.at, self._begin, hit, context=Context())
+
+    def _begin(self, fault: Fault) -> None:
+        self._running.append(asyncio.ensure_future(self._carry_out(fault)))
+
+    async def _wait(self) -> None:
+        while any(not one.done() for one in self._running):
+            await asyncio.wait(self._running)
 
     def disturbed(self, since: float, names: "set[str] | None" = None, after: float = 0.0) -> bool:
         """True if a fault, which touches one of the nodes if they are given, went on at `since` or later.
 
         `after` is how long one has effects after its end.
         """
-        return any(
-            (one.ended is None or one.ended + after >= since) and (names is None or bool(one.names & names))
-            for one in self.happened
-        )
+        return any((one.ended is None or one.ended + after >= since) and one.touches(names) for one in self.happened)
 
     async def _carry_out(self, fault: Fault) -> None:
         happened = Happened(fault, Time.now)
@@ -123,7 +156,9 @@ class Chaos:
         pairs = network.between(self._world.nodes[fault.target])
         if not pairs:
             return
-        pair = self._random.choice(pairs)
+        # Mostly the one that something was just sent on: the step that a fault is aimed at runs there.
+        busiest = max(pairs, key=lambda pair: (pair.active_at, pair.number))
+        pair = busiest if self._random.random() < _ACTIVE else self._random.choice(pairs)
         match fault.kind:
             case "reset":
                 pair.reset()

@@ -14,11 +14,12 @@ from baton.inference.v1 import inference_service_pb2_grpc
 from baton.resuming import Received
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
-from simulation.plan import Request
+from simulation.plan import CLIENTS, Request
 from simulation.reference import PICTURES, prompt_of
 
 _PAUSE_SECONDS = 0.3
 _CANCEL_SECONDS = 10.0
+_PATIENCE_SECONDS = 2.0
 
 
 @dataclass
@@ -54,9 +55,11 @@ class Client:
     def __init__(self, world: Any, index: int, asked: Request) -> None:
         self._world = world
         self._asked = asked
+        self._node = world.nodes[CLIENTS[asked.client]]
         self.result = Result(asked, index, Time.now)
         self._call: Any = None
         self._tasks: list[Any] = []
+        self._steps = 0
 
     @property
     def request_id(self) -> str:
@@ -72,6 +75,7 @@ class Client:
                 if result.code != "UNAVAILABLE" or result.ids or result.tries > asked.retries:
                     break
                 result.tries += 1
+                result.sequences.clear()
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             for one in self._tasks:
@@ -88,7 +92,7 @@ class Client:
         if asked.leave_seconds >= 0:
             self._after(asked.leave_seconds, self._leave)
         if asked.cancel_seconds >= 0:
-            self._after(asked.cancel_seconds, lambda: self._tasks.append(asyncio.ensure_future(self._cancel())))
+            self._after(asked.cancel_seconds, self._begin_cancel)
         for seconds in asked.drops:
             self._after(seconds, self._drop)
         if asked.keep:
@@ -109,7 +113,8 @@ class Client:
         result = self.result
         method, message = received.next_call()
         name = self._world.plan.fleet.router_names[number % self._world.plan.fleet.routers]
-        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window)
+        patience = _PATIENCE_SECONDS if result.index % 2 else 0.0
+        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window, patience)
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         self._call = getattr(stub, method.partition("/")[2])(message, timeout=max(0.001, seconds), metadata=metadata)
@@ -140,6 +145,8 @@ class Client:
         if not received.add(event):
             result.sequences.clear()
         result.ids += event.token.token_ids
+        if event.token.token_ids:
+            self._world.steps.tell("token", result.workers[1] if result.workers else "", self.request_id)
         result.text += event.token.text
         if event.HasField("started"):
             result.workers = (event.started.prefill_worker_id, event.started.decode_worker_id)
@@ -147,6 +154,21 @@ class Client:
             result.finished = event.finished
 
     # What it does beside reading.
+
+    def step(self, step: str) -> None:
+        """A step of this request has happened somewhere."""
+        asked = self._asked
+        if asked.step != step:
+            return
+        self._steps += 1
+        if self._steps == asked.step_count:
+            acts = {"leave": self._leave, "cancel": self._begin_cancel, "drop": self._drop}
+            self._tasks.append(
+                self._node.loop.call_later(asked.step_delay, acts[asked.step_act], context=self._node.context())
+            )
+
+    def _begin_cancel(self) -> None:
+        self._tasks.append(asyncio.ensure_future(self._cancel()))
 
     def _after(self, seconds: float, call: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().call_later(seconds, call))
@@ -186,7 +208,8 @@ class Client:
         asked = self._asked
         message = pb.GenerateRequest(request_id=self.request_id)
         if asked.image:
-            message.prompt = "<image>" + chr(97 + asked.prefix) * asked.length
+            # Of three prefixes each the text is the same, and the image is not.
+            message.prompt = "<image>" + chr(97 + asked.prefix // len(PICTURES)) * asked.length
             message.media.add(data=PICTURES[asked.prefix % len(PICTURES)], mime_type="image/png")
         else:
             message.token_ids.ids.extend(prompt_of(asked))

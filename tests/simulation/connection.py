@@ -30,6 +30,11 @@ class Pair:
         one.peer, other.peer = other, one
         self.ends = (one, other)
 
+    @property
+    def active_at(self) -> float:
+        """When something was last sent on it."""
+        return max(end._last_at for end in self.ends)
+
     def name_ends(self, ours: tuple[str, int], theirs: tuple[str, int]) -> None:
         """The addresses that its ends tell."""
         self.ends[0].names = {"peername": theirs, "sockname": ours}
@@ -223,4 +228,6 @@ class Connection(asyncio.Transport):
     def _lost(self, error: Exception | None) -> None:
         if not self._ended:
             self._ended = True
-            self.protocol.connection_lost(error)
+            # As asyncio's transports: a timer that would cut it keeps nothing of its protocol.
+            protocol, self.protocol = self.protocol, None
+            protocol.connection_lost(error)

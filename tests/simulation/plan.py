@@ -5,11 +5,16 @@ A plan is a file of JSON. The seed of a plan also orders the loop, the network a
 
 import json
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 PROFILES = ("plain", "clients", "one_fault", "storm")
+# What a fault or a client may be aimed at; steps.py.
+WORKER_STEPS = ("prefill", "decode", "prefetch", "ended", "pull", "release", "token", "token", "token")
+CLIENT_STEPS = ("encode", "prefill", "decode", "prefetch", "release", "token")
+# How long after a step: at once, before its answer is there, or a few messages later.
+MOMENTS = (0.0, 2e-4, 1e-3, 5e-3, 3e-2)
 PROCESS_KINDS = ("kill", "vanish", "pause", "drain")
 NETWORK_KINDS = ("reset", "half", "slow", "cut", "partition", "reset_all")
 REGISTRY_KINDS = ("outage", "lost_lease")
@@ -40,6 +45,9 @@ class Fleet:
     multiplex: bool = True
     answer_seconds: float = 10.0
     keep_parked: int = 256
+    concurrent: int = 8  # requests of a tenant, if there are quotas
+    requests_per_second: float = 20.0
+    waiting_tokens: int = 1024  # unread by a slow client before its decode has to wait
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -73,24 +81,35 @@ class Request:
     together: int = 0
     keep: float = 0.0  # seconds; the client resumes
     drops: tuple[float, ...] = ()  # when a client that resumes loses its connection
+    step: str = ""  # at the `step_count`-th such step of its own, and a moment later, the client does `step_act`
+    step_count: int = 1
+    step_delay: float = 0.0
+    step_act: str = "leave"  # or cancel, drop
     retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
     tenant: str = ""
 
     @property
     def disturbs(self) -> bool:
         """True if its client does not wait for the end."""
-        return self.timeout < 30 or max(self.leave_after, self.leave_seconds, self.cancel_seconds) >= 0
+        is_aimed = bool(self.step) and self.step_act != "drop"
+        return is_aimed or self.timeout < 30 or max(self.leave_after, self.leave_seconds, self.cancel_seconds) >= 0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong from `at` on, for some seconds. `others` are the other side of a cut."""
+    """What goes wrong from `at` on, for some seconds. `others` are the other side of a cut.
+
+    One with a `step` happens at the `count`-th such step, `at` seconds later, to the node that does it if it has no
+    `target`.
+    """
 
     at: float
     kind: str
     target: str
     others: tuple[str, ...] = ()
     seconds: float = 0.0
+    step: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -147,7 +166,7 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         prefill=draw.choice((1, 2, 2, 3)) if not single else 2,
         decode=draw.choice((1, 2, 2, 3)) if not single else 2,
         mixed=mixed,
-        encode=draw.choice((1, 1, 2)),
+        encode=draw.choice((1, 1, 2)) if not single else 2,
         routers=draw.choice((1, 2, 2, 3)),
         transport=draw.choice(("remote", "mapped")),
         blocks=draw.choice((32, 48, 96, 200)),
@@ -158,11 +177,14 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         early_tokens=draw.choice((0, 0, 40)),
         inline_bytes=draw.choice((64, 2**20)),
         policy=draw.choice(("automatic", "automatic", "predicted_seconds", "least_loaded", "round_robin", "random")),
-        max_running=draw.choice((0, 0, 0, 2, 4)),
+        max_running=draw.choice((0, 0, 1, 2, 4)),
         has_quotas=draw.random() < 0.25,
         multiplex=draw.random() < 0.8,
         answer_seconds=draw.choice((1.0, 10.0)),
         keep_parked=draw.choice((2, 256)),
+        concurrent=draw.choice((2, 8)),
+        requests_per_second=draw.choice((1.0, 5.0, 20.0)),
+        waiting_tokens=draw.choice((2, 16, 1024)),
     )
 
 
@@ -170,36 +192,55 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     lengths = draw.choice(((5, 20, 40, 90), (5, 17, 33, 64, 150, 300), (16, 32, 48, 64)))
     # Where workers fail, answers that are long enough to go on elsewhere.
     short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
-    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), short))
+    answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), (2, 250), short))
     kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
+    images = draw.choice((0.05, 0.1, 0.6))
+    slow = draw.choice((0.0, 0.0, 0.3))  # clients that read slowly, whatever else they do
     prefixes = draw.choice((1, 3, 8))
+    # In some seeds they come in bursts, and compete for the same blocks and places.
+    bursts = draw.choice((0, 0, 3, 6))
+    at_steps = draw.choice((0.0, 0.5, 0.9))
     most = min(fleet.blocks * 16 - 100, 300)
     found = []
     for _ in range(count):
         values: dict[str, Any] = {
-            "at": draw.random() * seconds,
+            "at": (draw.randrange(bursts) + draw.random() * 0.02) / bursts * seconds
+            if bursts
+            else draw.random() * seconds,
             "client": draw.randrange(len(CLIENTS)),
             "router": draw.randrange(fleet.routers),
             "length": min(most, draw.choice(lengths)),
             "prefix": draw.randrange(prefixes),
             "tokens": draw.choice(answers),
             "seed": draw.randrange(3),
-            "image": draw.random() < 0.1,
+            "image": draw.random() < images,
             "together": draw.choice((0, 0, 0, 4, 16)),
             "tenant": draw.choice(TENANTS) if fleet.has_quotas else "",
         }
+        # A worker's pool holds all of one request.
+        values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20)
         if draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
-            values |= _manners(draw, values["tokens"], rude, is_kept="keep" in values)
+            values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
+            if draw.random() < slow:
+                values["window"] = draw.choice((250, 600))
         found.append(Request(**values))
     return found
 
 
-def _manners(draw: random.Random, tokens: int, rude: float, *, is_kept: bool) -> dict[str, Any]:
+def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, is_kept: bool) -> dict[str, Any]:
     """What a client does that does not just wait."""
     if draw.random() > rude:
         return {"retries": draw.choice((0, 0, 2))}
+    if draw.random() < at_steps:
+        step = draw.choice(CLIENT_STEPS)
+        return {
+            "step": step,
+            "step_count": draw.randint(1, max(1, tokens)) if step == "token" else draw.choice((1, 1, 2)),
+            "step_delay": draw.choice(MOMENTS),
+            "step_act": draw.choice(("leave", "cancel", "drop") if is_kept else ("leave", "cancel")),
+        }
     if is_kept and draw.random() < 0.6:
         return {"drops": tuple(sorted(draw.random() * 0.8 for _ in range(draw.choice((1, 1, 3)))))}
     match draw.randrange(5):
@@ -215,17 +256,24 @@ def _manners(draw: random.Random, tokens: int, rude: float, *, is_kept: bool) ->
 
 
 def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> tuple[Fault, ...]:
-    lengths = (0.05, 0.5, 2.0, 6.0, 15.0)
+    # Also just beyond the product's own times: until a worker is taken for hung, and until its record expires.
+    lengths = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
     if profile == "one_fault":
         kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
+        if draw.random() < 0.7:
+            return (_aimed(draw, fleet, kind, "", count, draw.choice(lengths)),)
         target = draw.choice([name for name in fleet.workers if not name.startswith("encode")])
         return (_fault(draw, fleet, kind, target, draw.random() * seconds, draw.choice(lengths)),)
     if profile != "storm":
         return ()
     kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
-    found = []
+    found, aimed = [], draw.choice((0.0, 0.5, 1.0))
     for _ in range(draw.randint(2, max(3, count // 5))):
         target = draw.choice(fleet.workers * 3 + fleet.router_names)
+        if draw.random() < aimed:
+            chosen = target if target in fleet.router_names else ""
+            found.append(_aimed(draw, fleet, draw.choice(kinds), chosen, count, draw.choice(lengths)))
+            continue
         found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds, draw.choice(lengths)))
     return tuple(sorted(found, key=lambda one: one.at))
 
@@ -234,3 +282,10 @@ def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float,
     everyone = [name for name in fleet.workers + fleet.router_names if name != target]
     others = draw.sample(everyone, draw.randint(1, len(everyone))) if kind == "partition" else [draw.choice(everyone)]
     return Fault(at, kind, target, tuple(sorted(others)), seconds)
+
+
+def _aimed(draw: random.Random, fleet: Fleet, kind: str, target: str, count: int, seconds: float) -> Fault:
+    """A fault at a step of some request."""
+    step = draw.choice(WORKER_STEPS)
+    fault = _fault(draw, fleet, kind, target, draw.choice(MOMENTS), seconds)
+    return replace(fault, step=step, count=draw.randint(1, count * 10 if step == "token" else count))

@@ -29,7 +29,8 @@ class _Pools:
     """The pools that are offered in this world."""
 
     found: ClassVar[dict[str, tuple[Any, Any, Node]]] = {}
-    record: Any = staticmethod(lambda *_: None)  # told of each block that was read
+    record: Any = staticmethod(lambda *_: None)  # told of each transfer that has ended well
+    record_block: Any = staticmethod(lambda _: None)  # told of the reader of each block
 
 
 class _SimulatedTransport(Transport):
@@ -89,6 +90,7 @@ class _Pool:
             if monotonic() > transfer.deadline:
                 raise TransferFailed("deadline exceeded")
             into[:] = self._memory.block(block)
+            _Pools.record_block(self._reader)
         writer.commit()
         _Pools.record(self._reader, transfer)
 
@@ -115,3 +117,8 @@ def install() -> None:
 def record_pulls(record: Any) -> None:
     """Tells `record` of each reader and transfer that has ended well."""
     _Pools.record = record
+
+
+def record_blocks(record: Any) -> None:
+    """Tells `record` of the reader of each block."""
+    _Pools.record_block = record

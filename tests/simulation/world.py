@@ -11,6 +11,7 @@ import structlog
 
 import baton_http2.server.server
 import rpc.channels
+import services.control
 from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
 from router.server import host_router
 from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
@@ -22,16 +23,23 @@ from simulation.chaos import Chaos
 from simulation.clients import Client, Result
 from simulation.entropy import Time
 from simulation.invariants import INVARIANTS, Invariant
+from simulation.invariants.fleet import BURST_SECONDS
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.network import Network
 from simulation.plan import CLIENTS, Plan, Request
 from simulation.registry import SimulatedRegistry
+from simulation.steps import Steps
 
 _READY_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 # After the last request: leases, the deadlines of calls that half-open connections hide, and keepalive.
 _QUIET_SECONDS = 20.0
-_LONGEST_QUIET_SECONDS = 90.0
+# Where nothing went wrong: the longest that an answer is kept for a client that may come back, and a little.
+_KEPT_SECONDS = 10.0
+_QUIET_LOOKS = 5  # so many times as rarely
+# How often a worker looks at its load: a third of a run would go into it.
+_LOAD_SECONDS = 0.25
+_LONGEST_SECONDS = 2000.0  # of a run, with all its rounds
 _PROBES = 3  # of each router
 # The numbers of the first requests in quiet, before and after those of the plan, and between those of two rounds.
 _WARM_UP, _PROBE, _ROUND = 8000, 9000, 1000
@@ -57,6 +65,8 @@ class World:
         self.events = 0
         self.is_quiet = False  # all requests of the plan have ended, and all faults
         self.chaos = Chaos(self)
+        self.steps = Steps([self.chaos.step, self._tell_client])
+        self._clients: dict[str, Client] = {}
         self.invariants: list[Invariant] = [kind(self) for kind in INVARIANTS]
         self._hash = hashlib.blake2b(digest_size=16)
         self._dead: list[Node] = []  # kept, so that no `finally` of theirs runs
@@ -132,11 +142,16 @@ class World:
 
     def _router(self, node: Node) -> Any:
         fleet = self.plan.fleet
-        quota = {"requests_per_second": 20.0, "burst_seconds": 2.0, "concurrent": 8}
+        quota = {
+            "requests_per_second": fleet.requests_per_second,
+            "burst_seconds": BURST_SECONDS,
+            "concurrent": fleet.concurrent,
+        }
         config = RouterConfig(
             router_id=node.name,
             listen=f"{node.ip}:7070",
             drain_seconds=DRAIN_SECONDS,
+            limits={"max_waiting_tokens": fleet.waiting_tokens},
             routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
             probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
             retry=RetryConfig(answer_seconds=fleet.answer_seconds),
@@ -184,6 +199,9 @@ class World:
             self.network.kill(node, silently=silently)
             self.hosts.pop(name, None)
             self._dead.append(node)
+            if not silently:
+                for each in self.invariants:
+                    each.killed(node)
 
     # The run.
 
@@ -192,7 +210,11 @@ class World:
         entropy.enter(self.plan.seed)
         self._install()
         try:
-            self.loop.run_until_complete(self._drive())
+            driving = self.loop.create_task(self._drive())
+            self.loop.call_later(_LONGEST_SECONDS, self._give_up, driving)
+            self.loop.run_until_complete(driving)
+        except asyncio.CancelledError:
+            pass
         except Deadlock:
             self.problem("Deadlock", "nothing is ready, and no timer is set")
         finally:
@@ -202,12 +224,19 @@ class World:
             text = "".join(traceback.format_exception(error))[-1200:] if error else ""
             self.problems.append(f"NoUnexplainedError: {name}: {context.get('message')}: {error!r} {text}")
 
+    def _give_up(self, driving: "asyncio.Task[None]") -> None:
+        names = [result.name for result in self.results if not result.ended]
+        self.problem("EveryCallEnds", f"the run does not end in {_LONGEST_SECONDS:g} s: {', '.join(names[:5])}")
+        driving.cancel()
+
     def _install(self) -> None:
         """Puts the world in the place of what the product reaches the real one by."""
         structlog.configure(processors=[self._log_record], cache_logger_on_first_use=False)
         baton_http2.server.server.open_sockets = self.network.bind  # type: ignore[assignment]
         rpc.channels.connect = connect
+        services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
         transport.install()
+        self.steps.install()
         asyncio.set_event_loop(self.loop)
         for each in self.invariants:
             each.install()
@@ -224,20 +253,32 @@ class World:
             each.begin()
         looking = asyncio.ensure_future(self._look())
         await asyncio.gather(self._ask_all(0), self.chaos.run())
+        await self.chaos.finish()
         await self._settle()
-        for number in range(1, self.plan.rounds):
-            for each in self.invariants:
-                each.repeated()
-            self.is_quiet = False
-            await self._ask_all(number * _ROUND)
-            await self._settle()
+        if self.plan.rounds > 1:
+            await self._repeat()
         looking.cancel()
         for each in self.invariants:
             each.end()
 
+    async def _repeat(self) -> None:
+        """The same requests again, and more often as long as an invariant wants it."""
+        number = 1
+        await self._measure()
+        while number < self.plan.rounds or any(each.wants_round(number) for each in self.invariants):
+            self.is_quiet = False
+            await self._ask_all(number * _ROUND)
+            await self._settle()
+            await self._measure()
+            number += 1
+
+    async def _measure(self) -> None:
+        for each in self.invariants:
+            await each.measure()
+
     async def _look(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS * (_QUIET_LOOKS if self.is_quiet else 1))
             for each in self.invariants:
                 each.look()
 
@@ -256,8 +297,9 @@ class World:
             self.results.append(client.result)
             for each in self.invariants:
                 each.asked(client)
+            self._clients[client.request_id] = client
             result = await client.run()
-            del client
+            del self._clients[client.request_id], client
             for each in self.invariants:
                 each.ended(result)
 
@@ -270,9 +312,15 @@ class World:
         self.registry.is_away = False
         await self._until(self.is_ready, _QUIET_SECONDS)
         self.is_quiet = True
-        await asyncio.sleep(_QUIET_SECONDS + self.plan.fleet.lease_seconds)
+        quiet = _QUIET_SECONDS if self.plan.faults else _KEPT_SECONDS
+        await asyncio.sleep(quiet + self.plan.fleet.lease_seconds)
         await self._probe(_PROBE)
         await asyncio.sleep(1.0)
+
+    def _tell_client(self, step: str, _node: str, request_id: str) -> None:
+        client = self._clients.get(request_id)
+        if client is not None:
+            client.step(step)
 
     async def _probe(self, first_index: int) -> None:
         """Asks each router a few things."""

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.trace import SpanKind
 from support.clients.resuming import Received
 from support.clients.scraping import since
-from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
+from support.cluster.in_process import FAST_ROUTER, PATIENT, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
 from support.images.pictures import picture
 from support.recorded_spans import recorded
@@ -19,10 +19,11 @@ from support.recorded_spans import recorded
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2
 from baton.errors import InvalidRequest, NoWorker, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
-from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, sampling_pb2, timing_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, inference_service_pb2_grpc, timing_pb2
 from baton_http2.server.reply import Reply
 from discovery.memory import MemoryRegistry
 from router.config import QuotaConfig, QuotasConfig
+from router.resume import finding
 from router.resume.handle import Handle, answer_call_id
 from router.resume.resumer import Resumer
 from router.server import Router, host_router
@@ -284,23 +285,47 @@ async def test_a_negative_keep_is_refused(pair: Pair) -> None:
         await _read(pair.first.Generate(request), Received(request))
 
 
-async def test_forged_handles_disturb_nobody(pair: Pair) -> None:
-    request = _request(stopping={"max_tokens": 900})
-    received, chosen = Received(request), random.Random(1)
+async def test_a_busy_worker_that_has_the_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not answer in the time of one question, and is well: nothing is computed again."""
+    monkeypatch.setattr(finding, "_ANSWER_SECONDS", 0.3)
+    worker, request = simulated("worker", "prefill", "decode", decode_step_seconds=0.002), _request()
+    async with timeout(50), bench(worker, router=PATIENT) as running, host_router(PATIENT, running.registry) as other:
+        await eventually(lambda: not other.cluster.workers[0].problem)
+        async with open_channel(other.address) as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            received = await _read(running.stub.Generate(request), Received(request), until=5)
+            running.proxies["worker"].freeze()
+            resuming = asyncio.create_task(_read(stub.ResumeGeneration(received.resume()), received))
+            await asyncio.sleep(0.6)
+            assert not resuming.done()
+            await running.proxies["worker"].restore()
+            await resuming
+    assert [resumed.recomputed for resumed in received.resumed] == [False]
+
+
+async def test_any_router_tells_how_far_an_answer_is_and_its_reader_goes_on(pair: Pair) -> None:
+    request = _request(sampling={"seed": 5, "temperature": 0.8, "n": 2}, stopping={"max_tokens": 300})
+    received = Received(request)
     reading = asyncio.create_task(_read(pair.first.Generate(request), received))
     await eventually(lambda: received.tokens > 5)
-    for _ in range(300):
-        text = list(received.handle)
-        text[chosen.randrange(25, 45)] = chosen.choice("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-        forged = "".join(text)
-        if forged != received.handle:
-            asked = generate_pb2.ResumeGenerationRequest(handle=forged, attempt=chosen.randrange(1, 9))
-            with pytest.raises((StreamLost, InvalidRequest)):
-                await _read(pair.second.ResumeGeneration(asked), Received(request))
+    asked = generate_pb2.GetGenerationProgressRequest(handle=received.handle)
+    early = await unary(pair.second.GetGenerationProgress(asked))
+    assert [one.index for one in early.answers] == [0, 1]
+    assert all(0 < one.tokens < 300 and not one.is_over for one in early.answers)
     await reading
     assert received.whole == (await _whole(pair, request)).whole
-    assert received.finished is not None
-    assert received.finished.reason == sampling_pb2.FINISH_REASON_LENGTH
+    late = await unary(pair.second.GetGenerationProgress(asked))
+    assert [(one.tokens, one.is_over) for one in late.answers] == [(300, True), (300, True)]
+
+
+async def test_progress_is_told_to_the_owner_alone(pair: Pair) -> None:
+    received = await _read(pair.first.Generate(_request()), Received(_request()), until=5)
+    asked = generate_pb2.GetGenerationProgressRequest(handle=received.handle)
+    tenant = (("x-baton-tenant", "another"),)
+    with pytest.raises(StreamLost):
+        await unary(pair.second.GetGenerationProgress(asked, metadata=tenant))
+    with pytest.raises(InvalidRequest, match="handle"):
+        await unary(pair.second.GetGenerationProgress(generate_pb2.GetGenerationProgressRequest(handle="b1.")))
 
 
 @pytest.mark.parametrize("seeded", [True, False])

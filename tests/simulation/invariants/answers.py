@@ -42,7 +42,8 @@ class ImagesAreTheirOwn(Invariant):
         for (prefix, *others), ids in self._answers.items():
             if (
                 others == list(key[1:])
-                and prefix % 3 != asked.prefix % 3
+                and prefix // 3 == asked.prefix // 3
+                and prefix != asked.prefix
                 and count >= 16
                 and ids[:16] == result.ids[:16]
             ):

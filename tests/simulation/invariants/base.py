@@ -20,8 +20,12 @@ class Invariant:
     def begin(self) -> None:
         """The fleet is ready, and nothing was asked yet."""
 
-    def repeated(self) -> None:
-        """All is quiet, and the same requests come once more."""
+    async def measure(self) -> None:
+        """All is quiet after a round of the requests."""
+
+    def wants_round(self, number: int) -> bool:
+        """True if the requests should come once more, after so many rounds."""
+        return False
 
     def asked(self, client: Any) -> None:
         """A client begins."""
@@ -37,6 +41,9 @@ class Invariant:
 
     def crashed(self, node: Any, error: Exception, text: str) -> None:
         """The process of a node has ended by an exception."""
+
+    def killed(self, node: Any) -> None:
+        """The process of a node is gone, and its host has reset its connections."""
 
     def drained(self, node: Any) -> None:
         """A node should have ended in order by now."""

@@ -1,8 +1,10 @@
 """Every call ends, in time, with the right status; what was cancelled stops; what expires is explained."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from router.context import RequestTable
+from simulation.channel import NO_STATUS
 from simulation.entropy import Time
 from simulation.invariants.base import Invariant, calls_of
 
@@ -24,7 +26,30 @@ _NEVER = {
 
 
 class EveryCallEnds(Invariant):
-    """No call outlives its deadline by much, and a client always gets an end."""
+    """No call outlives its deadline by much, at its client and at workers, whatever was lost; a client always gets an
+    end, from its server if nothing disturbs.
+    """
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._due: list[tuple[float, Any]] = []
+
+    def look(self) -> None:
+        late = [result for due, result in self._due if due <= Time.now]
+        if late:
+            self._due = [one for one in self._due if one[0] > Time.now]
+            for result in late:
+                self._look_at_workers(result)
+
+    def _look_at_workers(self, result: Any) -> None:
+        ids = self.world.steps.ids.get(f"r{result.index}", set())
+        for name, worker in self.workers():
+            # One that stood still has to catch up.
+            if self.world.chaos.disturbed(Time.now, {name}, _LATE_SECONDS):
+                continue
+            calls = [kind for kind, call_id in calls_of(worker)._calls if call_id in ids]
+            if calls:
+                self.problem(f"{result.name}: {', '.join(calls)} goes on at {name} after its deadline")
 
     def ended(self, result: Any) -> None:
         seconds = result.ended - result.started
@@ -32,6 +57,12 @@ class EveryCallEnds(Invariant):
             self.problem(f"{result.name}: took {seconds:.2f} s of {result.asked.timeout:g}")
         if not result.code:
             self.problem(f"{result.name}: has no end")
+        if not result.asked.keep:
+            deadline = result.started + result.asked.timeout + result.tries
+            self._due.append((max(Time.now, deadline) + _LATE_SECONDS, result))
+        is_disturbed = self.world.chaos.disturbed(result.started, None, _AFTER_SECONDS)
+        if result.message == NO_STATUS and not (is_disturbed or result.asked.window):
+            self.problem(f"{result.name}: its server has never ended it")
 
 
 class StatusesAreRight(Invariant):
@@ -43,11 +74,11 @@ class StatusesAreRight(Invariant):
             self.problem(f"{result.name}: no client may get this")
             return
         right = {"OK"} | ({"LEFT"} if result.left else set())
-        if asked.cancel_seconds >= 0:
+        if result.cancelled_at is not None:
             right |= {"CANCELLED"}
         if asked.timeout < 30 or asked.window:
             right |= {"DEADLINE_EXCEEDED"}
-        if asked.drops:
+        if asked.drops or asked.step_act == "drop":
             right |= {"LOST"}  # before it has got the handle to resume by
         if not self.world.is_quiet:
             right |= {"RESOURCE_EXHAUSTED"}
@@ -70,40 +101,38 @@ class StatusesAreRight(Invariant):
 
 
 class CancelledWorkStops(Invariant):
-    """A request that its client has left runs nowhere, and holds nothing, a moment later."""
+    """A request that its client has left, or whose router has ended, runs nowhere and holds nothing a moment later."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
-        self._ids: dict[str, set[str]] = {}  # the ids on workers of each request
-        self._due: list[tuple[float, float, Any]] = []
-
-    def install(self) -> None:
-        enter, ids = RequestTable.enter, self._ids
-
-        def noting(table: RequestTable, ctx: Any) -> Any:
-            ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
-            return enter(table, ctx)
-
-        RequestTable.enter = noting  # type: ignore[method-assign]
+        self._due: list[tuple[float, Callable[[], None]]] = []
 
     def ended(self, result: Any) -> None:
-        stops = result.code in ("LEFT", "CANCELLED", "DEADLINE_EXCEEDED") and not result.asked.keep
-        if stops:
-            held = self.world.plan.hiccup_seconds * 4
-            self._due.append((Time.now + _STOP_SECONDS + held, Time.now, result))
+        if result.code in ("LEFT", "CANCELLED", "DEADLINE_EXCEEDED") and not result.asked.keep:
+            self._later(partial(self._check, Time.now, result))
+
+    def killed(self, node: Any) -> None:
+        steps = self.world.steps
+        ids = {call_id for call_id, router in steps.routers.items() if router is node} - steps.kept
+        if ids:
+            self._later(partial(self._check_orphans, Time.now, node.name, ids))
 
     def look(self) -> None:
         due = [one for one in self._due if one[0] <= Time.now]
         if due:
             self._due = [one for one in self._due if one[0] > Time.now]
-            for _, ended, result in due:
-                self._check(ended, result)
+            for _, check in due:
+                check()
+
+    def _later(self, check: Callable[[], None]) -> None:
+        self._due.append((Time.now + _STOP_SECONDS + self.world.plan.hiccup_seconds * 4, check))
 
     def _check(self, ended: float, result: Any) -> None:
-        ids = self._ids.get(f"r{result.index}", set())
+        ids = self.world.steps.ids.get(f"r{result.index}", set())
+        routers = set(self.world.plan.fleet.router_names)
         for name, worker in self.workers():
             # A worker that was cut off, or whose router was lost, learns of it by its leases and keepalive.
-            if self.world.chaos.disturbed(result.started, None, _AFTER_SECONDS):
+            if self.world.chaos.disturbed(result.started, {name, *routers}, _AFTER_SECONDS):
                 continue
             calls = [kind for kind, call_id in calls_of(worker)._calls if call_id in ids]
             if calls:
@@ -114,6 +143,23 @@ class CancelledWorkStops(Invariant):
             left = [key for key, ctx in router.requests._running.items() if ctx.call_id in ids]
             if left and not self.world.chaos.disturbed(result.started, None, _AFTER_SECONDS):
                 self.problem(f"{result.name}: runs on at {name} {Time.now - ended:.2f} s later")
+
+    def _check_orphans(self, killed: float, router: str, ids: set[str]) -> None:
+        for name, worker in self.workers():
+            if self._is_cut_off(name, router, killed):
+                continue
+            calls = [kind for kind, call_id in calls_of(worker)._calls if call_id in ids]
+            if calls:
+                self.problem(f"{', '.join(calls)} goes on at {name} {Time.now - killed:.2f} s after {router} has ended")
+
+    def _is_cut_off(self, name: str, router: str, killed: float) -> bool:
+        """True if the worker need not have learned of the router's end, by another fault than that."""
+        return any(
+            one.fault.kind not in ("kill", "drain")
+            and (one.ended is None or one.ended + _AFTER_SECONDS >= killed)
+            and one.touches({name, router})
+            for one in self.world.chaos.happened
+        )
 
 
 class ExpiredLeasesAreExplained(Invariant):

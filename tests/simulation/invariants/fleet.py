@@ -6,8 +6,10 @@ from typing import Any
 
 from simulation.entropy import Time
 from simulation.invariants.base import Invariant, calls_of, engine_of
+from simulation.plan import TENANTS
 
 _PROBE_SECONDS = 3.0
+BURST_SECONDS = 2.0
 _AFTER_SECONDS = 30.0
 
 
@@ -57,25 +59,24 @@ class Recovers(Invariant):
 class QuotasHold(Invariant):
     """All routers together admit no more of a tenant's requests than its rate and its burst allow."""
 
-    _RATE, _BURST = 20.0, 40.0
-
     def __init__(self, world: Any) -> None:
         super().__init__(world)
         self._admitted: dict[str, list[float]] = {}
 
     def ended(self, result: Any) -> None:
-        if self.world.plan.fleet.has_quotas and result.asked.tenant and result.ids:
+        if self.world.plan.fleet.has_quotas and result.asked.tenant in TENANTS and result.ids:
             self._admitted.setdefault(result.asked.tenant, []).append(result.started)
 
     def end(self) -> None:
         if self.world.plan.faults:
             return
+        rate, routers = self.world.plan.fleet.requests_per_second, self.world.plan.fleet.routers
         for tenant, times in self._admitted.items():
             times.sort()
             for first in range(len(times)):
                 for last in range(first, len(times)):
                     seconds = times[last] - times[first]
-                    if last - first + 1 > self._BURST + self._RATE * seconds + 2:
+                    if last - first + 1 > rate * (BURST_SECONDS + seconds) + routers:
                         self.problem(f"{tenant} had {last - first + 1} requests in {seconds:.2f} s")
                         return
 

@@ -1,7 +1,9 @@
 """Nothing is left of what has ended: no block, lease, call or task, and every table is as large as before."""
 
+import asyncio
 import gc
 from collections import Counter, deque
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +15,13 @@ _BOUNDED = {
     "LeaseTable._released", "Released",  # answers for repeated releases
     "Blocks", "BlockKeys", "KvIndex", "Cache", "ExpectedBlocks", "PromptHasher",
     "Ledger", "Tenant.served", "RankCosts._known", "Sequence",  # of prompts and tenants; the last batch of each engine
+    "Method", "WrapMethods._handlers",  # of each server, one for each method that was ever called
 }  # fmt: skip
 _TABLES = (dict, list, set, deque)
-# By how many entries one may grow each time: what is asked again need not run at the same workers.
-_SLACK = 5
+# What grows need not leak: what is asked again may run at other workers, whose tables fill. A leak grows every time.
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 8
+# Calls in the background come and go: the least of a few moments counts.
+_MOMENTS, _MOMENT_SECONDS = 3, 0.37
 
 
 class NothingIsLeft(Invariant):
@@ -31,12 +36,23 @@ class NothingIsLeft(Invariant):
         for name, worker in self.workers():
             self._check_worker(name, worker)
         for name, router in self.routers():
+            self._check_admission(name, router.path.admission)
             if len(router.requests):
                 self.problem(f"{name}: {len(router.requests)} requests run on: {list(router.requests._running)[:3]}")
             for worker in router.cluster.workers:
                 if worker.requests or worker.waiting_tokens:
                     counts = f"{worker.requests} requests and {worker.waiting_tokens} tokens"
                     self.problem(f"{name}: counts {counts} at {worker.record.worker_id}")
+
+    def _check_admission(self, name: str, admission: Any) -> None:
+        for (model, role), queue in admission._queues.items():
+            if not queue.is_unused:
+                self.problem(
+                    f"{name}: {queue.running} requests of {model} have a place at {role}, {queue.waiting} wait"
+                )
+        for tenant, counts in admission.quotas._tenants.items():
+            if counts.running:
+                self.problem(f"{name}: counts {counts.running} running requests of {tenant}")
 
     def _check_worker(self, name: str, worker: Any) -> None:
         if len(worker.leases) and engine_of(worker) is not None:
@@ -67,17 +83,35 @@ class TablesShrink(Invariant):
         super().__init__(world)
         self._seen: list[Counter[str]] = []
 
-    def repeated(self) -> None:
-        self._seen.append(self._entries())
-
     def end(self) -> None:
-        if not self._seen:
+        if len(self._seen) < _LEAST_ROUNDS:
             return
-        self.repeated()
+        for table, grown in self._growing().items():
+            self.problem(f"{table} has {', then '.join(map(str, grown))} entries more each time")
+
+    def wants_round(self, number: int) -> bool:
+        """True if something has grown each time so far, and may go on."""
+        return number < _MOST_ROUNDS and bool(self._seen and self._growing())
+
+    async def measure(self) -> None:
+        """Counts the entries of all tables."""
+        least: Counter[str] | None = None
+        for _ in range(_MOMENTS):
+            found = self._entries()
+            least = (
+                found if least is None else Counter({name: min(count, found[name]) for name, count in least.items()})
+            )
+            await asyncio.sleep(_MOMENT_SECONDS)
+        assert least is not None
+        self._seen.append(least)
+
+    def _growing(self) -> dict[str, list[int]]:
+        found = {}
         for table in sorted(self._seen[-1]):
             grown = [after[table] - before[table] for before, after in pairwise(self._seen)]
-            if min(grown) > _SLACK and table not in _BOUNDED and table.partition(".")[0] not in _BOUNDED:
-                self.problem(f"{table} has {', then '.join(map(str, grown))} entries more each time")
+            if min(grown, default=1) > 0 and table not in _BOUNDED and table.partition(".")[0] not in _BOUNDED:
+                found[table] = grown
+        return found
 
     def _entries(self) -> Counter[str]:
         for node in self.world.nodes.values():
@@ -92,20 +126,28 @@ def _entries() -> Counter[str]:
     found: Counter[str] = Counter()
     for one in gc.get_objects():
         kind = type(one)
-        if not str(kind.__module__).startswith(_ROOMS):
+        names = _names_of(kind)
+        if names is None:
             continue
         found[kind.__name__] += 1
-        for name, value in _attributes(one):
-            if type(value) in _TABLES or isinstance(value, _TABLES):
+        for name, value in _attributes(one, names):
+            if isinstance(value, _TABLES):
                 found[f"{kind.__name__}.{name}"] += len(value)
     return found
 
 
-def _attributes(one: Any) -> Any:
+@cache
+def _names_of(kind: type) -> tuple[str, ...] | None:
+    """The slots of a class of the product; None of another class."""
+    if not str(kind.__module__).startswith(_ROOMS):
+        return None
+    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    return tuple(name for each in slots for name in ((each,) if isinstance(each, str) else each))
+
+
+def _attributes(one: Any, slots: tuple[str, ...]) -> Any:
     yield from getattr(one, "__dict__", {}).items()
-    for kind in type(one).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            value = getattr(one, name, None)
-            if value is not None:
-                yield name, value
+    for name in slots:
+        value = getattr(one, name, None)
+        if value is not None:
+            yield name, value

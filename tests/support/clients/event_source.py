@@ -1,14 +1,19 @@
 """A client of server-sent events that reconnects with `Last-Event-ID`, as fetch-event-source and EventSource do."""
 
+import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
 KEEP = {"x-baton-keep": "5"}
+# A stream that is silent for so many of its usual gaps, and at least so long, is a reason to ask its router.
+_GAPS, _SHORTEST_SECONDS = 2.0, 0.15
+_ANSWER_SECONDS = 0.15
 
 
 @dataclass
@@ -23,32 +28,49 @@ class EventSource:
     retry_ms: int = 0
     is_done: bool = False
     connections: int = 0
-    patience_seconds: float = 30.0  # for the next piece of a stream
+    http: httpx2.AsyncClient | None = None  # by default one of its own
+    is_alive: Callable[[str], Awaitable[bool]] | None = None  # asked while the stream is silent, if given
     longest_gap: float = 0.0
     heard_at: float | None = None
+    usual_gap: float = 0.0
 
     async def read(self, address: str, until: int = 10**9) -> "EventSource":
         """Reads at a router until so many events have come in all; then the connection is closed, or has ended."""
         headers = {**self.headers, **({"last-event-id": self.last_id} if self.last_id else {})}
         self.connections += 1
         url = f"http://{address}/v1{self.path}"
-        async with httpx2.AsyncClient(trust_env=False, verify=False, timeout=self.patience_seconds) as http:
+        async with connections() if self.http is None else nullcontext(self.http) as http:
             body = json.dumps({"stream": True, **self.body}).encode()
             async with http.stream("POST", url, content=body, headers=headers) as response:
                 if response.status_code != 200:
                     raise Refused(response.status_code, json.loads(await response.aread()))
-                await self._read_events(response, until)
+                await self._read_events(response, address, until)
         return self
 
-    async def _read_events(self, response: httpx2.Response, until: int) -> None:
-        buffer = ""
-        async for piece in response.aiter_text():
+    async def _read_events(self, response: httpx2.Response, address: str, until: int) -> None:
+        buffer, pieces = "", response.aiter_text()
+        while (piece := await self._next(pieces, address)) is not None:
             buffer += piece
             while "\n\n" in buffer:
                 block, buffer = buffer.split("\n\n", 1)
                 self._add(block)
                 if len(self.events) >= until or self.is_done:
                     return
+
+    async def _next(self, pieces: AsyncIterator[str], address: str) -> str | None:
+        """The next piece; None at the end. Raises ReadTimeout if it is silent and its router answers nothing."""
+        reading, began = asyncio.ensure_future(anext(pieces, None)), time.monotonic()
+        pause = max(_SHORTEST_SECONDS, _GAPS * self.usual_gap) if self.usual_gap else 1.0
+        try:
+            while not (await asyncio.wait({reading}, timeout=pause))[0]:
+                is_lost = self.is_alive is not None and not await self.is_alive(address)
+                if is_lost and not reading.done():
+                    raise httpx2.ReadTimeout("the router says nothing, and does not answer")
+                pause = time.monotonic() - began
+            return await reading
+        finally:
+            if reading.cancel():
+                await asyncio.wait({reading})
 
     def _add(self, block: str) -> None:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
@@ -59,7 +81,9 @@ class EventSource:
             self.is_done = True
         elif data is not None:
             now = time.monotonic()
-            self.longest_gap = max(self.longest_gap, now - (self.heard_at or now))
+            gap = now - (self.heard_at or now)
+            self.longest_gap = max(self.longest_gap, gap)
+            self.usual_gap = max(min(gap, 1.0 / _GAPS), 0.9 * self.usual_gap)
             self.heard_at = now
             self.events.append(json.loads(data))
 
@@ -85,6 +109,21 @@ class EventSource:
     @property
     def identities(self) -> set[tuple[str, int]]:
         return {(chunk["id"], chunk["created"]) for chunk in self.events if "error" not in chunk}
+
+
+def connections() -> httpx2.AsyncClient:
+    """Any number of connections, for any number of streams."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx2.AsyncClient(trust_env=False, verify=False, timeout=30.0, limits=limits)
+
+
+async def is_alive(http: httpx2.AsyncClient, address: str) -> bool:
+    """True if a router answers a question in time."""
+    try:
+        await http.get(f"http://{address}/v1/models", timeout=_ANSWER_SECONDS)
+    except httpx2.TransportError:
+        return False
+    return True
 
 
 class Refused(Exception):

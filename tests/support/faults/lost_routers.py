@@ -4,17 +4,18 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import httpx2
-from support.clients.event_source import EventSource, Refused
+from support.clients.event_source import EventSource, Refused, connections, is_alive
 from support.clients.resuming import Received
 
 from baton import AsyncClient, Resume
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, sampling_pb2
 
-_LONGEST_SECONDS = 60.0
+_LONGEST_SECONDS = 180.0
 _SLOW_SECONDS = 0.02
 _STALL_SECONDS = 1.0
 # What a client of server-sent events may meet while its router is lost.
@@ -31,11 +32,21 @@ class Report:
     losses: int = 0
     resumed: int = 0
     recomputed: int | None = 0  # None if the clients are not told
+    recomputed_late: int = 0  # of these, answers of which tokens had come
     tokens: int = 0
     moves: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
+
+    def add(self, other: "Report") -> None:
+        """Adds those of another run."""
+        for name in ("streams", "losses", "resumed", "recomputed_late", "tokens", "moves"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.recomputed = None if other.recomputed is None else (self.recomputed or 0) + other.recomputed
+        self.failed += other.failed
+        self.different += other.different
+        self.pauses += other.pauses
 
     def pause(self, share: float) -> float:
         """The pause that this share of the resumed streams did not exceed."""
@@ -43,7 +54,8 @@ class Report:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def __str__(self) -> str:
-        again = "" if self.recomputed is None else f", of them {self.recomputed} computed again"
+        again = f", of them {self.recomputed} computed again, {self.recomputed_late} of these after tokens had come"
+        again = "" if self.recomputed is None else again
         return (
             f"{self.losses} losses, {self.streams} streams, {self.tokens} tokens compared: {len(self.failed)} failed, "
             f"{len(self.different)} different; {self.resumed} resumed{again}; "
@@ -67,7 +79,10 @@ def request_kinds(prompt: str, max_tokens: int) -> dict[str, generate_pb2.Genera
 
 
 class Streams:
-    """Sends requests one after another, `at_once` at a time, until it is told to stop; compares all answers."""
+    """Sends requests one after another, `at_once` at a time, until it is told to stop; compares all answers.
+
+    Each stream has a client of its own, or, with `programs`, so many clients have all streams.
+    """
 
     def __init__(
         self,
@@ -75,44 +90,52 @@ class Streams:
         requests: Mapping[str, generate_pb2.GenerateRequest],
         report: Report,
         stall_seconds: float = _STALL_SECONDS,
+        programs: int = 0,
     ) -> None:
         self._stall_seconds = stall_seconds
+        self._programs = programs
         self._addresses = addresses
         self._requests = requests
         self._expected: dict[str, Answer] = {}
+        self._opened: AsyncExitStack
+        self._clients: list[AsyncClient] = []
         self.report = report
         self._is_over = False
 
     async def learn(self) -> None:
         """Learns the undisturbed answers."""
         async with AsyncClient(self._addresses[0]) as client:
-            for name, request in self._requests.items():
-                received = Received(request)
-                async with client.generate(request) as events:
-                    async for event in events:
-                        received.add(event)
-                self._expected[name] = _compared(received)
+            learnt = await asyncio.gather(*(_whole(client, request) for request in self._requests.values()))
+        self._expected = dict(zip(self._requests, learnt, strict=True))
 
     async def run(self, at_once: int, until: Callable[[], Awaitable[None]]) -> None:
         """Keeps so many streams running until `until` has ended, then waits for the last ones."""
-        running = [asyncio.create_task(self._keep_on(number)) for number in range(at_once)]
-        try:
-            await until()
-        finally:
-            self._is_over = True
-            await asyncio.gather(*running)
+        async with AsyncExitStack() as self._opened:
+            await self.balance(at_once)
+            running = [asyncio.create_task(self._keep_on(number)) for number in range(at_once)]
+            try:
+                await until()
+            finally:
+                self._is_over = True
+                await asyncio.gather(*running)
+
+    async def balance(self, at_once: int) -> None:
+        """The next streams have new clients, half of them at each router, as those of a balancer are."""
+        opened = [self._client(number) for number in range(self._programs or at_once)]
+        self._clients = [await self._opened.enter_async_context(client) for client in opened]
+
+    def _client(self, number: int) -> AsyncClient:
+        addresses = [*self._addresses[number % 2 :], *self._addresses[: number % 2]]
+        return AsyncClient(",".join(addresses), resume=Resume(keep_seconds=20.0, stall_seconds=self._stall_seconds))
 
     async def _keep_on(self, number: int) -> None:
         chosen = random.Random(number)
-        addresses = [*self._addresses[number % 2 :], *self._addresses[: number % 2]]
-        resume = Resume(keep_seconds=20.0, stall_seconds=self._stall_seconds)
-        async with AsyncClient(",".join(addresses), resume=resume) as client:
-            while not self._is_over:
-                await self._one(client, chosen.choice(list(self._requests)))
+        while not self._is_over:
+            await self._one(self._clients[number % len(self._clients)], chosen.choice(list(self._requests)))
 
     async def _one(self, client: AsyncClient, name: str) -> None:
         request, report = self._requests[name], self.report
-        received, longest, last = Received(request), 0.0, time.monotonic()
+        received, longest, last, again = Received(request), 0.0, time.monotonic(), 0
         generation = client.generate(request, timeout_seconds=_LONGEST_SECONDS)
         report.streams += 1
         try:
@@ -120,6 +143,8 @@ class Streams:
                 async for event in events:
                     now = time.monotonic()
                     longest, last = max(longest, now - last if received.tokens else 0.0), now
+                    report.recomputed_late += received.tokens > 0 and generation.recomputations > again
+                    again = generation.recomputations
                     received.add(event)
                     report.moves += event.finished.moves
                     if name == "slow_reader":
@@ -137,6 +162,14 @@ class Streams:
             report.pauses.append(longest)
 
 
+async def _whole(client: AsyncClient, request: generate_pb2.GenerateRequest) -> Answer:
+    received = Received(request)
+    async with client.generate(request) as events:
+        async for event in events:
+            received.add(event)
+    return _compared(received)
+
+
 def _compared(received: Received) -> Answer:
     """The whole answer; of log probabilities the tokens, for a number's last digits depend on its batch."""
     received.logprobs = {index: [(token, 0.0) for token, _ in found] for index, found in received.logprobs.items()}
@@ -144,18 +177,21 @@ def _compared(received: Received) -> Answer:
 
 
 class EventSources:
-    """The same by OpenAI's API: each client reconnects with the id of its last event, at the next router."""
+    """The same by OpenAI's API: each client reconnects with the id of its last event, at the next router.
+
+    So does one whose stream is silent while its router does not answer, by the rule of docs/streams.md.
+    """
 
     def __init__(
         self,
         addresses: Sequence[str],
         bodies: Mapping[str, tuple[str, Mapping[str, object]]],
-        stall_seconds: float = _STALL_SECONDS,
     ) -> None:
         self._addresses = addresses
         self._bodies = bodies
         self._expected: dict[str, object] = {}
-        self._stall_seconds = stall_seconds
+        self._http: httpx2.AsyncClient
+        self._asked: dict[str, asyncio.Future[bool]] = {}
         self.report = Report(recomputed=None)
         self._is_over = False
 
@@ -166,21 +202,30 @@ class EventSources:
 
     async def run(self, at_once: int, until: Callable[[], Awaitable[None]]) -> None:
         """Keeps so many streams running until `until` has ended, then waits for the last ones."""
-        running = [asyncio.create_task(self._keep_on(number)) for number in range(at_once)]
-        try:
-            await until()
-        finally:
-            self._is_over = True
-            await asyncio.gather(*running)
+        async with connections() as self._http:
+            running = [asyncio.create_task(self._keep_on(number)) for number in range(at_once)]
+            try:
+                await until()
+            finally:
+                self._is_over = True
+                await asyncio.gather(*running)
 
     async def _keep_on(self, number: int) -> None:
         chosen = random.Random(number)
         while not self._is_over:
             await self._one(chosen.choice(list(self._bodies)), number)
 
+    async def _is_alive(self, address: str) -> bool:
+        """True if a router answers; streams that ask at the same time ask once."""
+        if address not in self._asked:
+            self._asked[address] = asyncio.ensure_future(is_alive(self._http, address))
+            self._asked[address].add_done_callback(lambda _done: self._asked.pop(address, None))
+        return await asyncio.shield(self._asked[address])
+
     async def _one(self, name: str, number: int) -> None:
         path, body = self._bodies[name]
-        source = EventSource(path, body, headers={"x-baton-keep": "20"}, patience_seconds=self._stall_seconds)
+        keep = {"x-baton-keep": "20"}
+        source = EventSource(path, body, headers=keep, http=self._http, is_alive=self._is_alive)
         deadline, router, pause, report = time.monotonic() + _LONGEST_SECONDS, number, 0.05, self.report
         report.streams += 1
         while not source.is_done and not source.errors and time.monotonic() < deadline:

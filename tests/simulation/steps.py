@@ -1,0 +1,74 @@
+"""The steps of requests, told as they happen, so that faults and clients can be aimed at one of them.
+
+| step | when | node |
+|---|---|---|
+| prefill, decode, encode, prefetch, warm | a worker admits such a call | the worker |
+| ended | such a call ends, whatever its end | the worker |
+| pull | a block was read | the reader |
+| release | a lease is about to be released | its owner |
+| token | a client got tokens | the worker that decodes |
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from router.context import RequestTable
+from services.handoff.leases import LeaseTable, Released
+from services.requests.calls import Calls, RunningCall
+from simulation import transport
+from simulation.loop import NODE
+
+# Of the step, its node, and the request; empty where it is not known.
+Listener = Callable[[str, str, str], None]
+
+
+class Steps:
+    """Watches the product's own functions. `tell` has the steps that clients see."""
+
+    def __init__(self, listeners: list[Listener]) -> None:
+        self._listeners = listeners
+        self._requests: dict[str, str] = {}  # the client's id of each call at workers
+        self.ids: dict[str, set[str]] = {}  # of the calls at workers, by the client's id
+        self.routers: dict[str, Any] = {}  # the node whose request a call is, by the call's id
+        self.kept: set[str] = set()  # calls that go on without their router
+
+    def tell(self, step: str, node: str, request_id: str) -> None:
+        """Tells all listeners."""
+        for listener in self._listeners:
+            listener(step, node, request_id)
+
+    def install(self) -> None:
+        """Begins to watch, for ever."""
+        enter, admit, end, release = RequestTable.enter, Calls._admit, RunningCall.end, LeaseTable.release
+
+        def entering(table: RequestTable, ctx: Any) -> Any:
+            self._requests[ctx.call_id] = ctx.request_id
+            self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
+            self.routers[ctx.call_id] = NODE.get()
+            if ctx.keep is not None:
+                self.kept.add(ctx.call_id)
+            return enter(table, ctx)
+
+        def admitting(calls: Calls, kind: str, request_id: str, *arguments: Any) -> None:
+            admit(calls, kind, request_id, *arguments)
+            self._at_node(kind, request_id)
+
+        def ending(call: RunningCall) -> None:
+            end(call)
+            self._at_node("ended", "")
+
+        async def releasing(table: LeaseTable, handoff_id: str, reader: str = "") -> Released:
+            lease = table.find(handoff_id)
+            self._at_node("release", lease.request_id if lease else "")
+            return await release(table, handoff_id, reader)
+
+        RequestTable.enter = entering  # type: ignore[method-assign]
+        Calls._admit = admitting  # type: ignore[method-assign]
+        RunningCall.end = ending  # type: ignore[method-assign]
+        LeaseTable.release = releasing  # type: ignore[method-assign]
+        transport.record_blocks(lambda reader: self.tell("pull", reader.name, ""))
+
+    def _at_node(self, step: str, call_id: str) -> None:
+        node = NODE.get()
+        if node is not None:
+            self.tell(step, node.name, self._requests.get(call_id, ""))
