@@ -107,7 +107,7 @@ class Resumer:
             raise NoWorker("no decode worker is ready, as this router sees it")
 
     async def progress(self, handle: Handle, qos: RequestQos) -> generate_pb2.GetGenerationProgressResponse:
-        """How far a kept answer is, as its workers tell it; nothing changes. Raises StreamLost."""
+        """The tokens of a kept answer so far, as its workers tell them; nothing changes. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
         found = generate_pb2.GetGenerationProgressResponse()
         first = (await self._attacher.peek(0, request)).attached
