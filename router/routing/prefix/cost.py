@@ -288,6 +288,11 @@ class Costs:
         # By the id of the record, which WorkerCost keeps alive.
         self._by_record: dict[int, WorkerCost] = {}
 
+    @property
+    def num_workers(self) -> int:
+        """The number of workers that are known."""
+        return len(self._workers)
+
     def of(self, record: WorkerRecord) -> WorkerCost:
         """The measured costs of a worker."""
         found = self._by_record.get(id(record))

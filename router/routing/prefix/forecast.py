@@ -23,9 +23,11 @@ class Forecast(Generic[W]):
         "_clock",
         "_coming_to",
         "_cost",
-        "_costs",
+        "_entry",
         "_has_first_token",
+        "_link",
         "_loading",
+        "_loan",
         "_matched",
         "_prediction",
         "_reader",
@@ -45,7 +47,6 @@ class Forecast(Generic[W]):
         clock: Clock,
     ) -> None:
         self._caches = caches
-        self._costs = costs
         self._request = request
         self._prediction = prediction
         self._matched = matched
@@ -54,6 +55,10 @@ class Forecast(Generic[W]):
         self._cost = costs.of(prediction.runs_on.record)
         self._work = self._cost.ranks[prediction.rank]
         reader = costs.of(prediction.decode_worker.record)
+        # Looked up now: a worker that leaves meanwhile would be known again, for good.
+        peer, is_apart = prediction.load.peer, prediction.prefill_worker is not None
+        self._loan = None if peer is None else costs.of(peer.record).loan_to(self._cost)
+        self._link, self._entry = self._cost.link_to(reader) if is_apart else None, reader.entry
         decoding = reader.ranks[prediction.decode_rank]
         self._ticket: WorkTicket | None = costs.shares.give(
             self._work, decoding, prediction.uncached_tokens, prediction.prefill
@@ -94,30 +99,27 @@ class Forecast(Generic[W]):
 
     def borrowed(self, tokens: int, seconds: float) -> None:
         peer, blocks = self._prediction.load.peer, self._request.blocks
-        if peer is None:
+        if peer is None or self._loan is None:
             return
         self._loading = max(0.0, seconds - self._prediction.wait)
-        link = self._costs.of(peer.record).loan_to(self._cost)
         if tokens or seconds > peer.seconds:
             moved = min(tokens or peer.tokens, peer.tokens) / blocks.block_tokens * blocks.block_bytes
             # One that brought nothing would have taken longer: it ends when computing is as quick.
-            link.add(moved, seconds if tokens else _LATE * seconds)
+            self._loan.add(moved, seconds if tokens else _LATE * seconds)
         elif not self._caches.reports(peer.record.process):
             first = peer.num_blocks - peer.tokens // blocks.block_tokens
             self._caches.correct(Cache(peer.record.process, peer.rank), blocks.keys[first : peer.num_blocks])
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
-        owner, reader = self._prediction.prefill_worker, self._prediction.decode_worker
-        if owner is None:
+        if self._link is None:
             return
         self._reader = None
-        cost = self._costs.of(reader.record)
         for timing in timings:
             seconds = timing.duration.ToNanoseconds() / 1e9
             if timing.stage == timing_pb2.STAGE_HANDOFF_TRANSFER:
-                self._costs.of(owner.record).link_to(cost).add(timing.num_bytes, seconds)
+                self._link.add(timing.num_bytes, seconds)
             elif timing.stage == timing_pb2.STAGE_HANDOFF_WAIT:
-                cost.entry.add(0.0, seconds)
+                self._entry.add(0.0, seconds)
 
     def close(self) -> None:
         if self._ticket is not None and not self._has_first_token:

@@ -8,7 +8,7 @@ from support.clock import ManualClock
 from support.router.worker_views import worker
 
 from baton.engine.v1 import handoff_pb2, prompt_pb2
-from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, timing_pb2
 from discovery.record import PREFIX_LOANS, WorkerRecord
 from router.routing.known_loras import KnownLoras
 from router.routing.policy import Candidates, IgnoredProgress, Placement, PromptBlocks, RoutingRequest
@@ -174,3 +174,14 @@ def test_a_request_without_a_loan_reports_none() -> None:
             raise AssertionError(tokens, seconds)
 
     report_loan(Refusing(), handoff_pb2.PromptUsage(cached_tokens=5))
+
+
+def test_a_lender_that_has_left_is_not_known_again_by_what_its_loan_took() -> None:
+    chosen, lender, borrower = policy(), seen("d", "decode"), seen("p")
+    placement = choose(chosen, [borrower], lender)
+    for gone in (lender, borrower):
+        chosen.forget(gone.record.process)
+    placement.progress.borrowed(1600, 0.2)
+    placement.progress.accepted([timing_pb2.StageTiming(stage=timing_pb2.STAGE_HANDOFF_TRANSFER, num_bytes=1)])
+    placement.progress.close()
+    assert chosen.costs.num_workers == 0
