@@ -9,7 +9,11 @@ from typing import Any
 
 import structlog
 
+import baton_http2.client.connection
+import baton_http2.receiver
+import baton_http2.server.connection
 import baton_http2.server.server
+import baton_http2.stream
 import rpc.channels
 import services.control
 from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
@@ -152,6 +156,7 @@ class World:
             listen=f"{node.ip}:7070",
             drain_seconds=DRAIN_SECONDS,
             limits={"max_waiting_tokens": fleet.waiting_tokens},
+            embeddings={"max_bytes": fleet.embeddings_bytes},
             routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
             probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
             retry=RetryConfig(answer_seconds=fleet.answer_seconds),
@@ -174,7 +179,7 @@ class World:
             prefill_base_seconds=0.002,
             prefill_chunk_tokens=48,
             prefill_tokens_per_second=fleet.prefill_rate,
-            encode_seconds=0.01,
+            encode_seconds=fleet.encode_seconds,
             image_tokens=4,
             image_hidden_size=8,
         )
@@ -235,11 +240,21 @@ class World:
         baton_http2.server.server.open_sockets = self.network.bind  # type: ignore[assignment]
         rpc.channels.connect = connect
         services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
+        self._set_buffers()
         transport.install()
         self.steps.install()
         asyncio.set_event_loop(self.loop)
         for each in self.invariants:
             each.install()
+
+    def _set_buffers(self) -> None:
+        """Gives streams and connections buffers that answers of some hundred tokens can fill."""
+        ends = (baton_http2.server.connection, baton_http2.client.connection, baton_http2.receiver)
+        baton_http2.stream._HIGH_WATER = self.plan.fleet.unsent_bytes  # type: ignore[misc]
+        for module in (baton_http2.stream, *ends):
+            module.RECEIVE_WINDOW = self.plan.fleet.window_bytes  # type: ignore[attr-defined]
+        for module in ends:
+            module.CONNECTION_WINDOW = 8 * self.plan.fleet.window_bytes  # type: ignore[attr-defined]
 
     async def _drive(self) -> None:
         for name in (*CLIENTS, *self.plan.fleet.workers, *self.plan.fleet.router_names):
