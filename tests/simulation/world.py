@@ -70,7 +70,7 @@ class World:
         self.is_quiet = False  # all requests of the plan have ended, and all faults
         self.chaos = Chaos(self)
         self.steps = Steps([self.chaos.step, self._tell_client])
-        self._clients: dict[str, Client] = {}
+        self.running: dict[str, Client] = {}  # by their requests' ids
         self.invariants: list[Invariant] = [kind(self) for kind in INVARIANTS]
         self._hash = hashlib.blake2b(digest_size=16)
         self._dead: list[Node] = []  # kept, so that no `finally` of theirs runs
@@ -312,9 +312,9 @@ class World:
             self.results.append(client.result)
             for each in self.invariants:
                 each.asked(client)
-            self._clients[client.request_id] = client
+            self.running[client.request_id] = client
             result = await client.run()
-            del self._clients[client.request_id], client
+            del self.running[client.request_id], client
             for each in self.invariants:
                 each.ended(result)
 
@@ -333,7 +333,7 @@ class World:
         await asyncio.sleep(1.0)
 
     def _tell_client(self, step: str, _node: str, request_id: str) -> None:
-        client = self._clients.get(request_id)
+        client = self.running.get(request_id)
         if client is not None:
             client.step(step)
 
