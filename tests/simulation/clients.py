@@ -114,7 +114,9 @@ class Client:
         method, message = received.next_call()
         name = self._world.plan.fleet.router_names[number % self._world.plan.fleet.routers]
         patience = _PATIENCE_SECONDS if result.index % 2 else 0.0
-        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window, patience)
+        channel = SimulatedChannel(
+            f"{self._world.ip_of(name)}:7070", self._asked.window, patience, self._asked.read_seconds
+        )
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         self._call = getattr(stub, method.partition("/")[2])(message, timeout=max(0.001, seconds), metadata=metadata)

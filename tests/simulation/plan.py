@@ -88,6 +88,7 @@ class Request:
     leave_seconds: float = -1.0
     cancel_seconds: float = -1.0  # CancelGeneration
     window: int = 0  # of a client that reads slowly, in bytes
+    read_seconds: float = 0.05  # until such a client has read a message
     together: int = 0
     keep: float = 0.0  # seconds; the client resumes
     drops: tuple[float, ...] = ()  # when a client that resumes loses its connection
@@ -240,7 +241,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
             if draw.random() < slow:
-                values["window"] = draw.choice((250, 600))
+                values |= _slow(draw)
         found.append(Request(**values))
     return found
 
@@ -274,7 +275,12 @@ def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, 
             return {"cancel_seconds": draw.random() ** 3 * 0.5}
         case 3:
             return {"timeout": draw.choice((0.02, 0.1, 0.3, 1.0))}
-    return {"window": draw.choice((250, 600))}
+    return _slow(draw)
+
+
+def _slow(draw: random.Random) -> dict[str, Any]:
+    """A client that reads slowly, also more slowly than its answer is computed."""
+    return {"window": draw.choice((250, 600)), "read_seconds": draw.choice((0.05, 0.25))}
 
 
 def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> tuple[Fault, ...]:
