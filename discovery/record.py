@@ -40,6 +40,9 @@ KEEPS_STREAMS = "keeps_streams"
 # The capability of workers whose running decodes can go on on another one, with their KV.
 MOVES_DECODES = "moves_decodes"
 
+# The capability of workers that lend blocks of their prefix caches, and borrow others'.
+PREFIX_LOANS = "prefix_loans"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

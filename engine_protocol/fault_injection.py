@@ -20,7 +20,7 @@ _QUEUE = "queue"
 _TIMED: tuple[Action, ...] = ("delay", "freeze")
 # The actions that a router can apply to one request without affecting others.
 _OF_ROUTERS: tuple[Action, ...] = ("delay", "hang")
-_CORRUPTIBLE: tuple[InjectionPoint, ...] = ("held", "pull")
+_CORRUPTIBLE: tuple[InjectionPoint, ...] = ("held", "lent", "pull")
 
 
 @dataclass(frozen=True, slots=True)

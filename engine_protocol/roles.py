@@ -59,7 +59,7 @@ _BUILT_IN = (
         "STAGE_PREFILL_COMPUTE",
         LANGUAGE_MODEL,
         "services.prefill:open_service",
-        fault_points=("prefill", "held"),
+        fault_points=("borrow", "lent", "borrowed", "prefill", "held"),
     ),
     RoleKind(
         "decode",

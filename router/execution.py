@@ -26,6 +26,7 @@ from router.workers.destinations import DestinationLost, allocates_first
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
+from router.workers.prefix_sources import report_loan
 from router.workers.replies import check_handoff
 from router.workers.spans import set_routing_attributes
 
@@ -144,9 +145,10 @@ class RequestExecution:
         first, cached_tokens = handoff.first_token, handoff.usage.cached_tokens
         if cached_tokens > tokens:
             cached_tokens = tokens
+        report_loan(state.progress, handoff.usage)
         state.progress.first_token(cached_tokens)
-        reported = state.reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
-        await state.add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        reported = self._reading.reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
+        await self._reading.add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         state.stats.prefilled_on(worker.record.worker_id, cached_tokens)
         state.stats.found_in_caches(handoff.usage)
         if state.suspects is not None:

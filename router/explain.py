@@ -60,7 +60,7 @@ class RouteExplainer:
         return cluster_service_pb2.ExplainRouteResponse(
             policy=self._policy,
             prompt_tokens=routing.prompt_tokens,
-            candidates=[_candidate(prediction) for prediction in predictions],
+            candidates=[candidate_message(prediction) for prediction in predictions],
             workers=self._placer.reasons(routing) if predictions else self._scores(routing),
         )
 
@@ -71,8 +71,9 @@ class RouteExplainer:
         return placement.explain()
 
 
-def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
-    prefill, decode = prediction.prefill_worker, prediction.decode_worker
+def candidate_message(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
+    """A place to run a request, with the terms of its predicted cost."""
+    prefill, decode, peer = prediction.prefill_worker, prediction.decode_worker, prediction.load.peer
     return cluster_service_pb2.RouteCandidate(
         prefill_worker_id=prefill.record.worker_id if prefill else "",
         decode_worker_id=decode.record.worker_id,
@@ -89,5 +90,7 @@ def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.Rout
         load_seconds=prediction.load.seconds,
         host_tokens=prediction.load.host_tokens,
         disk_tokens=prediction.load.disk_tokens,
+        peer_tokens=peer.tokens if peer else 0,
+        peer_worker_id=peer.record.worker_id if peer else "",
         nearness=nearness(prefill.record.known_location, decode.record.known_location) if prefill else "",
     )

@@ -2,7 +2,7 @@
 
 import socket
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
@@ -34,6 +34,21 @@ class HandoffConfig(Section):
     held_wait_seconds: float = Field(
         default=1.0, gt=0, description="How long a decode waits for blocks that are held for other workers."
     )
+    verify: Literal["off", "sample", "always"] = Field(
+        default="off",
+        description="Compare the content of handoffs with that of their owners before it is used.",
+    )
+    verify_every: int = Field(default=64, ge=1, description="Of so many handoffs `verify: sample` compares one.")
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off_is_no_false(cls, verify: object) -> object:
+        return "off" if verify is False else verify  # YAML reads `off` as false
+
+    @property
+    def check_every(self) -> int:
+        """Of so many handoffs one is compared; 0 for none."""
+        return {"off": 0, "sample": self.verify_every, "always": 1}[self.verify]
 
 
 class EncodeConfig(Section):

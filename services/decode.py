@@ -20,6 +20,7 @@ from services.engines.base import Engine
 from services.engines.generation import Generation
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
+from services.handoff.borrowing import PrefixBorrower, PrefixSource, read_source
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.leases import LeaseTable
@@ -188,7 +189,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if request.destination_id:
             raise InvalidRequest.of("destination_id", "comes without a handoff")
         prompt = await self._media.with_embeddings(given, spans, clock)
-        return DecodeWork(request.request_id, prompt, sampling, handoff=None)
+        return DecodeWork(request.request_id, prompt, sampling, handoff=None, source=read_source(request))
 
 
 @asynccontextmanager
@@ -198,11 +199,12 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
         decoder = None
         if engine is not None:
-            puller = await stack.enter_async_context(Puller(engine, parts.peers, parts.transports))
+            check_every = parts.config.handoff.check_every
+            puller = await stack.enter_async_context(Puller(engine, parts.peers, parts.transports, check_every))
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, parts.peers) if transfer else None
             allocator = Allocator(engine, worker.identity, worker.leases)
-            decoder = Decoder(engine, puller, fetcher, allocator, parts.decodes)
+            decoder = Decoder(engine, puller, fetcher, allocator, parts.decodes, parts.borrower)
         servicer = DecodeServicer(
             worker.identity, parts.calls, parts.media, decoder, worker.kept, parts.decodes, worker.leases
         )
@@ -218,6 +220,7 @@ class DecodeWork:
     sampling: Sampling
     handoff: Handoff | None
     destination_id: str = ""  # blocks that were allocated for it before; empty without them
+    source: PrefixSource | None = None  # another worker that may have the beginning of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +235,15 @@ class Decoder:
     """Runs decodes on an engine. KV from elsewhere is pulled, or fetched by an engine that transfers KV itself."""
 
     def __init__(
-        self, engine: Engine, puller: Puller, fetcher: Fetcher | None, allocator: Allocator, decodes: RunningDecodes
+        self,
+        engine: Engine,
+        puller: Puller,
+        fetcher: Fetcher | None,
+        allocator: Allocator,
+        decodes: RunningDecodes,
+        borrower: PrefixBorrower,
     ) -> None:
+        self._borrower = borrower
         self._decodes = decodes
         self.allocator = allocator
         self._engine = engine
@@ -253,7 +263,8 @@ class Decoder:
         """
         check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
         async with using_lora(self._engine, prompt), self._puller.pull(handoff, prompt, call) as pulled:
-            await pulled.kv.reservation.cache()
+            reservation = pulled.kv.reservation
+            await reservation.cache(len(reservation.block_ids))
             return sum(timing.num_bytes for timing in pulled.timings)
 
     async def decode(
@@ -296,6 +307,7 @@ class Decoder:
         if work.handoff is None:
             generate = partial(self._engine.generation, work.prompt, work.sampling)
             async with using_lora(self._engine, work.prompt):
+                await self._borrower.borrow(work.source, work.prompt, call)
                 yield _Prepared(Accepted(tuple(call.clock.timings)), generate)
         elif self._fetcher is not None:
             take = partial(self.allocator.take, work.destination_id, work.request_id) if work.destination_id else None

@@ -9,6 +9,7 @@ import structlog
 from rpc.channels import dialer
 from services.config import WorkerConfig
 from services.engines.kv import BlockMemory, KvLayout
+from services.handoff.borrowing import PrefixBorrower
 from services.handoff.early import PromptsInProgress
 from services.handoff.peers import Peers
 from services.handoff.service import ExposedPool, HandoffOwner
@@ -38,6 +39,7 @@ class WorkerParts:
     media: MediaResolver
     prompts: PromptsInProgress
     decodes: RunningDecodes
+    borrower: PrefixBorrower
 
 
 @asynccontextmanager
@@ -56,7 +58,8 @@ async def open_parts(config: WorkerConfig, worker: Worker, calls: Calls) -> Asyn
         media = MediaResolver(facts, EmbeddingPuller(facts, peers, transports))
         prompts = PromptsInProgress(worker.leases, facts.layout.digest)
         decodes = RunningDecodes(HandoffOwner(worker.identity, facts.layout), worker.leases)
-        yield WorkerParts(config, worker, calls, transports, pools, peers, media, prompts, decodes)
+        borrower = await stack.enter_async_context(PrefixBorrower(engine, peers, transports))
+        yield WorkerParts(config, worker, calls, transports, pools, peers, media, prompts, decodes, borrower)
 
 
 def _pools(engines: WorkerEngines) -> list[tuple[KvLayout, BlockMemory]]:

@@ -12,11 +12,13 @@ from rpc.auth.caller import certificate
 from rpc.server import Service
 from rpc.tracing.span import current_span
 from runtime.clock import perf_counter
+from services.engines.answer import FromTiers
 from services.engines.base import Engine
 from services.engines.kv import HeldKv, ReportedPrompt, RetainedPrompt, TieredPrompt
 from services.engines.kv_transfer import AllocatesFirst, EngineHeldKv
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
+from services.handoff.borrowing import PrefixBorrower, PrefixSource, read_source
 from services.handoff.early import PromptInProgress, PromptsInProgress
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import HandoffOwner, release_if_undelivered
@@ -56,7 +58,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             assert self._prefiller is not None
             given, sampling = read_prompt(request), read_sampling(request.sampling)
             prompt = await self._media.with_embeddings(given, read_spans(request.prompt), call.clock)
-            prefilled = await self._prefiller.prefill(_holder(request), prompt, sampling, call)
+            prefilled = await self._prefiller.prefill(_holder(request), prompt, sampling, call, read_source(request))
         return self._prefiller.respond(prefilled, context)
 
 
@@ -79,23 +81,43 @@ class Prefilled:
     prompt: Prompt
     lease: Lease | None
     timings: tuple[Timing, ...]
+    from_tiers: FromTiers
 
 
 class Prefiller:
     """Runs prompts on an engine, and holds their KV in the lease table."""
 
-    def __init__(self, engine: Engine, identity: Identity, leases: LeaseTable, prompts: PromptsInProgress) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        identity: Identity,
+        leases: LeaseTable,
+        prompts: PromptsInProgress,
+        borrower: PrefixBorrower,
+    ) -> None:
         self._engine = engine
+        self._borrower = borrower
         self._prompts = prompts
         self._owner = HandoffOwner(identity, engine.facts.layout)
         self._leases = leases
         self._layout_digest = engine.facts.layout.digest
 
-    async def prefill(self, holder: Holder, prompt: Prompt, sampling: Sampling, call: RunningCall) -> Prefilled:
-        """Computes the KV and holds it. Raises what the engine raises; cancelling it frees everything."""
+    async def prefill(
+        self,
+        holder: Holder,
+        prompt: Prompt,
+        sampling: Sampling,
+        call: RunningCall,
+        source: PrefixSource | None = None,
+    ) -> Prefilled:
+        """Computes the KV and holds it. Raises what the engine raises; cancelling it frees everything.
+
+        `source` is another worker that may have its beginning.
+        """
         check_limits(self._engine.facts, prompt, sampling)
         require_lora(self._engine, prompt)
         await call.faults.inject("queue")
+        await self._borrower.borrow(source, prompt, call)
         asked = perf_counter()
         with self._in_progress(holder, prompt) as progress:
             async with using_lora(self._engine, prompt):
@@ -109,7 +131,8 @@ class Prefiller:
         timings = call.clock.prefilled(asked, kv.queue_seconds)
         metrics.observe_prefill(timings, kv, len(prompt.token_ids))
         traces.prefilled(timings, kv, len(prompt.token_ids))
-        return Prefilled(kv, prompt, lease, timings)
+        below = kv.from_tiers if isinstance(kv, TieredPrompt) else FromTiers()
+        return Prefilled(kv, prompt, lease, timings, call.clock.origins(below, kv.cached_tokens))
 
     def respond(self, prefilled: Prefilled, context: Any) -> prefill_pb2.PrefillResponse:
         """Returns the response, whose handoff is released if the caller is gone before it is sent."""
@@ -162,7 +185,9 @@ class Prefiller:
 async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
     """Opens the role on a worker; one without it answers RoleMismatch."""
     worker, engine = parts.worker, parts.worker.engine
-    prefiller = Prefiller(engine, worker.identity, worker.leases, parts.prompts) if engine is not None else None
+    prefiller = None
+    if engine is not None:
+        prefiller = Prefiller(engine, worker.identity, worker.leases, parts.prompts, parts.borrower)
     servicer = PrefillServicer(parts.calls, parts.media, prefiller)
     yield Service(SERVICE_NAME, prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer)
 
@@ -181,8 +206,7 @@ def _response(owner: HandoffOwner, prefilled: Prefilled) -> prefill_pb2.PrefillR
     handoff.first_token.CopyFrom(_first_token(kv))
     retained = kv.retained if isinstance(kv, RetainedPrompt) else None
     set_usage(handoff.usage, len(prefilled.prompt.token_ids), kv.cached_tokens, retained)
-    if isinstance(kv, TieredPrompt):
-        set_tiers(handoff.usage, kv.from_tiers)
+    set_tiers(handoff.usage, prefilled.from_tiers)
     timings = stage_timings(prefilled.timings, owner.identity.worker_id)
     return prefill_pb2.PrefillResponse(handoff=handoff, timings=timings)
 

@@ -22,6 +22,7 @@ from services.config import WorkerConfig
 from services.control import Aborter, Moving, WorkerServicer
 from services.handoff import service as handoff
 from services.handoff.leases import MONOTONIC, LeaseClock, LeaseTable
+from services.handoff.lending import Lender
 from services.handoff.opening import PoolOpener
 from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
@@ -111,7 +112,13 @@ async def _open_services(parts: WorkerParts, registration: WorkerRegistration) -
     async with AsyncExitStack() as stack:
         opened = [load(kind.worker)(parts) for kind in role_kinds().values()]
         services = [await stack.enter_async_context(opening) for opening in opened]
-        holder = HandoffServicer(worker.identity, parts.pools, worker.leases, parts.prompts)
+        holder = HandoffServicer(
+            worker.identity,
+            parts.pools,
+            worker.leases,
+            parts.prompts,
+            Lender(worker.engine, worker.identity, worker.leases),
+        )
         moving = Moving(
             Shedding(parts.decodes, parts.calls),
             RoleChanger(worker.identity, registration, partial(_record, worker), parts.calls, worker.leases),

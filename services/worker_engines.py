@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError
 from discovery.pairing import WHOLE_REQUESTS
-from discovery.record import ALLOCATES_FIRST, BAD_WORDS, EARLY_HANDOFF, LORA, MOVES_DECODES
+from discovery.record import ALLOCATES_FIRST, BAD_WORDS, EARLY_HANDOFF, LORA, MOVES_DECODES, PREFIX_LOANS
 from discovery.registry import Registry
 from engine_protocol.roles import LANGUAGE_MODEL, role_kinds, with_kv
 from services.config import WorkerConfig
@@ -82,7 +82,7 @@ class WorkerEngines:
         """For the registry: `images` if the model takes images, `whole_requests` if no KV can be handed to it, `lora`
         if it serves adapters, `allocates_first` if its engine allocates before a prompt is computed elsewhere,
         `early_handoff` if its engine hands over while it computes, `moves_decodes` if it does while it decodes,
-        `bad_words` if its engine has them.
+        `bad_words` if its engine has them, `prefix_loans` if it lends blocks of its prefix cache.
         """
         facts = self._all_facts[0]
         transfer = self.engine.kv_transfer if self.engine else None
@@ -93,6 +93,7 @@ class WorkerEngines:
             ALLOCATES_FIRST: isinstance(transfer, AllocatesFirst),
             EARLY_HANDOFF: self.engine is not None and self.engine.progress is not None,
             MOVES_DECODES: self.engine is not None and self.engine.moves_decodes,
+            PREFIX_LOANS: self.engine is not None and self.engine.prefixes is not None,
             BAD_WORDS: self.engine is not None and "bad_words" not in facts.unsupported_sampling,
         }
         return tuple(name for name, is_able in able.items() if is_able)

@@ -15,7 +15,7 @@ from devtools.bench.traces import TracedRequest, read_trace
 _AGENT_SECONDS, _AGENT_WARM_SECONDS, _TRACE_WARM_SECONDS = 1200.0, 240.0, 120.0
 _INFINITE_BLOCKS = 10**6
 _HEAD = (
-    "| policy | follow-ups | hit | device/host/disk | p50 | p90 | p99 s | unread | prefill % | refused |\n"
+    "| policy | follow-ups | hit | device/host/disk/peer | p50 | p90 | p99 s | unread | prefill % | refused |\n"
     + "|---" * 10
     + "|"
 )
@@ -46,7 +46,9 @@ def replay(
 def row(cluster: Cluster) -> str:
     """A line of a table."""
     measured = cluster.measured
-    shares = "/".join(f"{measured.found[tier] / max(1, measured.prompts):.2f}" for tier in ("device", "host", "disk"))
+    shares = "/".join(
+        f"{measured.found[tier] / max(1, measured.prompts):.2f}" for tier in ("device", "host", "disk", "peer")
+    )
     times = " | ".join(f"{measured.quantile(share):.2f}" for share in (0.5, 0.9, 0.99))
     return (
         f"| {cluster.policy.name} | {len(measured.first_tokens)} | {measured.hit:.3f} | {shares} | {times} "

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
@@ -20,12 +20,15 @@ _MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Promp
 
 @dataclass(frozen=True)
 class Policy:
-    """The memory below the pool, as multiples of it, and whether clients say that their sessions end."""
+    """The memory below the pool, as multiples of it, whether clients say that their sessions end, and whether workers
+    borrow from one another.
+    """
 
     name: str
     host: float = 0.0
     disk: float = 0.0
     ends: bool = False
+    borrows: bool = False
 
 
 POLICIES = (
@@ -34,6 +37,8 @@ POLICIES = (
     Policy("+ host, disk", host=2, disk=16),
     Policy("+ host, end", host=2, ends=True),
     Policy("+ host, end, disk", host=2, disk=16, ends=True),
+    Policy("+ host, peer", host=2, borrows=True),
+    Policy("+ host, end, peer", host=2, ends=True, borrows=True),
 )
 INFINITE = Policy("infinite")
 
@@ -83,7 +88,10 @@ class Cluster:
             host_bytes_per_second=hardware.host_bytes_per_second,
             disk_bytes_per_second=hardware.disk_read,
         )
-        self._router = PredictedSeconds(priors=priors, clock=time, seed=1)
+        if policy.borrows:
+            rate = hardware.peer_bytes_per_second
+            priors = replace(priors, transfer_base_seconds=0.0, transfer_bytes_per_second=rate)
+        self._router = PredictedSeconds(priors=priors, clock=time, seed=1, prefix_loans=policy.borrows)
         sizes = Sizes(pool_blocks, int(policy.host * pool_blocks), int(policy.disk * pool_blocks))
         self.workers = [Worker(f"p{n}", time, hardware, sizes, self._router.caches) for n in range(WORKERS)]
         decode = WorkerRecord("d", 1, "x:2", ("decode",), "m", "simulated", "a" * 64, 1 << 20)
@@ -119,6 +127,8 @@ class Cluster:
 
         def computed(job: Job) -> None:
             placement.progress.first_token(job.found.total() * BLOCK_TOKENS)
+            if job.loan_seconds:
+                placement.progress.borrowed(job.found["peer"] * BLOCK_TOKENS, job.loan_seconds)
             placement.progress.close()
             if sent >= self._warm_seconds:
                 self.measured.prompts += len(blocks)
@@ -127,7 +137,11 @@ class Cluster:
                     self.measured.first_tokens.append(self.time.now - sent)
             self.time.later(output, answered)
 
-        placement.prefill.worker.run(Job(session, [hash_of(each) for each in blocks], computed))
+        job = Job(session, [hash_of(each) for each in blocks], computed)
+        if (prediction := placement.prediction) is not None and (peer := prediction.load.peer) is not None:
+            [job.lender] = [worker for worker in self.workers if worker.record is peer.record]
+            job.lent_blocks = peer.num_blocks
+        placement.prefill.worker.run(job)
 
     def end(self, session: str) -> None:
         """Ends a session, if the policy lets clients say so."""

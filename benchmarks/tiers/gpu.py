@@ -26,8 +26,8 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.pytorch.kv_cache.tiers.host import Copier
-from services.engines.pytorch.kv_cache.tiers.seal import Digester
 from services.engines.pytorch.model import loading
 
 _ROUNDS = 7

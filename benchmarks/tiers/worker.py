@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.routing.simulated.clock import Time
-from discovery.record import WorkerRecord
+from discovery.record import PREFIX_LOANS, WorkerRecord
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Session
@@ -30,6 +30,7 @@ class Hardware:
     host_bytes_per_second: float = 55e9
     disk_read: float = 1.6e9
     disk_write: float = 0.65e9
+    peer_bytes_per_second: float = 11e9  # 100 Gbit/s Ethernet
     context_tokens: float = float("inf")
 
     def compute_seconds(self, tokens: int, before: int) -> float:
@@ -53,6 +54,9 @@ class Job:
     session: str
     hashes: Sequence[bytes]
     computed: Callable[["Job"], None]
+    lender: "Worker | None" = None  # which the router has named, and how many blocks that is to have
+    lent_blocks: int = 0
+    loan_seconds: float = 0.0
     expected_at: float = 0.0
     found: Counter[str] = field(default_factory=Counter)
     blocks: list[int] = field(default_factory=list)
@@ -62,7 +66,9 @@ class Worker:
     """Computes prompts in order. Tells the router's picture of its cache of every change."""
 
     def __init__(self, name: str, time: Time, hardware: Hardware, sizes: Sizes, caches: PrefixCaches) -> None:
-        self.record = WorkerRecord(name, 1, "x:1", ("prefill",), "m", "simulated", "a" * 64, 1 << 20)
+        self.record = WorkerRecord(
+            name, 1, "x:1", ("prefill",), "m", "simulated", "a" * 64, 1 << 20, capabilities=(PREFIX_LOANS,)
+        )
         self._time, self._hardware, self._caches = time, hardware, caches
         self._cache = Cache(self.record.process)
         self._caches.replace(self._cache, ())
@@ -74,6 +80,7 @@ class Worker:
         self.rates.loaded(KvTier.DISK, 100, 100 * BLOCK_BYTES / hardware.disk_read)
         self.rates.computed(4096, hardware.compute_seconds(4096, 0))
         self._free_at = self._link_at = self._disk_read_at = self._disk_write_at = 0.0
+        self._nic_at = 0.0
         self.busy_seconds = 0.0
         self.moved: Counter[str] = Counter()
 
@@ -100,18 +107,46 @@ class Worker:
         return sum(self.directory.lose(block_hash) for block_hash in hashes)
 
     def run(self, job: Job) -> None:
+        """Borrows the beginning of a prompt, if it is to, and runs it."""
+        lender, job.lender = job.lender, None
+        hashes = job.hashes[: min(job.lent_blocks, len(job.hashes) - 1)]
+        cached = self.pool.match(hashes)
+        lent = lender.pool.match(hashes)[len(cached) :] if lender else []
+        if lender is None or not lent or self.pool.available_beside(cached) < len(lent):
+            self._run(job)
+            return
+        self.pool.share(cached)
+        own = cached + self.pool.allocate(len(lent))
+        lender.pool.share(lent)
+        seconds = len(lent) * BLOCK_BYTES / self._hardware.peer_bytes_per_second
+        job.loan_seconds = max(self._nic_at, lender._nic_at, self._time.now) + seconds - self._time.now
+        self._nic_at = lender._nic_at = self._time.now + job.loan_seconds
+        self.moved["lent"] += len(lent)
+
+        def pulled() -> None:
+            lender.pool.release(lent)
+            for block, block_hash in zip(own, hashes, strict=False):
+                self.pool.store(block, block_hash)
+            self.pool.release(own)
+            job.found["peer"] = len(lent)
+            self._run(job)
+
+        self._time.later(job.loan_seconds, pulled)
+
+    def _run(self, job: Job) -> None:
         """Loads and computes a prompt, once there is memory for it."""
         cached = self.pool.match(job.hashes[:-1])
         rest = job.hashes[len(cached) : -1]
         if self.pool.available_beside(cached) < len(job.hashes) - len(cached):
-            self._time.later(_RETRY_SECONDS, partial(self.run, job))
+            self._time.later(_RETRY_SECONDS, partial(self._run, job))
             return
         loaded = self.rates.worth_loading(*self.directory.following(rest)) if rest else 0
         self.pool.share(cached)
         # Taken before the allocation evicts others into these tiers.
         places = [self.directory.take(block_hash) for block_hash in rest[:loaded]]
         job.blocks = cached + self.pool.allocate(len(job.hashes) - len(cached))
-        job.found["device"] = len(cached)
+        job.found["peer"] = min(job.found["peer"], len(cached))
+        job.found["device"] = len(cached) - job.found["peer"]
         self._start(job, places)
 
     def _start(self, job: Job, places: Sequence[Place]) -> None:

@@ -18,7 +18,7 @@ async def run(arguments: argparse.Namespace) -> int:
         response = await client.explain_route(request)
     print(f"policy {response.policy}, {response.prompt_tokens} prompt tokens")
     if response.candidates:
-        columns = ["prefill", "decode", *_NUMBERS, "near", "cache"]
+        columns = ["prefill", "decode", *_NUMBERS, "peer", "near", "cache"]
         output().print(table(columns, [_row(each) for each in response.candidates], numbers=_NUMBERS))
     for line in response.workers:
         print(line)
@@ -42,6 +42,7 @@ def _row(candidate: cluster_service_pb2.RouteCandidate) -> list[str]:
         *(f"{each * 1e3:.1f}" for each in seconds),
         str(candidate.cached_tokens),
         str(candidate.uncached_tokens),
+        f"{candidate.peer_tokens} of {candidate.peer_worker_id}" if candidate.peer_tokens else "-",
         candidate.nearness or "-",
         "reported" if candidate.has_kv_events else "estimated",
     ]

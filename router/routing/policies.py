@@ -140,7 +140,13 @@ def load_policy(config: RoutingConfig) -> Policy:
 def _factory(config: RoutingConfig) -> Callable[..., Any]:
     name = config.policy
     nearness = Nearness(config.handoff_within, config.far_seconds)
-    predicted = partial(PredictedSeconds, config.temperature_seconds, priors=_priors(config), nearness=nearness)
+    predicted = partial(
+        PredictedSeconds,
+        config.temperature_seconds,
+        priors=_priors(config),
+        nearness=nearness,
+        prefix_loans=config.prefix_loans,
+    )
     built_in: dict[str, Callable[..., Any]] = {
         "automatic": predicted,
         "least_loaded": partial(LeastLoaded, session_slack=config.session_slack, prefers_near=config.far_seconds > 0),

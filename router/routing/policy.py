@@ -5,7 +5,7 @@ A policy chooses among workers that can run the request (filters.py). docs/exten
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
@@ -150,12 +150,29 @@ class Candidates(Generic[W]):
         return prefill in self.prefill and can_hand_over(prefill.record, decode.record, self.within)
 
 
+class PeerPlan(NamedTuple):
+    """A worker that lends the first blocks of a prompt: how many it has, and the tokens of those that are pulled.
+
+    `seconds` is how long the pull takes, and `saved_seconds` how long it would take to compute what it brings.
+    """
+
+    record: WorkerRecord
+    rank: int
+    num_blocks: int
+    tokens: int
+    seconds: float
+    saved_seconds: float
+
+
 class LoadPlan(NamedTuple):
-    """The tokens that a worker loads from its tiers below the pool, and how long that takes."""
+    """The tokens that a worker loads from its tiers below the pool, or pulls from a peer, and the time that this adds
+    to computing.
+    """
 
     host_tokens: int = 0
     disk_tokens: int = 0
     seconds: float = 0.0
+    peer: PeerPlan | None = None
 
 
 NO_LOAD = LoadPlan()
@@ -206,9 +223,12 @@ class Prediction(Generic[W]):
         terms = ("wait", "prefill", "transfer", "decode", "stall", "distance")
         parts = " + ".join(f"{name} {getattr(self, name) * 1e3:.3g}" for name in terms if getattr(self, name))
         tokens = f"{self.cached_tokens} cached, {self.uncached_tokens} not"
-        if self.load.seconds:
+        if self.load.seconds and not self.load.peer:
             loaded = f"{self.load.host_tokens} from host, {self.load.disk_tokens} from disk"
             tokens += f"; loads {loaded} in {self.load.seconds * 1e3:.3g} ms of prefill"
+        if peer := self.load.peer:
+            lender, saved = peer.record.worker_id, peer.saved_seconds * 1e3
+            tokens += f"; pulls {peer.tokens} from {lender} in {peer.seconds * 1e3:.3g} ms instead of {saved:.3g}"
         return f"{where}{self.decode_worker.record.worker_id}: {self.total * 1e3:.3g} ms = {parts or 0} ({tokens})"
 
 
@@ -220,6 +240,9 @@ class Progress(Protocol):
 
     def found_cached(self, cached_tokens: int) -> None:
         """The decode worker has finished, and reports how many tokens of the prompt were in its prefix cache."""
+
+    def borrowed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of the prompt, perhaps none, came from the prediction's peer after so many seconds."""
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         """The decode worker has taken the KV over."""
@@ -237,6 +260,9 @@ class IgnoredProgress:
     def found_cached(self, cached_tokens: int) -> None:
         """No-op (Progress)."""
 
+    def borrowed(self, tokens: int, seconds: float) -> None:
+        """No-op (Progress)."""
+
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         """No-op (Progress)."""
 
@@ -244,11 +270,18 @@ class IgnoredProgress:
         """No-op (Progress)."""
 
 
+def _no_candidates(most: int) -> list[Prediction[Any]]:
+    del most
+    return []
+
+
 @dataclass(slots=True)
 class Placement(Generic[W]):
     """The worker that decodes, and the one that prefills. Without the latter the decode worker runs the prompt.
 
-    `prediction` is set by policies that predict. `progress` is told what happens to the request, and closed in the end.
+    `prediction` is set by policies that predict. Their `candidates` gives up to a number of the predictions that were
+    compared, as they were: the chosen one, then the best. `progress` is told what happens to the request, and closed in
+    the end.
     """
 
     decode: W
@@ -257,6 +290,7 @@ class Placement(Generic[W]):
     explain: Callable[[], list[str]] = field(default=list, compare=False)
     prediction: Prediction[W] | None = None
     progress: Progress = field(default=IgnoredProgress(), compare=False)
+    candidates: Callable[[int], list[Prediction[W]]] = field(default=_no_candidates, compare=False)
 
     @property
     def rank(self) -> int | None:

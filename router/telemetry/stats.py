@@ -11,7 +11,7 @@ from rpc.status import OK
 
 GENERATE = "generate"
 _LAST_SECOND = 253402300799  # of the year 9999
-_CACHE_FIELDS = ("host_cached_tokens", "disk_cached_tokens", "retained_tokens")
+_CACHE_FIELDS = ("host_cached_tokens", "disk_cached_tokens", "peer_cached_tokens", "retained_tokens")
 _MOST_DRAFTED = 2**27  # of one answer: the field has 32 bits, and a request may have several answers
 
 
@@ -79,11 +79,13 @@ class RequestStats:
 
     def found_in_caches(self, usage: handoff_pb2.PromptUsage) -> None:
         """Notes what the worker that ran the prompt found in each tier, and what it retains. Wrong values are cut."""
-        tiers = (usage.host_cached_tokens, usage.disk_cached_tokens)
+        tiers = (usage.host_cached_tokens, usage.disk_cached_tokens, usage.peer_cached_tokens)
         if not (usage.retained_tokens or any(tiers)):
             return
-        host, disk = (min(tokens, self.cached_tokens) for tokens in tiers)
-        self.prompt_caches = caches = generate_pb2.Usage(host_cached_tokens=host, disk_cached_tokens=disk)
+        host, disk, peer = (min(tokens, self.cached_tokens) for tokens in tiers)
+        self.prompt_caches = caches = generate_pb2.Usage(
+            host_cached_tokens=host, disk_cached_tokens=disk, peer_cached_tokens=peer
+        )
         if usage.retained_tokens and 0 <= usage.retained_until.seconds <= _LAST_SECOND:
             caches.retained_tokens = min(usage.retained_tokens, self.prompt_tokens)
             caches.retained_until.seconds = usage.retained_until.seconds

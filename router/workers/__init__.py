@@ -5,6 +5,7 @@ handle.py        WorkerHandle: one worker's stubs, health and load; its calls sh
 calls.py         WorkerCalls: the Prefill, Decode and Release calls of one request
 role_calls.py    a call of a role to one worker after another, until one has answered
 destinations.py  Destination: what a decode worker allocates before the prompt is computed
+prefix_sources.py  where a worker is to borrow the beginning of a prompt, and what came of it
 prefetches.py    Prefetch: a decode worker reads KV while its prompt is computed
 replies.py       checks what workers answer, and suspends those that answer wrong
 aborts.py        stops calls on workers

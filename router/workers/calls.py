@@ -25,11 +25,13 @@ from baton.errors import (
 from baton.inference.v1 import timing_pb2
 from engine_protocol.multiplex.separate_call import StreamingCall
 from router.context import RequestContext
+from router.recording.notes import AttemptNote
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost
 from router.workers.handle import WorkerHandle
+from router.workers.prefix_sources import prefix_source
 from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
@@ -159,6 +161,7 @@ class WorkerCalls:
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=rank,
                 destination=destination.message if destination else None,
+                prefix_source=prefix_source(placement, worker),
             )
             # Messages as arguments are copied in twice the time.
             request.prompt.CopyFrom(prompt)
@@ -184,6 +187,8 @@ class WorkerCalls:
             self._computed_by = calling.span.context
             calling.timing.report(response.timings)
             calling.timing.is_complete = True
+            if calling.note is not None:
+                calling.note.holds(response.handoff)
         return response.handoff
 
     async def decode(
@@ -208,6 +213,7 @@ class WorkerCalls:
                 emitted=emitted,
                 data_parallel_rank=rank,
                 destination_id=destination.message.destination_id if destination else "",
+                prefix_source=None if handoff else prefix_source(placement, worker),
             )
             request.prompt.CopyFrom(prompt)
             request.sampling.CopyFrom(self._sampling)
@@ -294,10 +300,11 @@ class _Calling:
     Not a generator, and not five of them: each takes eight calls, and a request makes two calls to workers.
     """
 
-    __slots__ = ("_ctx", "_entered", "_name", "_stage", "_tokens", "_worker", "span", "timing")
+    __slots__ = ("_ctx", "_entered", "_name", "_stage", "_tokens", "_worker", "note", "span", "timing")
 
     timing: CallTiming
     span: Span
+    note: AttemptNote | None
 
     def __init__(
         self, ctx: RequestContext, stage: timing_pb2.Stage.ValueType, name: str, worker: WorkerHandle, tokens: int
@@ -318,6 +325,8 @@ class _Calling:
         if self.span.is_recording:
             self.span.set(worker_attributes(worker))
         worker.add_load(self._tokens)
+        notes = self._ctx.notes
+        self.note = notes.began(self._name, worker.record) if notes is not None else None
         return self
 
     def __exit__(
@@ -326,7 +335,9 @@ class _Calling:
         ctx, worker = self._ctx, self._worker
         worker.remove_load(self._tokens)
         self._entered.__exit__(kind, error, trace)
-        ctx.timings.end_call(self.timing)
+        stages = ctx.timings.end_call(self.timing)
+        if self.note is not None and ctx.notes is not None:
+            ctx.notes.ended(self.note, stages, error)
         if isinstance(error, BatonError):
             found = of_worker(error, ctx.deadline.remaining_seconds)
             if isinstance(found, DeadlineExceeded):

@@ -23,6 +23,9 @@ def set_routing_attributes(placement: Placement[WorkerHandle], span: Span) -> No
         attributes["baton.route.predicted_seconds"] = placement.prediction.total
         attributes["baton.route.predicted_first_token_seconds"] = placement.prediction.first_token
         attributes["baton.route.cached_tokens"] = placement.prediction.cached_tokens
+        if peer := placement.prediction.load.peer:
+            attributes["baton.route.peer_worker_id"] = peer.record.worker_id
+            attributes["baton.route.peer_tokens"] = peer.tokens
     span.set(attributes)
 
 

@@ -51,10 +51,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class FromTiers:
-    """Of a prompt's cached tokens, those that were loaded from tiers below the pool."""
+    """Of a prompt's cached tokens, those that were loaded from tiers below the pool, or borrowed for it from a peer.
+
+    `peer_seconds` is how long that took, or the attempt; 0 if none was made.
+    """
 
     host: int = 0
     disk: int = 0
+    peer: int = 0
+    peer_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

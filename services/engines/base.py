@@ -15,11 +15,12 @@ from typing_extensions import Self
 from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import ClosingStream, Generation
-from services.engines.kv import BlockMemory, HeldKv, KvLayout, PulledKv, Reservation
+from services.engines.kv import BlockMemory, HeldBlocks, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import ReportsKvEvents
 from services.engines.kv_transfer import TransfersKv
 from services.engines.loras import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
+from services.engines.seals import host_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,16 @@ class ReportsProgress(Protocol):
         """
 
 
+class LendsPrefixes(Protocol):
+    """An engine that lets other workers read blocks of its prefix cache, and takes theirs into it: see Reservation."""
+
+    async def lend_prefix(self, block_hashes: Sequence[bytes], rank: int) -> HeldBlocks | None:
+        """Holds the blocks of a chain, from the first link on, as far as they are in the pool of a data-parallel rank.
+
+        None if it has none of them, or if too many blocks are held for other workers already. Cancelling frees them.
+        """
+
+
 class PrefillEngine(Protocol):
     """Runs prompts and holds their KV."""
 
@@ -287,6 +298,16 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     def progress(self) -> ReportsProgress | None:
         """Itself, if others can read the first blocks of a prompt from `memory` while it computes the rest."""
         return None
+
+    @property
+    def prefixes(self) -> LendsPrefixes | None:
+        """Itself, if it lends what its prefix cache has; None if not."""
+        return None
+
+    def digest(self, block_ids: Sequence[int]) -> list[int]:
+        """The digests of blocks of its memory, whose content is final: see seals.py. Blocking; call it in a thread."""
+        assert self.memory is not None
+        return host_digests(self.memory, block_ids)
 
     @property
     def kv_events(self) -> ReportsKvEvents | None:

@@ -231,8 +231,14 @@ class Reservation(Protocol):
         Call it only when no transfer can write into the blocks any more.
         """
 
-    async def cache(self) -> None:
-        """Frees the blocks, which have got their KV, so that the prefix cache keeps the full ones, where it is on."""
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The names of the full blocks, in the order of the tokens."""
+
+    async def cache(self, num_blocks: int) -> None:
+        """Frees the blocks, of which the first `num_blocks` have got their KV: the prefix cache keeps those of them
+        that are full, where it is on.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ fetcher.py         the reader's side where engines transfer KV themselves
 spans.py           spans of the stages, from the engine's own times
 destinations.py    the blocks of such engines that are allocated before the prompt is computed
 remote_lease.py    a lease as its reader keeps, confirms or gives it up
+lending.py         the owner's side of loans from its prefix cache, and digests of what it holds
+borrowing.py       the reader's side of such loans
 opening.py         the reader's side before handoffs: pools of registered peers, opened ahead
 peers.py           channels to owners, and their pools
 """

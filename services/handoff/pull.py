@@ -1,17 +1,21 @@
 """The reader's side of a handoff: reserve, pull, confirm. Unconfirmed KV is never used."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+import structlog
 from typing_extensions import Self
 
-from baton.errors import HandoffLost, Overloaded
+from baton.calls import unary
+from baton.engine.v1 import handoff_pb2
+from baton.errors import BatonError, HandoffLost, Overloaded, StaleEpoch
 from baton.inference.v1 import timing_pb2
 from rpc.timeouts import KV_TRANSFER_SECONDS
-from rpc.tracing.span import stage_span
-from runtime.aio import TaskGroup, run_to_completion, run_with_background
+from rpc.tracing.span import current_span, stage_span
+from runtime.aio import TaskGroup, run_to_completion, run_with_background, wait_until_done
 from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import NoFreeBlocks, PulledKv, Reservation
@@ -28,6 +32,8 @@ from services.telemetry import metrics
 from services.telemetry.timings import Timing
 from services.transports.base import Transfer, TransferFailed, Transport
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
@@ -40,7 +46,10 @@ class Pulled:
 class Puller:
     """Pulls handoffs. An async context manager: leaving waits for pending releases."""
 
-    def __init__(self, engine: Engine, peers: Peers, transports: Sequence[Transport]) -> None:
+    def __init__(self, engine: Engine, peers: Peers, transports: Sequence[Transport], check_every: int = 0) -> None:
+        """The content of one handoff in `check_every` is compared with its owner's; of none if that is 0."""
+        self._check_every = check_every
+        self._num_pulled = 0
         self.prefetcher = Prefetcher(engine, peers, transports)
         self._engine = engine
         self._peers = peers
@@ -101,6 +110,9 @@ class Puller:
         pool = await peer.pool(attempt.handoff, self._transports, self._engine.facts.layout)
         check_blocks(attempt.handoff, pool.shape.num_blocks)
         await attempt.transfer(pool)
+        self._num_pulled += 1
+        if self._check_every and self._num_pulled % self._check_every == 0:
+            await attempt.check(peer)
 
     def _give_up(self, handoff: Handoff, lease: ReaderLease) -> None:
         if not lease.is_over:
@@ -144,6 +156,30 @@ class _Attempt:
         early = self._prefetched
         self._num_bytes = await self._copy(pool, self._reservation) + (early.num_bytes if early else 0)
         self._transport = pool.transport if self._num_bytes else ""
+
+    async def check(self, peer: OwnerConnection) -> None:
+        """Compares what was pulled with what the owner has. Raises HandoffLost if it differs, or cannot be compared."""
+        assert self._reservation is not None
+        first = self._reservation.cached_blocks
+        here = self._reservation.block_ids[first:]
+        handoff = self.handoff
+        request = handoff_pb2.DigestBlocksRequest(handoff_id=handoff.handoff_id, epoch=handoff.epoch, first_block=first)
+        digesting = asyncio.ensure_future(asyncio.to_thread(self._engine.digest, here))
+        try:
+            answer = await unary(peer.stub.DigestBlocks(request, timeout=KV_TRANSFER_SECONDS))
+        except StaleEpoch:
+            raise
+        except BatonError as error:
+            text = f"the KV of worker {handoff.worker_id} cannot be checked: {error.message}"
+            raise HandoffLost(text) from error
+        finally:
+            await wait_until_done(digesting)
+        is_equal = digesting.result() == list(answer.digests)
+        metrics.HANDOFF_CHECKS.labels("equal" if is_equal else "damaged").inc()
+        current_span().set({"baton.handoff.checked": True, "baton.handoff.damaged": not is_equal})
+        if not is_equal:
+            log.warning("handoff is damaged", owner=handoff.worker_id, blocks=len(here))
+            raise HandoffLost(f"the KV of worker {handoff.worker_id} did not arrive as it was sent")
 
     async def confirm(self, lease: ReaderLease) -> Pulled:
         """Ends the lease, which makes the blocks' content valid. Raises HandoffLost or StaleEpoch if the lease did not

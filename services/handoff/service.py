@@ -13,6 +13,7 @@ from services.engines.kv import KvLayout
 from services.engines.prompt import Lora
 from services.handoff.early import PromptsInProgress, follow_response
 from services.handoff.leases import Lease, LeaseTable
+from services.handoff.lending import Lender, lend_response
 from services.identity import Identity
 from services.telemetry.timings import duration
 
@@ -58,8 +59,14 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     """Lets the holders of handoffs read the pools, and renew and release their leases."""
 
     def __init__(
-        self, identity: Identity, pools: Sequence[ExposedPool], leases: LeaseTable, prompts: PromptsInProgress
+        self,
+        identity: Identity,
+        pools: Sequence[ExposedPool],
+        leases: LeaseTable,
+        prompts: PromptsInProgress,
+        lender: Lender,
     ) -> None:
+        self._lender = lender
         self._pools = pools
         self._identity = identity
         self._leases = leases
@@ -95,6 +102,21 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
             async with aclosing(prompt.follow()) as told:
                 async for blocks in told:
                     await context.write(follow_response(prompt, blocks))
+
+    async def LendPrefix(self, request: handoff_pb2.LendPrefixRequest, context: Any) -> handoff_pb2.LendPrefixResponse:
+        self._identity.require_epoch(request.epoch)
+        self._pool_of(request.layout_digest)
+        lent = await self._lender.lend(request)
+        if lent is not None:
+            release_if_undelivered(context, [lent[0].handoff_id], self._leases)
+        return lend_response(lent)
+
+    async def DigestBlocks(
+        self, request: handoff_pb2.DigestBlocksRequest, context: Any
+    ) -> handoff_pb2.DigestBlocksResponse:
+        self._identity.require_epoch(request.epoch)
+        self._leases.require_holder(request.handoff_id, certificate())
+        return handoff_pb2.DigestBlocksResponse(digests=await self._lender.digest(request))
 
     async def List(self, request: handoff_pb2.ListRequest, context: Any) -> handoff_pb2.ListResponse:
         return handoff_pb2.ListResponse(handoffs=[_held_handoff(lease) for lease in self._leases.held])

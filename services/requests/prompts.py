@@ -11,6 +11,7 @@ from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, Tok
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
 from services.requests.loras import read_lora
+from services.telemetry.timings import duration
 
 # The requests for a prompt with a part of its answer.
 _CONTINUES = (decode_pb2.DecodeRequest, decode_pb2.WarmRequest)
@@ -68,8 +69,11 @@ def set_usage(
 
 
 def set_tiers(message: handoff_pb2.PromptUsage, tiers: FromTiers) -> None:
-    """Sets the cached tokens that were loaded from tiers below the pool, in place."""
+    """Sets the cached tokens that were loaded from tiers below the pool, or borrowed from a peer, in place."""
     message.host_cached_tokens, message.disk_cached_tokens = tiers.host, tiers.disk
+    if tiers.peer_seconds:
+        message.peer_cached_tokens = tiers.peer
+        message.peer_seconds.CopyFrom(duration(tiers.peer_seconds))
 
 
 def read_sampling(message: prompt_pb2.Sampling) -> Sampling:

@@ -113,6 +113,31 @@ HANDOFFS_GIVEN_BACK = Counter(
     "Handoffs that were released because KV held for other workers left no room for them.",
     registry=REGISTRY,
 )
+HANDOFF_CHECKS = Counter(
+    "baton_handoff_checks_total",
+    "Handoffs whose content was compared with its owner's, by handoff.verify: equal, or damaged.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+LENT_BLOCKS = Counter(
+    "baton_prefix_lent_blocks_total", "Blocks of the prefix cache that were lent to other workers.", registry=REGISTRY
+)
+PREFIX_LOANS = Counter(
+    "baton_prefix_loans_total",
+    "Attempts to borrow the beginning of a prompt from another worker's prefix cache, by how they ended.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+PREFIX_LOAN_SECONDS = Histogram(
+    "baton_prefix_loan_seconds",
+    "From the request for a loan until its blocks were pulled, checked and confirmed.",
+    ["transport"],
+    buckets=_HANDOFF_SECONDS,
+    registry=REGISTRY,
+)
+PREFIX_LOAN_BYTES = Counter(
+    "baton_prefix_loan_bytes_total", "KV that was borrowed and confirmed.", ["transport"], registry=REGISTRY
+)
 CONFIRMATIONS_REFUSED = Counter(
     "baton_handoff_confirmations_refused_total",
     "Releases of handoffs whose lease had expired.",

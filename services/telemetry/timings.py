@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from baton.inference.v1 import timing_pb2
 from rpc.interceptors.arrival import arrived_at
 from runtime.clock import perf_counter
-from services.engines.answer import Finished, Tokens
+from services.engines.answer import Finished, FromTiers, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,21 @@ class CallClock:
     def __init__(self) -> None:
         self._began = arrived_at()
         self.timings: list[Timing] = []
+        self._peer = FromTiers()
 
     def add(self, timings: Sequence[Timing]) -> None:
         """Adds finished stages."""
         self.timings += timings
+
+    def borrowed(self, timing: Timing, num_tokens: int) -> None:
+        """Adds an attempt to borrow the beginning of the prompt, which has brought so many tokens."""
+        self.timings.append(timing)
+        self._peer = FromTiers(peer=num_tokens, peer_seconds=timing.seconds)
+
+    def origins(self, below: FromTiers, cached_tokens: int) -> FromTiers:
+        """Where the cached tokens of the prompt were: below the pool, as the engine says, and at a peer."""
+        peer = min(self._peer.peer, max(0, cached_tokens - below.host - below.disk))
+        return replace(below, peer=peer, peer_seconds=self._peer.peer_seconds)
 
     def waited_until(self, moment: float) -> float:
         """Returns the seconds until `moment`, of time.perf_counter, that belong to no finished stage."""
@@ -104,6 +115,7 @@ class DecodeClock:
         self.asked = perf_counter()
         self.first_at: float | None = None
         self.is_pulled = is_pulled
+        self._call = call
         self._waited = call.waited_until(self.asked)
         self.began = self.asked - self._waited  # start of the queue stage
         self._fault_seconds = 0.0
@@ -134,4 +146,5 @@ class DecodeClock:
             queue_seconds=self._waited + engine.queue_seconds,
             prefill_seconds=prompt_seconds,
             decode_seconds=steps_seconds + self._fault_seconds,
+            from_tiers=self._call.origins(engine.from_tiers, engine.cached_tokens),
         )

@@ -228,16 +228,20 @@ class Nearness:
 
 @dataclass(slots=True, eq=False)
 class WorkerCost:
-    """The measured costs of one worker. `links` are the links from it, by the reading process."""
+    """The measured costs of one worker. `links` are the links from it, by the reading process; `loans` are the same for
+    loans of prefixes, whose blocks are digested on both sides.
+    """
 
     record: WorkerRecord
     process: str
     prefill: RelativeCost  # of tokens
     entry: RelativeCost  # into the decoding batch
-    transfer: LinearCost  # usual in its group
+    transfer: LinearCost  # usual in its group, as is the next one
+    loan: LinearCost
     ranks: tuple[RankWork, ...]
     nearness: Nearness = Nearness()
     links: dict[str, Link] = field(default_factory=dict)
+    loans: dict[str, Link] = field(default_factory=dict)
     coming: int = 0  # requests that will decode there once their prompts are computed elsewhere
 
     def link_to(self, reader: "WorkerCost") -> Link:
@@ -245,6 +249,13 @@ class WorkerCost:
         found = self.links.get(reader.process)
         if found is None:
             found = self.links[reader.process] = self.nearness.link(self.transfer, self.record, reader.record)
+        return found
+
+    def loan_to(self, reader: "WorkerCost") -> Link:
+        """The cost of lending another worker bytes of the prefix cache."""
+        found = self.loans.get(reader.process)
+        if found is None:
+            found = self.loans[reader.process] = self.nearness.link(self.loan, self.record, reader.record)
         return found
 
 
@@ -255,6 +266,7 @@ class _Usual:
     prefill: LinearCost
     entry: LinearCost
     transfer: LinearCost
+    loan: LinearCost
 
 
 class Costs:
@@ -299,6 +311,7 @@ class Costs:
                 RelativeCost(usual.prefill),
                 RelativeCost(usual.entry),
                 usual.transfer,
+                usual.loan,
                 tuple(ranks),
                 self._nearness,
             )
@@ -311,10 +324,10 @@ class Costs:
             return
         self._fades_at = now + _UNUSED_SECONDS
         for usual in self._groups.values():
-            for cost in (usual.prefill, usual.entry, usual.transfer):
+            for cost in (usual.prefill, usual.entry, usual.transfer, usual.loan):
                 cost.fade()
         for worker in self._workers.values():
-            for relative in (worker.prefill, worker.entry, *worker.links.values()):
+            for relative in (worker.prefill, worker.entry, *worker.links.values(), *worker.loans.values()):
                 relative.fade()
 
     def forget(self, process: str) -> None:
@@ -326,6 +339,7 @@ class Costs:
                 self.shares.forget(rank)
         for cost in self._workers.values():
             cost.links.pop(process, None)
+            cost.loans.pop(process, None)
 
     def _usual(self, group: str) -> _Usual:
         found = self._groups.get(group)
@@ -335,5 +349,6 @@ class Costs:
                 prefill=LinearCost(priors.prefill_base_seconds, 1 / priors.prefill_tokens_per_second, 4096.0),
                 entry=LinearCost(priors.entry_seconds, 0.0, 1.0),
                 transfer=LinearCost(priors.transfer_base_seconds, 1 / priors.transfer_bytes_per_second, 64e6),
+                loan=LinearCost(priors.transfer_base_seconds, 1 / priors.transfer_bytes_per_second, 64e6),
             )
         return found

@@ -11,6 +11,9 @@ from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.routing.prefix.work import WorkTicket
 from router.telemetry import metrics
 
+# A loan that was given up counts as so many times as long.
+_LATE = 2.0
+
 
 class Forecast(Generic[W]):
     """The Progress of a request that was placed by prediction. Its prompt counts as work of its place until `close`."""
@@ -22,6 +25,7 @@ class Forecast(Generic[W]):
         "_cost",
         "_costs",
         "_has_first_token",
+        "_loading",
         "_matched",
         "_prediction",
         "_reader",
@@ -55,6 +59,7 @@ class Forecast(Generic[W]):
             self._work, decoding, prediction.uncached_tokens, prediction.prefill
         )
         self._has_first_token = False
+        self._loading = prediction.load.seconds
         seconds = prediction.first_token + prediction.transfer + prediction.decode
         self._expect(prediction.runs_on, self._work.cache, seconds)
         self._reader: Cache | None = None  # the cache that the KV is still to arrive in
@@ -72,7 +77,7 @@ class Forecast(Generic[W]):
         self._arrive()
         cached = self._prediction.cached_tokens if cached_tokens is None else cached_tokens
         tokens = self._request.prompt_tokens - cached
-        for computed in self._work.queue.done(self._ticket, tokens, cached + tokens / 2, self._prediction.load.seconds):
+        for computed in self._work.queue.done(self._ticket, tokens, cached + tokens / 2, self._loading):
             # Each by itself would look as if the first one had taken all the time, and the others none.
             seconds = max(0.0, computed.seconds - computed.loading) / computed.prompts
             context = computed.looks_back / max(1, computed.tokens)
@@ -86,6 +91,20 @@ class Forecast(Generic[W]):
     def found_cached(self, cached_tokens: int) -> None:
         if self._prediction.prefill_worker is None:
             self._correct(cached_tokens)
+
+    def borrowed(self, tokens: int, seconds: float) -> None:
+        peer, blocks = self._prediction.load.peer, self._request.blocks
+        if peer is None:
+            return
+        self._loading = max(0.0, seconds - self._prediction.wait)
+        link = self._costs.of(peer.record).loan_to(self._cost)
+        if tokens or seconds > peer.seconds:
+            moved = min(tokens or peer.tokens, peer.tokens) / blocks.block_tokens * blocks.block_bytes
+            # One that brought nothing would have taken longer: it ends when computing is as quick.
+            link.add(moved, seconds if tokens else _LATE * seconds)
+        elif not self._caches.reports(peer.record.process):
+            first = peer.num_blocks - peer.tokens // blocks.block_tokens
+            self._caches.correct(Cache(peer.record.process, peer.rank), blocks.keys[first : peer.num_blocks])
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         owner, reader = self._prediction.prefill_worker, self._prediction.decode_worker

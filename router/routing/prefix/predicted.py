@@ -8,15 +8,15 @@ check. The costs are learnt from the requests that this router has sent.
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TypeAlias
 
 from baton.inference.v1 import generate_pb2
 from router.routing.latency import Clock
-from router.routing.policy import NO_LOAD, Candidates, Placement, Prediction, RoutingRequest, W
-from router.routing.prefix.cost import Costs, Nearness, Priors
+from router.routing.policy import NO_LOAD, Candidates, LoadPlan, Placement, Prediction, RoutingRequest, W
+from router.routing.prefix.cost import Costs, Nearness, Priors, WorkerCost
 from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.routing.prefix.rank_costs import DecodeFields, Matched, PrefillFields, RankCosts
@@ -40,6 +40,7 @@ class PredictedSeconds:
     """Predicts what a request costs on each pair of workers, and learns from what it did.
 
     `temperature_seconds` is 0 to take the best rank, or more to take others too, the less often the more they cost.
+    With `prefix_loans` workers are to pull what others have of a prompt, where that is sooner than computing it.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class PredictedSeconds:
         clock: Clock = monotonic,
         seed: int | None = None,
         nearness: Nearness | None = None,
+        prefix_loans: bool = False,
     ) -> None:
+        self._prefix_loans = prefix_loans
         self.caches = caches or PrefixCaches(clock)
         self.costs = Costs(priors, clock, nearness)
         self._rank_costs = RankCosts(self.costs)
@@ -63,18 +66,19 @@ class PredictedSeconds:
 
     def choose(self, request: RoutingRequest, candidates: Candidates[W]) -> Placement[W]:
         """The best rank, which counts as busy with the prompt until the placement's progress is closed."""
-        matched = self._match(request)
+        matched = self._match(request, candidates)
         self._arrivals.count()
         self.costs.fade()
         options = self._options(request, candidates, matched)
         chosen = self._predict(self._pick(options, request.session_key), request, matched)
         forecast = Forecast(self.caches, self.costs, request, chosen, matched.blocks, self._clock)
-        explain = partial(self._explain, chosen, options, request, matched)
-        return Placement(chosen.decode_worker, chosen.prefill_worker, explain, chosen, forecast)
+        compared = partial(self._compared, chosen, options, request, matched)
+        explain = partial(_describe, compared, len(options))
+        return Placement(chosen.decode_worker, chosen.prefill_worker, explain, chosen, forecast, compared)
 
     def predictions(self, request: RoutingRequest, candidates: Candidates[W]) -> list[Prediction[W]]:
         """The predictions for the most promising pairs and, unless prefill is required, each decode worker alone."""
-        matched = self._match(request)
+        matched = self._match(request, candidates)
         return [self._predict(option, request, matched) for option in self._options(request, candidates, matched)]
 
     def cache_view(self, process: str) -> generate_pb2.CacheView.ValueType:
@@ -87,10 +91,13 @@ class PredictedSeconds:
         self.costs.forget(process)
         self._rank_costs.forget()
 
-    def _match(self, request: RoutingRequest) -> Matched:
+    def _match(self, request: RoutingRequest, candidates: Candidates[W]) -> Matched:
         keys = request.blocks.keys
         blocks = self.caches.match(keys)
-        return Matched(blocks, self.caches.below(keys, blocks))
+        matched = Matched(blocks, self.caches.below(keys, blocks))
+        if not self._prefix_loans or not blocks:
+            return matched
+        return matched._replace(lenders=self._rank_costs.lenders((candidates.prefill, candidates.decode), matched))
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
         totals = [total for total, _, _ in options]
@@ -158,15 +165,24 @@ class PredictedSeconds:
             rank=work.cache.rank,
             decode_rank=reader_work.cache.rank,
             distance=distance,
-            load=self._rank_costs.plan(cost.prefill, request, matched, work.cache)[1] if matched.below else NO_LOAD,
+            load=self._load(cost, request, matched, work.cache, wait),
         )
 
-    def _explain(
-        self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest, matched: Matched
-    ) -> list[str]:
-        """The chosen rank, then all others, the best first."""
-        found = [self._predict(option, request, matched) for option in sorted(options, key=_total)]
-        return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
+    def _load(self, cost: WorkerCost, request: RoutingRequest, matched: Matched, cache: Cache, wait: float) -> LoadPlan:
+        if not matched.below and not matched.lenders:
+            return NO_LOAD
+        return self._rank_costs.plan(cost, request, matched, cache, wait)[1]
+
+    def _compared(
+        self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest, matched: Matched, most: int
+    ) -> list[Prediction[W]]:
+        """The chosen rank, then others, the best first."""
+        found = (self._predict(option, request, matched) for option in sorted(options, key=_total)[:most])
+        return [chosen, *(each for each in found if each != chosen)][:most]
+
+
+def _describe(compared: Callable[[int], list[Prediction[W]]], most: int) -> list[str]:
+    return [each.describe() for each in compared(most)]
 
 
 def _nearest(prefills: Sequence[PrefillFields[W]], decode: DecodeFields[W]) -> Sequence[PrefillFields[W]]:

@@ -7,6 +7,7 @@ from typing_extensions import NamedTuple
 
 from router.routing.policy import NO_LOAD, LoadPlan, RoutingRequest, W
 from router.routing.prefix.cost import Costs, RelativeCost, WorkerCost
+from router.routing.prefix.loans import Lender, OwnPlan, lenders, with_loan
 from router.routing.prefix.prefix_caches import Below, Cache
 from router.routing.prefix.work import PromptQueue, RankWork
 
@@ -27,10 +28,11 @@ DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool
 
 
 class Matched(NamedTuple):
-    """The number of a prompt's blocks that each cache has, and those of them that it would have to load."""
+    """The number of a prompt's blocks that each cache has, those that it would have to load, and who lends some."""
 
     blocks: Mapping[Cache, int]
     below: Mapping[Cache, Below]
+    lenders: Sequence[Lender] = ()
 
 
 class PrefillRank(NamedTuple, Generic[W]):
@@ -100,7 +102,7 @@ class RankCosts:
         size, tokens = request.blocks.block_tokens, request.prompt_tokens
         # The last token is always computed.
         most_blocks = (tokens - 1) // size
-        have, below = matched
+        have, below, available = matched
         ranks: list[PrefillFields[W]] = []
         for number, worker, cost, relative, work, queue, cache, num_ranks in self._ranks(workers):
             slowness, usual, wait, cached = relative.slowness, relative.usual, 0.0, 0
@@ -110,28 +112,42 @@ class RankCosts:
             # As `relative.seconds(computed, cached + computed / 2)`.
             computed = tokens - cached
             prefill = slowness * (usual.base + computed * (usual.rate + (cached + computed / 2) * usual.bend))
-            if cache in below:
-                cached, load = self.plan(relative, request, matched, cache)
-                computed = tokens - cached
-                prefill = relative.seconds(computed, cached + computed / 2) + load.seconds
             if queue.seconds:  # as `queue.wait_at(now)`
                 passed = now - queue.head_since
                 wait = queue.seconds - (passed if passed < queue.head_seconds else queue.head_seconds)
             if worker.others_tokens:
                 # An estimate of the work that other routers have sent, which the worker has reported.
                 wait += worker.others_tokens * slowness * usual.rate / num_ranks
+            if available or cache in below:
+                cached, load = self.plan(cost, request, matched, cache, wait)
+                computed = tokens - cached
+                prefill = relative.seconds(computed, cached + computed / 2) + load.seconds
             ranks.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
         return ranks
 
+    def lenders(self, groups: Sequence[Sequence[W]], matched: Matched) -> Sequence[Lender]:
+        """Of the ranks of all groups of workers, those that can lend the most of a prompt."""
+        ranks = ((cost, cache) for group in groups for _, _, cost, _, _, _, cache, _ in self._ranks(group))
+        return lenders(ranks, matched.blocks, matched.below)
+
     def plan(
-        self, prefill: RelativeCost, request: RoutingRequest, matched: Matched, cache: Cache
+        self, cost: WorkerCost, request: RoutingRequest, matched: Matched, cache: Cache, wait: float
     ) -> tuple[int, LoadPlan]:
-        """The tokens that a worker will not compute, and what it loads for that: what takes the least time together."""
+        """The tokens that a worker will not compute, and what it loads for that: what takes the least time together.
+
+        The prompts before it take `wait` seconds.
+        """
+        own = self._own_plan(cost.prefill, request, matched, cache)
+        if not matched.lenders:
+            return own.blocks * request.blocks.block_tokens, own.load
+        return with_loan(own, cost, matched.lenders, request, wait)
+
+    def _own_plan(self, prefill: RelativeCost, request: RoutingRequest, matched: Matched, cache: Cache) -> OwnPlan:
         size, tokens = request.blocks.block_tokens, request.prompt_tokens
         have = min(matched.blocks.get(cache, 0), (tokens - 1) // size)
         below = matched.below.get(cache)
         if below is None:
-            return have * size, NO_LOAD
+            return OwnPlan(have, have, NO_LOAD)
         on_device = max(0, min(have, matched.blocks[cache] - below.host - below.disk))
         on_host = max(0, min(have - on_device, below.host))
         plans = [
@@ -145,7 +161,7 @@ class RankCosts:
             return prefill.seconds(computed, plan[0] * size + computed / 2) + plan[1].seconds
 
         blocks, load = min(plans, key=seconds)
-        return blocks * size, load
+        return OwnPlan(blocks, on_device, load)
 
     def _load(self, request: RoutingRequest, host: int, disk: int) -> LoadPlan:
         if not host + disk:

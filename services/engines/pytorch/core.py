@@ -131,10 +131,10 @@ class EngineCore:
             self.scheduler.remove(reservation)
             reservation.settled(no_free_blocks(self._rules))
 
-    def cache(self, reservation: BlockReservation) -> int:
-        """Frees a reservation whose blocks have their KV; the prefix cache keeps the full ones."""
+    def cache(self, reservation: BlockReservation, num_blocks: int) -> int:
+        """Frees a reservation; the prefix cache keeps the full ones of its first `num_blocks`, which have their KV."""
         if self._parts.limits.prefix_cache and reservation.state is State.RESERVED:
-            for block, link in zip(reservation.blocks, reservation.hashes, strict=False):
+            for block, link in zip(reservation.blocks[:num_blocks], reservation.hashes, strict=False):
                 self._pool.store(block, link)
         return self.abort(reservation)
 

@@ -24,7 +24,8 @@ from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved, BlockStored
-from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, ReservedBlocks
+from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan, ReservedBlocks, lend
+from services.engines.pytorch.kv_cache.memory import DeviceMemory
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
@@ -137,6 +138,21 @@ class PyTorchEngine(Engine):
     async def end_session(self, key: bytes) -> int:
         """Lets blocks be evicted first that no session has but this one. Returns how many."""
         return await self._loop.call(lambda core: core.end_session(key))
+
+    @property
+    def prefixes(self) -> "PyTorchEngine | None":
+        """Itself, if it has a prefix cache whose blocks contain the KV of all heads."""
+        return self if self._config.prefix_cache and self._core.exposes_kv else None
+
+    async def lend_prefix(self, block_hashes: Sequence[bytes], rank: int) -> Loan | None:
+        """Holds blocks of the prefix cache. See LendsPrefixes."""
+        del rank  # there is one
+        return await lend(self._loop, lambda core: core.scheduler.lend_cached(block_hashes))
+
+    def digest(self, block_ids: Sequence[int]) -> list[int]:
+        """The digests of blocks, computed where they are. See Engine."""
+        memory = self._core.memory
+        return memory.digest(block_ids) if isinstance(memory, DeviceMemory) else super().digest(block_ids)
 
     def load(self) -> EngineLoad:
         """Returns the load at the end of the last step."""

@@ -13,11 +13,11 @@ from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.prefix import HashChain
 from services.engines.pytorch.kv_cache.tiers.jobs import Load
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
 from services.engines.pytorch.sampling.sampling import SamplerState
 from services.engines.pytorch.speculation.prompt_lookup import DraftState
+from services.engines.seals import BlockContents
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,17 @@
 """A running generation for its reader: an asynchronous generator that can be closed at any point."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from runtime.aio import wait_until_done
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import Generation
 from services.engines.kv import HeldKv, LentKv
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.event_queue import EventQueue
-from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan
+from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, lend
 from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Token, TokenSequence
 
 
@@ -114,15 +112,7 @@ class DecodeStream(Generation):
 
     async def lend(self, most_tokens: int) -> LentKv | None:
         """Holds its full blocks. See Generation."""
-        lending = asyncio.ensure_future(self._loop.call(lambda core: core.scheduler.lend(self._sequence, most_tokens)))
-        try:
-            lent = await asyncio.shield(lending)
-        except asyncio.CancelledError:
-            await wait_until_done(lending)
-            if not lending.exception() and (lost := lending.result()) is not None:
-                await Loan(self._loop, lost).release()
-            raise
-        return None if lent is None else Loan(self._loop, lent)
+        return await lend(self._loop, lambda core: core.scheduler.lend(self._sequence, most_tokens))
 
     async def _start(self) -> None:
         if self._submit is not None:

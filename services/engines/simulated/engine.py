@@ -7,6 +7,7 @@ detected.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Items
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from types import TracebackType
@@ -27,7 +28,7 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts
-from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedLoan, SimulatedReservation
+from services.engines.simulated.kv import Claim, SimulatedBlocks, SimulatedKv, SimulatedLoan, SimulatedReservation
 from services.engines.simulated.ranks import RankParts, SimulatedRanks
 from services.engines.simulated.scheduler import SimulatedScheduler
 from services.engines.simulated.sequence import Sequence, chain
@@ -237,6 +238,19 @@ class SimulatedEngine(Engine):
             return None
         self._held.update(blocks)
         return SimulatedLoan(sequence, blocks, len(blocks) * self._config.block_tokens, self._let_go)
+
+    @property
+    def prefixes(self) -> "SimulatedEngine":
+        """Itself."""
+        return self
+
+    async def lend_prefix(self, block_hashes: Items[bytes], rank: int) -> SimulatedBlocks | None:
+        """Holds blocks of the prefix cache. See LendsPrefixes."""
+        blocks = tuple(self._ranks.all[rank].scheduler.lend_cached(block_hashes))
+        if not blocks:
+            return None
+        self._held.update(blocks)
+        return SimulatedBlocks(blocks, len(blocks) * self._config.block_tokens, self._let_go)
 
     def _hold(self, sequence: Sequence) -> SimulatedKv:
         if sequence.finish not in (None, FinishReason.YIELDED):

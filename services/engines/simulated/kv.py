@@ -83,15 +83,13 @@ class SimulatedKv:
         return self._release(blocks)
 
 
-class SimulatedLoan:
-    """A LentKv. `release` gives the blocks back."""
+class SimulatedBlocks:
+    """HeldBlocks of the prefix cache. `release` gives them back."""
 
-    def __init__(self, sequence: Sequence, block_ids: tuple[int, ...], num_tokens: int, release: Release) -> None:
+    def __init__(self, block_ids: tuple[int, ...], num_tokens: int, release: Release) -> None:
         self._block_ids = self._owned = block_ids
         self._num_tokens = num_tokens
         self._release = release
-        self._next_token = sequence.ids[num_tokens]
-        self._prefix_hash = sequence.previous_hash(len(block_ids))
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -101,6 +99,20 @@ class SimulatedLoan:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were given back already."""
+        blocks, self._owned = self._owned, ()
+        return self._release(blocks) if blocks else 0
+
+
+class SimulatedLoan(SimulatedBlocks):
+    """A LentKv."""
+
+    def __init__(self, sequence: Sequence, block_ids: tuple[int, ...], num_tokens: int, release: Release) -> None:
+        super().__init__(block_ids, num_tokens, release)
+        self._next_token = sequence.ids[num_tokens]
+        self._prefix_hash = sequence.previous_hash(len(block_ids))
+
     @property
     def next_token(self) -> int:
         return self._next_token
@@ -108,11 +120,6 @@ class SimulatedLoan:
     @property
     def prefix_hash(self) -> bytes:
         return self._prefix_hash
-
-    async def release(self) -> int:
-        """Gives the blocks back; returns how many, 0 if they were given back already."""
-        blocks, self._owned = self._owned, ()
-        return self._release(blocks) if blocks else 0
 
 
 class SimulatedReservation:
@@ -145,10 +152,17 @@ class SimulatedReservation:
         """Frees the blocks; returns how many, 0 if they were taken or free already."""
         return self._release(self.take())
 
-    async def cache(self) -> None:
-        """Frees the blocks, which have got their KV; the prefix cache keeps the full ones. Raises EngineFailed."""
+    @property
+    def block_hashes(self) -> Items[bytes]:
+        return self._hashes
+
+    async def cache(self, num_blocks: int) -> None:
+        """Frees the blocks; the prefix cache keeps the full ones of the first `num_blocks`, which have their KV.
+
+        Raises EngineFailed if one belongs to another prompt.
+        """
         blocks = self.take()
         try:
-            self._fill(blocks, self._hashes)
+            self._fill(blocks[:num_blocks], self._hashes)
         finally:
             self._release(blocks)

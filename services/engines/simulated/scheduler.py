@@ -106,6 +106,14 @@ class SimulatedScheduler:
         blocks = sequence.blocks[:full]
         if sequence not in self.running or not blocks or not self._kept.may_add(blocks, 0):
             return ()
+        return self._keep(blocks)
+
+    def lend_cached(self, hashes: Items[bytes]) -> Items[int]:
+        """Holds the blocks of the longest known prefix of a chain; perhaps none."""
+        blocks = self._blocks.match(hashes)
+        return self._keep(blocks) if blocks and self._kept.may_add(blocks, 0) else ()
+
+    def _keep(self, blocks: list[int]) -> list[int]:
         self._blocks.take(blocks, 0)
         self._kept.add(blocks)
         return blocks

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
+from support.clients.scraping import since
 from support.clients.worker_calls import TEXT, decode_request
 from support.clock import ManualClock
 from support.cluster.workers import LEASE_SECONDS, Running, Starter
@@ -16,6 +17,7 @@ from support.transports.nixl import NIXL
 from baton.errors import HandoffLost
 from baton.inference.v1 import sampling_pb2, timing_pb2
 from engine_protocol.fault_injection import FAULT_KEY
+from services.config import HandoffConfig
 
 TRANSPORTS = ("shm", NIXL, "tcp")
 
@@ -264,3 +266,32 @@ async def test_thirty_two_handoffs_at_once_are_all_right(start: Starter, decode:
             return [handoff.first_token.token_id, *rest.token_ids] == whole.token_ids
 
         assert all(await asyncio.gather(*map(one, range(32))))
+
+
+async def test_a_handoff_that_is_checked_and_damaged_is_lost(start: Starter) -> None:
+    compared = {outcome: since("baton_handoff_checks_total", outcome=outcome) for outcome in ("equal", "damaged")}
+    checking = HandoffConfig(lease_seconds=LEASE_SECONDS, verify="always")
+    async with start("prefill") as prefill, start("decode", handoff=checking, allow_faults=True) as decode:
+        handoff = await prefill.calls.prefill()
+        with pytest.raises(HandoffLost, match="did not arrive as it was sent"):
+            await decode.calls.decode(decode_request(handoff), [(FAULT_KEY, "corrupt@pull")])
+        await eventually(lambda: decode.blocks_used == prefill.blocks_used == 0)
+        whole = await decode.calls.decode(decode_request(await prefill.calls.prefill()))
+        assert len(whole.token_ids) == 19
+        assert [each.grown for each in compared.values()] == [1, 1]
+
+
+def test_off_may_be_written_as_yaml_reads_it() -> None:
+    assert HandoffConfig.model_validate({"verify": False}).check_every == 0
+    assert HandoffConfig.model_validate({"verify": "always"}).check_every == 1
+
+
+async def test_of_so_many_handoffs_one_is_checked(start: Starter) -> None:
+    equal = since("baton_handoff_checks_total", outcome="equal")
+    sampling = HandoffConfig(lease_seconds=LEASE_SECONDS, verify="sample", verify_every=3)
+    async with start("prefill") as prefill, start("decode", handoff=sampling) as decode:
+        for number in range(7):
+            text = bytes([number]) * 50
+            handoff = await prefill.calls.prefill(text=text)
+            await decode.calls.decode(decode_request(handoff, text=text))
+    assert equal.grown == 2

@@ -59,13 +59,14 @@ class Starter:
         media: MediaConfig | None = None,
         keep: KeepConfig | None = None,
         clock: ManualClock | RunningClock | None = None,
+        handoff: HandoffConfig | None = None,
         **engine: object,
     ) -> AsyncIterator[Running]:
         clock = clock or RunningClock()
         config = WorkerConfig(
             roles=roles,
             engine=SimulatedConfig(**{"num_blocks": 64, "block_bytes": 1024, **engine}),  # type: ignore[arg-type]
-            handoff=HandoffConfig(lease_seconds=lease_seconds),
+            handoff=handoff or HandoffConfig(lease_seconds=lease_seconds),
             encode=encode or EncodeConfig(),
             media=media or MediaConfig(),
             keep=keep or KeepConfig(),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES, BlockContents, Sealer
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
+from services.engines.seals import SEAL_BYTES, BlockContents, Sealer
 
 BLOCK_BYTES = 12288
 SLOT_BYTES = BLOCK_BYTES + 4096

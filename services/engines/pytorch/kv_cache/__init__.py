@@ -5,6 +5,7 @@ retention.py      which of the cached ones are evicted first
 sessions.py       which of them an ended session leaves to nobody
 prefix.py         the hash chain of a growing sequence
 memory.py         the pool's memory, which other processes can map
+digester.py       digests of blocks, computed on their device
 pool_size.py      the layout and the number of blocks
 memory_plan.py    how much GPU memory the pool may take
 held_kv.py        held prefills and reservations

@@ -1,10 +1,13 @@
 """Held blocks: a prefill, a decode that has yielded, a loan of one that goes on, and a reservation for a pull."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
+from runtime.aio import wait_until_done
 from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.kv import HeldKv, LentKv, Reservation
 from services.engines.prompt import Retained
+from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.sequence import Held, TokenSequence
 from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
@@ -86,7 +89,7 @@ class HeldPrompt(HeldKv):
 
 
 class Loan(LentKv):
-    """Blocks of a decode that goes on."""
+    """Blocks of a decode that goes on, or of the prefix cache."""
 
     __slots__ = ("_is_over", "_lent", "_loop")
 
@@ -123,6 +126,19 @@ class Loan(LentKv):
         return await self._loop.run_shielded(lambda core: core.scheduler.give_back(self._lent))
 
 
+async def lend(loop: EngineLoop, hold: Callable[[EngineCore], LentBlocks | None]) -> Loan | None:
+    """The blocks that `hold` holds on the engine's thread, if any; a cancellation gives them back."""
+    lending = asyncio.ensure_future(loop.call(hold))
+    try:
+        lent = await asyncio.shield(lending)
+    except asyncio.CancelledError:
+        await wait_until_done(lending)
+        if not lending.exception() and (lost := lending.result()) is not None:
+            await Loan(loop, lost).release()
+        raise
+    return None if lent is None else Loan(loop, lent)
+
+
 class ReservedBlocks(Reservation):
     """Blocks that a pull may write."""
 
@@ -146,6 +162,11 @@ class ReservedBlocks(Reservation):
         """Frees the blocks; returns how many, 0 if they were free already, or if `decode` took them over."""
         return await self._loop.run_shielded(lambda core: core.abort(self.blocks))
 
-    async def cache(self) -> None:
-        """Frees the blocks, which have got their KV; the prefix cache keeps the full ones."""
-        await self._loop.run_shielded(lambda core: core.cache(self.blocks))
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The names of the full blocks."""
+        return self.blocks.hashes
+
+    async def cache(self, num_blocks: int) -> None:
+        """Frees the blocks; the prefix cache keeps the full ones of the first `num_blocks`, which have their KV."""
+        await self._loop.run_shielded(lambda core: core.cache(self.blocks, num_blocks))

@@ -19,6 +19,7 @@ from services.engines.memory.device_memory import (
     DeviceUnavailable,
 )
 from services.engines.pytorch.kv_cache.cuda_ipc import attach_pool, export_pool
+from services.engines.pytorch.kv_cache.digester import Digester
 
 log = structlog.get_logger(__name__)
 
@@ -139,6 +140,7 @@ class DeviceMemory(BlockMemory):
         self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._digester = Digester(layout.block_bytes, device)
 
     @property
     def num_blocks(self) -> int:
@@ -173,6 +175,12 @@ class DeviceMemory(BlockMemory):
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._bytes.index_copy_(0, self._index(block_ids), staging.to(self._bytes.device, non_blocking=True))
         self._stream.synchronize()
+
+    def digest(self, block_ids: Sequence[int]) -> list[int]:
+        """The digests of blocks, computed on the device."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            words = self._bytes.view(torch.int32)
+            return [int(each) % 2**64 for each in self._digester.digest(words, block_ids).tolist()]
 
     def export(self) -> DeviceExport:
         return export_pool(self.tensor)

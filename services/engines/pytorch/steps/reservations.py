@@ -30,7 +30,10 @@ class BlockReservation:
 
 @dataclass(frozen=True, slots=True)
 class LentBlocks:
-    """Full blocks of a running sequence that others may read; it has references of its own to them."""
+    """Full blocks, of a running sequence or of the prefix cache, that others may read, with references of its own.
+
+    `next_token` is that of the sequence.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int

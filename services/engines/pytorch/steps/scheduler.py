@@ -12,13 +12,13 @@ from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
 from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
 from services.engines.pytorch.steps.tier_loads import TierLoads
+from services.engines.seals import BlockContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,20 @@ class Scheduler:
         blocks = tuple(sequence.blocks[:full])
         if sequence.state is not State.RUNNING or not blocks or not self.kept.may_add(blocks, 0):
             return None
-        self._pool.share(blocks)
-        self.kept.add(blocks)
         link = sequence.chain.value(sequence.tokens, full * size)
-        return LentBlocks(blocks, full * size, sequence.tokens[full * size], link)
+        return self._lend(LentBlocks(blocks, full * size, sequence.tokens[full * size], link))
+
+    def lend_cached(self, hashes: Sequence[bytes]) -> LentBlocks | None:
+        """Holds the blocks of the longest known prefix of a chain; None if there are none, or too many are held."""
+        blocks = tuple(self._pool.match(hashes))
+        if not blocks or not self._limits.prefix_cache or not self.kept.may_add(blocks, 0):
+            return None
+        return self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1]))
+
+    def _lend(self, lent: LentBlocks) -> LentBlocks:
+        self._pool.share(lent.block_ids)
+        self.kept.add(lent.block_ids)
+        return lent
 
     def give_back(self, lent: LentBlocks) -> int:
         """Ends the loan of blocks; returns how many."""

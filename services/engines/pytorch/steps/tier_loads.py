@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from services.engines.pytorch.kv_cache.blocks import BlockPool
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
+from services.engines.seals import BlockContents
 
 
 class TierLoads:

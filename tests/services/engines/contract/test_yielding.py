@@ -134,7 +134,7 @@ async def test_lent_blocks_are_final_and_stay_when_their_decode_has_ended(engine
     begun = Prompt(context[: lent.num_tokens], (lent.next_token,), cache_salt="lent")
     reservation = await decoder.reserve(begun, lent.num_tokens)
     await pull(engine, lent, decoder, reservation)
-    await reservation.cache()
+    await reservation.cache(len(reservation.block_ids))
     await eventually(lambda: engine.load().blocks_used == decoder.load().blocks_used == 0)
     again = await collect(decoder.decode(replace(prompt, emitted=tuple(ids)), greedy(60)))
     assert (*ids, *again.ids) == expected

@@ -2,7 +2,6 @@
 
 directory.py   which block is in which tier and slot, and which one leaves next
 write_rule.py  when the disk is written: only while it is read
-seal.py        the seal of a block outside of the pool, and the digest of its bytes
 host.py        the tier in host memory, and the copies between it and the pool
 disk.py        the tier in a file
 jobs.py        blocks on their way, and how far they are

@@ -8,8 +8,8 @@ from itertools import takewhile
 
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.write_rule import Clock, WriteRule
+from services.engines.seals import BlockContents
 
 TierListener = Callable[[BlockMoved | BlockRemoved], None]
 

@@ -15,7 +15,7 @@ import torch
 from baton.errors import ConfigError
 from services.engines.pytorch.kv_cache.tiers.host import pin, unpin
 from services.engines.pytorch.kv_cache.tiers.options import DiskOptions
-from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES
+from services.engines.seals import SEAL_BYTES
 
 _SECTOR = 4096
 

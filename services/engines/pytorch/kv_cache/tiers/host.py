@@ -8,8 +8,9 @@ import structlog
 import torch
 
 from services.engines.kv import KvLayout
+from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.pytorch.kv_cache.memory import HostMemory
-from services.engines.pytorch.kv_cache.tiers.seal import SEAL_BYTES, Digester
+from services.engines.seals import SEAL_BYTES
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.tiers.directory import Place, Spill
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
+from services.engines.seals import BlockContents
 
 
 @dataclass(eq=False, slots=True)

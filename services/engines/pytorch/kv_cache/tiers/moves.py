@@ -12,7 +12,7 @@ from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
 from services.engines.pytorch.kv_cache.tiers.mover import Mover
-from services.engines.pytorch.kv_cache.tiers.seal import DamagedBlock, Sealer
+from services.engines.seals import DamagedBlock, Sealer
 
 log = structlog.get_logger(__name__)
 

@@ -16,6 +16,7 @@ from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockRemoved
+from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener, count_off
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
@@ -23,7 +24,7 @@ from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadIte
 from services.engines.pytorch.kv_cache.tiers.moves import Movers
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 from services.engines.pytorch.kv_cache.tiers.rates import Rates
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents, Digester, Sealer
+from services.engines.seals import BlockContents, Sealer
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.engines.device import DEVICE
 
-from services.engines.pytorch.kv_cache.tiers.seal import Digester
+from services.engines.pytorch.kv_cache.digester import Digester
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),

@@ -21,8 +21,8 @@ from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.tiers import tiers as tiers_module
 from services.engines.pytorch.kv_cache.tiers.disk import DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
+from services.engines.seals import BlockContents
 
 POOL = 20 * BLOCK_BYTES
 TOKENS = 4

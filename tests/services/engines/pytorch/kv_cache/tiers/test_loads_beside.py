@@ -13,9 +13,9 @@ from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
-from services.engines.pytorch.kv_cache.tiers.seal import BlockContents
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import Event, Token, TokenSequence
+from services.engines.seals import BlockContents
 
 BLOCK_BYTES = 12288
 POOL = 24 * BLOCK_BYTES

@@ -6,14 +6,14 @@ who can write to the memory or the file.
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import lru_cache
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from services.engines.kv import KvLayout
+from services.engines.kv import BlockMemory, KvLayout
 
 SEAL_BYTES = 64
 _VERSION = 1
@@ -23,7 +23,8 @@ _SELF_BYTES = SEAL_BYTES - _FIELDS.size
 _WORD_BYTES = 4
 _MASK = (1 << 64) - 1
 _WEIGHTS_SEED = 0x5EA1
-_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# So many bytes are digested at once: few enough to stay in a processor's cache.
+_DIGESTED_BYTES = 256 * 1024
 
 
 class DamagedBlock(Exception):
@@ -69,34 +70,31 @@ class Sealer:
                 raise DamagedBlock(name)
 
 
-class Digester:
-    """Digests of blocks on a device: the sum of their 32-bit words, each times an odd random number of 64 bits.
+@lru_cache(8)
+def digest_weights(block_bytes: int) -> npt.NDArray[np.int64]:
+    """The numbers of digests, the same in every process: a digest is the sum of a block's 32-bit words, each times an
+    odd random number of 64 bits.
 
-    Any single word that differs changes the sum, and several do with a probability of at least 1 - 2 ** -33. The
-    numbers are the same in every process.
+    Any single word that differs changes the sum, and several do with a probability of at least 1 - 2 ** -33.
     """
-
-    def __init__(self, block_bytes: int, device: torch.device) -> None:
-        numbers = np.random.Generator(np.random.PCG64(_WEIGHTS_SEED)).integers(
-            np.iinfo(np.int64).min, np.iinfo(np.int64).max, block_bytes // _WORD_BYTES, dtype=np.int64
-        )
-        self._kernel = _kernel_of(device)
-        self._weights = torch.from_numpy(numbers | 1).to(device)
-
-    def digest(self, pool: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-        """Starts to digest blocks of a pool `[blocks, words]`; returns numbers on the device."""
-        if self._kernel is not None:
-            return self._kernel(pool, torch.tensor(blocks, device=pool.device), self._weights)
-        return torch.stack([(pool[block] * self._weights).sum() for block in blocks])
+    numbers = np.random.Generator(np.random.PCG64(_WEIGHTS_SEED)).integers(
+        np.iinfo(np.int64).min, np.iinfo(np.int64).max, -(-block_bytes // _WORD_BYTES), dtype=np.int64
+    )
+    return numbers | 1
 
 
-def _kernel_of(device: torch.device) -> _Kernel | None:
-    """The kernel for a GPU with Triton, which reads the blocks once; None to use PyTorch's operations."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    from services.engines.pytorch.kernels.digest_kernels import digest_blocks
-
-    return digest_blocks
+def host_digests(memory: BlockMemory, block_ids: Sequence[int]) -> list[int]:
+    """Returns the digests of blocks, computed on the host. Blocking: half a second to a second for each GB."""
+    size, weights = memory.block_bytes, digest_weights(memory.block_bytes)
+    at_once = max(1, _DIGESTED_BYTES // size)
+    digests: list[int] = []
+    for start in range(0, len(block_ids), at_once):
+        for view in memory.read(block_ids[start : start + at_once]):
+            rows = np.frombuffer(view, np.uint8).reshape(-1, size)
+            if size % _WORD_BYTES:
+                rows = np.pad(rows, ((0, 0), (0, -size % _WORD_BYTES)))
+            digests += (rows.view(np.int32).astype(np.int64) @ weights).view(np.uint64).tolist()
+    return digests
 
 
 def _self_digest(fields: bytes) -> bytes:
