@@ -128,11 +128,12 @@ class AsyncClient:
     load_lora = _unary(cluster_requests.load_lora)
     unload_lora = _unary(cluster_requests.unload_lora)
     explain_route = _unary(cluster_requests.explain_route)
+    records = _unary(requests.records)
 
     async def _call(self, call: UnaryCall[Value]) -> Value:
         attempts = self._settings.attempts(call.timeout_seconds)
         with self._settings.begin(call.method) as trace:
-            metadata = self._settings.metadata(trace, call.priority)
+            metadata = self._settings.metadata(trace, call.priority, is_recorded=call.is_recorded)
             while True:
                 present = self._routers.present
                 try:
@@ -230,7 +231,7 @@ class AsyncGeneration:
         attempts, received = self._settings.attempts(made.timeout_seconds), self._received
         with self._settings.begin("InferenceService/Generate") as trace:
             self.trace_id = trace.trace_id
-            metadata = self._settings.metadata(trace, made.priority)
+            metadata = self._settings.metadata(trace, made.priority, is_recorded=made.is_recorded)
             has_started = False
             try:
                 while True:

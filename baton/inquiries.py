@@ -24,7 +24,7 @@ _LOST_SECONDS = 0.5
 
 
 class Finding(enum.Enum):
-    """What the questions of one stream have found out about its router."""
+    """The answer of one stream's questions: whether its router is lost."""
 
     ANSWERS = enum.auto()
     LOST = enum.auto()

@@ -20,6 +20,7 @@ from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
     model_pb2,
+    record_pb2,
     sampling_pb2,
     server_info_pb2,
     tokenize_pb2,
@@ -52,6 +53,7 @@ class GenerateCall:
     priority: int
     timeout_seconds: float | None
     handle: str = ""
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class UnaryCall(Generic[Value]):
     read: Callable[[Any], Value]
     timeout_seconds: float | None
     priority: int = 0
+    is_recorded: bool = False
 
 
 def takes(
@@ -105,6 +108,7 @@ def generate(
     choice: Sequence[str] = (),
     grammar: str | None = None,
     priority: int = 0,
+    record: bool = False,
     timeout_seconds: float | None = None,
     **sampling: "Unpack[SamplingNumbers]",
 ) -> GenerateCall:
@@ -122,6 +126,7 @@ def generate(
         choice: The answer is one of these texts.
         grammar: The answer follows this grammar, in Lark's notation or GBNF.
         priority: From -10 to 10; where requests wait, higher ones go first.
+        record: Asks for a record, which `records` returns, where the router's configuration allows that.
         timeout_seconds: For the whole answer; by default the router's own limit holds.
         {options}
 
@@ -142,7 +147,7 @@ def generate(
         guided=guided_by(json_schema=json_schema, regex=regex, choice=choice, grammar=grammar),
         **sampling,
     )
-    return GenerateCall(message, priority, timeout_seconds)
+    return GenerateCall(message, priority, timeout_seconds, is_recorded=record)
 
 
 def _show_options(definition: Callable[..., Any]) -> None:
@@ -171,7 +176,8 @@ def resume(handle: str, *, timeout_seconds: float | None = None) -> GenerateCall
 def generate_unary(call: GenerateCall) -> UnaryCall[generate_pb2.GenerateUnaryResponse]:
     """The same request, answered by one response."""
     message = generate_pb2.GenerateUnaryRequest(request=call.request)
-    return UnaryCall("InferenceService/GenerateUnary", message, whole, call.timeout_seconds, call.priority)
+    seconds, priority, is_recorded = call.timeout_seconds, call.priority, call.is_recorded
+    return UnaryCall("InferenceService/GenerateUnary", message, whole, seconds, priority, is_recorded)
 
 
 def cancel(
@@ -306,6 +312,21 @@ def server_info(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[se
     """Returns what the deployment offers: version, models and their features, limits, engines, façades."""
     message = server_info_pb2.GetServerInfoRequest()
     return UnaryCall("InferenceService/GetServerInfo", message, whole, timeout_seconds)
+
+
+def records(
+    request_id: str, *, timeout_seconds: float | None = CALL_SECONDS
+) -> UnaryCall[list[record_pb2.RequestRecord]]:
+    """Returns the records of a request of this tenant, the oldest first; for operators, of any tenant's request.
+
+    Raises RequestNotFound if none is kept.
+    """
+    message = record_pb2.GetRecordsRequest(request_id=request_id)
+    return UnaryCall("InferenceService/GetRecords", message, _records, timeout_seconds)
+
+
+def _records(response: record_pb2.GetRecordsResponse) -> list[record_pb2.RequestRecord]:
+    return list(response.records)
 
 
 def generate_request(

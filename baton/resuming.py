@@ -25,7 +25,7 @@ _UNUSED = Resume()
 
 
 class Silence:
-    """How long the stream of one answer has been silent, and when that is worth a question."""
+    """The silence of one answer's stream, and when it is worth a question."""
 
     def __init__(self, resume: Resume) -> None:
         self.heard_at = time.monotonic()
@@ -36,7 +36,7 @@ class Silence:
 
     @property
     def seconds(self) -> float:
-        """How long it has been silent."""
+        """The seconds since its last message."""
         return time.monotonic() - self.heard_at
 
     @property

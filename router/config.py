@@ -155,6 +155,32 @@ class MovingConfig(Section):
     at_once: int = Field(default=8, ge=0, description="Of each worker; 0 moves none.")
 
 
+class RecordsConfig(Section):
+    """Which requests are recorded, and how much of them is kept (docs/replay.md). Nothing, by default."""
+
+    failed: bool = Field(default=False, description="Those that a worker or router has failed; not what is refused.")
+    slow_seconds: float = Field(default=0.0, ge=0, description="Those that take longer; 0 records none for it.")
+    slow_first_token_seconds: float = Field(default=0.0, ge=0, description="The same of their first token.")
+    share: float = Field(default=0.0, ge=0, le=1, description="Of all others, by chance.")
+    asked: bool = Field(default=False, description="Those with the metadata x-baton-record: 1.")
+    prompts: bool = Field(default=False, description="Whether prompts and answers are kept, or only their digests.")
+    max_prompt_bytes: int = Field(default=256 * 2**10, ge=0, le=2**19)  # of a longer prompt or answer, the digests only
+    max_bytes: int = Field(default=16 * 2**20, ge=4096, description="In memory; the oldest go first.")
+    tenant_bytes: int = Field(default=4 * 2**20, ge=4096, description="Of one tenant.")
+    folder: str = Field(default="", description="Where each is written to a file, too; empty writes none.")
+    folder_bytes: int = Field(default=2**30, ge=4096, description="Of all files there; the oldest go first.")
+
+    @property
+    def depends_on_end(self) -> bool:
+        """True if a request's end may be why it is recorded."""
+        return self.failed or self.slow_seconds > 0 or self.slow_first_token_seconds > 0
+
+    @property
+    def are_kept(self) -> bool:
+        """True if any request is recorded."""
+        return self.depends_on_end or self.share > 0 or self.asked
+
+
 class EmbeddingsConfig(Section):
     """The cache of embeddings."""
 
@@ -259,6 +285,7 @@ class RouterConfig(Section):
     retry: RetryConfig = RetryConfig()
     routing: RoutingConfig = RoutingConfig()
     moving: MovingConfig = MovingConfig()
+    records: RecordsConfig = RecordsConfig()
     probe: ProbeConfig = ProbeConfig()
     multiplex: bool = Field(default=True, description="Whether calls share one stream to each worker that offers it.")
     worker_streams: ServerKind | None = Field(
@@ -276,9 +303,20 @@ class RouterConfig(Section):
         return self.admission.fairness or ("weighted" if tells_tenants else "none")
 
     @property
+    def shares_limits(self) -> bool:
+        """True if routers share quotas or places."""
+        return self.peers.enabled and (not self.quotas.are_none or self.admission.max_running_per_worker > 0)
+
+    @property
+    def shares_records(self) -> bool:
+        """True if other routers get this one's records. Of authenticated callers, only if routers are, too."""
+        is_open = self.auth.tokens_file is None or self.tls.is_mutual or not self.peers.listen
+        return self.peers.enabled and self.records.are_kept and is_open
+
+    @property
     def shares_with_peers(self) -> bool:
         """True if other routers share something with this one."""
-        return self.peers.enabled and (not self.quotas.are_none or self.admission.max_running_per_worker > 0)
+        return self.shares_limits or self.shares_records
 
     def named(self) -> "RouterConfig":
         """The same configuration, with a router id."""

@@ -1,7 +1,7 @@
 """One request as it passes through the router: `RequestContext`, made once in the servicer and passed as `ctx`."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from router.cancellation import Cancellation
 from router.config import LimitsConfig
+from router.recording.notes import AnswerNotes
 from router.resume.handle import Handle, answer_call_id
 from router.resume.keep import Keep, keep_seconds
 from router.telemetry.stats import RequestStats
@@ -150,6 +151,7 @@ class RequestContext:
     cancellation: Cancellation
     keep: Keep | None = None  # of a request whose answers go on without its client, or that goes on with answers
     answer: int = 0  # which of the request's answers this is the context of
+    notes: AnswerNotes | None = None  # of a request that may be recorded
 
     @property
     def call_id(self) -> str:
@@ -181,7 +183,9 @@ class RequestContext:
         """
         call_id = _new_ids()[:32] if answer is None else answer_call_id(self.call_id, answer)
         stats = RequestStats(self.request_id, Timings(), model=self.stats.model, prompt_tokens=self.stats.prompt_tokens)
-        return replace(self, stats=stats, cancellation=self.cancellation.part(call_id), answer=answer or 0)
+        notes = self.notes.part() if self.notes is not None and answer is not None else None
+        cancellation = self.cancellation.part(call_id)
+        return replace(self, stats=stats, cancellation=cancellation, answer=answer or 0, notes=notes)
 
     async def inject(self, point: RouterPoint) -> None:
         """Injects the faults that the request plans for this point."""
@@ -191,11 +195,15 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ContextFactory:
-    """Makes the context of each call. `proxies` are the callers that may name their tenants."""
+    """Makes the context of each call. `proxies` are the callers that may name their tenants.
+
+    `begin_notes` gives the notes of a call with this metadata.
+    """
 
     limits: LimitsConfig
     allow_faults: bool = False
     proxies: frozenset[str] = frozenset()
+    begin_notes: Callable[[Metadata | None], AnswerNotes | None] = lambda _metadata: None
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
         """Reads a call. Raises PermissionDenied or InvalidRequest for wrong metadata."""
@@ -215,6 +223,7 @@ class ContextFactory:
             stats=RequestStats(request_id, Timings(arrived_at())),
             cancellation=Cancellation(new[:32]),
             keep=keep,
+            notes=self.begin_notes(metadata),
         )
 
     def read_faults(self, call: Any) -> FaultPlan:

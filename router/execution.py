@@ -147,8 +147,8 @@ class RequestExecution:
             cached_tokens = tokens
         report_loan(state.progress, handoff.usage)
         state.progress.first_token(cached_tokens)
-        reported = state.reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
-        await state.add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
+        reported = self._reading.reported(first.prompt_logprobs) if first.HasField("prompt_logprobs") else None
+        await self._reading.add_tokens([first.token_id], [first.logprob] if first.HasField("logprob") else [], reported)
         state.stats.prefilled_on(worker.record.worker_id, cached_tokens)
         state.stats.found_in_caches(handoff.usage)
         if state.suspects is not None:

@@ -60,7 +60,7 @@ class RouteExplainer:
         return cluster_service_pb2.ExplainRouteResponse(
             policy=self._policy,
             prompt_tokens=routing.prompt_tokens,
-            candidates=[_candidate(prediction) for prediction in predictions],
+            candidates=[candidate_message(prediction) for prediction in predictions],
             workers=self._placer.reasons(routing) if predictions else self._scores(routing),
         )
 
@@ -71,7 +71,8 @@ class RouteExplainer:
         return placement.explain()
 
 
-def _candidate(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
+def candidate_message(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
+    """A place to run a request, with the terms of its predicted cost."""
     prefill, decode, peer = prediction.prefill_worker, prediction.decode_worker, prediction.load.peer
     return cluster_service_pb2.RouteCandidate(
         prefill_worker_id=prefill.record.worker_id if prefill else "",

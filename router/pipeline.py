@@ -134,7 +134,7 @@ class Pipeline:
         ctx.stats.prompt_tokens = prompt.num_tokens
         if ctx.request.sampling.n > 1:
             keep_together(ctx.request)
-            if ctx.keep is not None:
+            if ctx.keep is not None or ctx.notes is not None:
                 draw_seed(ctx.request, model)
             answers = SeveralAnswers(self.executor, self.admission, self.limits, ctx, model, _estimate(ctx, model))
             await answers.run(prompt, reply)

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from media.loader import MediaLoader
 from router.admission.controller import AdmissionController
@@ -25,6 +25,7 @@ from router.placement.encoders import Encoders
 from router.placement.kv_events import KvSubscriber
 from router.placement.placer import Placer
 from router.placement.role_workers import RoleWorkers
+from router.recording.recorder import Recorder
 from router.routing.policy import Policy
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
@@ -58,7 +59,8 @@ class RequestPath:
     placer: Placer
     routing_requests: RoutingRequests
     explainer: RouteExplainer
-    peers: RegisteredPeers | None  # other routers, if this one shares quotas and places with them
+    peers: RegisteredPeers | None  # other routers, if this one shares anything with them
+    recorder: Recorder | None  # if any request is recorded
 
 
 @asynccontextmanager
@@ -67,13 +69,12 @@ async def open_request_path(
 ) -> AsyncIterator[RequestPath]:
     """Opens the request path on a cluster. Leaving it releases leased embeddings, before the channels close."""
     limits, retries = config.limits, Retries(config.retry)
-    quotas = Quotas(config.quotas, peers=peers or ALONE)
+    sharing = peers if peers is not None and config.shares_limits else ALONE
+    quotas = Quotas(config.quotas, peers=sharing)
     async with AsyncExitStack() as stack:
         processor = await stack.enter_async_context(_open_processor(config, cluster, retries))
         tokenization = await stack.enter_async_context(Tokenization(cluster, quotas, limits))
-        admission = AdmissionController(
-            cluster, config.admission, quotas, fairness=config.fairness, peers=peers or ALONE
-        )
+        admission = AdmissionController(cluster, config.admission, quotas, fairness=config.fairness, peers=sharing)
         following = {"admission": admission.follow}
         if config.fairness != "none":
             following["tenants"] = admission.watch_tenants
@@ -84,6 +85,10 @@ async def open_request_path(
         # Metrics that are not served are not measured.
         running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
         contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies))
+        recorder = _recorder(config, cluster)
+        if recorder is not None:
+            running.record, contexts = recorder.ended, replace(contexts, begin_notes=recorder.begin)
+            await stack.enter_async_context(lasting_tasks({"records": recorder.run}))
         placer, workers = Placer(cluster, config.routing, policy), RoleWorkers(cluster)
         decodes = ReadDecodes()
         executor = Executor(placer, retries, running.metrics, decodes)
@@ -106,7 +111,15 @@ async def open_request_path(
             routing_requests,
             RouteExplainer(placer, routing_requests, config.routing.policy),
             peers,
+            recorder,
         )
+
+
+def _recorder(config: RouterConfig, cluster: Cluster) -> Recorder | None:
+    """Records requests as the configuration says; None if it records none. Raises ConfigError."""
+    if not config.records.are_kept:
+        return None
+    return Recorder(config.records, config.router_id, config.routing.policy, lambda: cluster.workers)
 
 
 @asynccontextmanager

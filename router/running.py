@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 from baton.errors import Cancelled
@@ -11,11 +13,12 @@ from rpc.tracing.span import Span, stage_span
 
 
 class RunningRequests:
-    """The running requests of a router, in `table`."""
+    """The running requests of a router, in `table`. `record` takes those with notes that have ended."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self.metrics = metrics
         self.table = RequestTable()
+        self.record: Callable[[RequestContext, BaseException | None], None] = lambda _ctx, _error: None
 
     async def run(
         self,
@@ -32,6 +35,7 @@ class RunningRequests:
         with (
             stage_span(name) as span,
             self.table.enter(ctx),
+            _NOT_RECORDED if ctx.notes is None else _Recorded(ctx, self.record),
             record_request(ctx.stats, ctx.call_id, self.metrics),
         ):
             ctx.timings.is_traced = span.is_recording
@@ -45,6 +49,25 @@ class RunningRequests:
                 raise
             finally:
                 ended()
+
+
+_NOT_RECORDED: AbstractContextManager[None] = nullcontext()
+
+
+class _Recorded:
+    """Records a request when the context ends, once its outcome is known."""
+
+    def __init__(self, ctx: RequestContext, record: Callable[[RequestContext, BaseException | None], None]) -> None:
+        self._ctx = ctx
+        self._record = record
+
+    def __enter__(self) -> None:
+        """No-op: notes are taken on the way."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record(self._ctx, error)
 
 
 def _record_passed_deadline(ctx: RequestContext, span: Span) -> None:

@@ -28,6 +28,7 @@ from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.server import serve_picker
 from router.processes.siblings import NoSiblings, Siblings
+from router.recording.finding import find_here
 from router.request_path import RequestPath, open_request_path
 from router.routing.policies import load_policy
 from router.service import ClusterServicer, InferenceServicer
@@ -141,7 +142,9 @@ async def host_router(
         texts = LongestTexts(cluster, config.limits.max_embed_inputs, config.media.max_bytes)
         edge = _Edge(access, tracer, SharedLimits.of(config.connections), texts, shares_port)
         if peers is not None:
-            await stack.enter_async_context(serve_peers(config, registry, peers, path.admission))
+            lent = path.recorder if config.shares_records else None
+            find_records = partial(find_here, recorder=lent)
+            await stack.enter_async_context(serve_peers(config, registry, peers, path.admission, find_records))
         if before_listening is not None:
             await before_listening()
         openai = await stack.enter_async_context(_open_openai(config, path, edge))

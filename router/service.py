@@ -15,6 +15,7 @@ from baton.inference.v1 import (
     inference_service_pb2_grpc,
     lora_pb2,
     model_pb2,
+    record_pb2,
     server_info_pb2,
     tokenize_pb2,
 )
@@ -23,6 +24,7 @@ from discovery.record import WorkerRecord
 from router.explain import RouteExplainer
 from router.peers.tenants import all_tenants
 from router.processes.siblings import Siblings, stop_everywhere
+from router.recording.finding import find_everywhere
 from router.request_path import RequestPath
 from router.resume.handle import Handle
 from router.resume.resumer import Resumer
@@ -118,6 +120,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, _request: server_info_pb2.GetServerInfoRequest, _context: Context
     ) -> server_info_pb2.GetServerInfoResponse:
         return self._offer.message()
+
+    async def GetRecords(
+        self, request: record_pb2.GetRecordsRequest, context: Context
+    ) -> record_pb2.GetRecordsResponse:
+        path, tenant = self._path, self._path.contexts.read_qos(context).tenant
+        return await find_everywhere(request.request_id, tenant, path.recorder, path.peers.links if path.peers else ())
 
 
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):

@@ -6,10 +6,15 @@ from baton.errors import InvalidRequest
 TENANT_KEY = "x-baton-tenant"
 PRIORITY_KEY = "x-baton-priority"
 
+# Of a request that is to be recorded; see docs/replay.md.
+RECORD_KEY = "x-baton-record"
+
 # Trailing metadata with a Timings message, also of failed requests.
 TIMINGS_KEY = "x-baton-timings-bin"
 
 Metadata = tuple[tuple[str, str], ...]
+
+RECORDED: Metadata = ((RECORD_KEY, "1"),)
 
 
 def header(key: str, value: str) -> Metadata:

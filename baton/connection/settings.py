@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from baton.connection import tracing
 from baton.connection.credentials import Tls, authorization
-from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY, Metadata, header
+from baton.connection.metadata import PRIORITY_KEY, RECORDED, TENANT_KEY, Metadata, header
 from baton.connection.retry import NO_RETRY, Resume, Retry
 from baton.errors import BatonError, Unavailable
 
@@ -65,9 +65,10 @@ class Settings:
         self._metadata = (*carried, *header(TENANT_KEY, tenant))
         self._tracer_provider = tracer_provider
 
-    def metadata(self, trace: tracing.CallTrace, priority: int = 0) -> Metadata:
+    def metadata(self, trace: tracing.CallTrace, priority: int = 0, *, is_recorded: bool = False) -> Metadata:
         """The metadata of a call."""
-        return (*self._metadata, *header(PRIORITY_KEY, str(priority) if priority else ""), *trace.metadata)
+        wishes = (*header(PRIORITY_KEY, str(priority) if priority else ""), *(RECORDED if is_recorded else ()))
+        return (*self._metadata, *wishes, *trace.metadata)
 
     @property
     def bare_metadata(self) -> Metadata:

@@ -1,6 +1,6 @@
 """The command line of `baton`: its commands and their options. Imports nothing heavy, so that --help is fast.
 
-requests, cluster, traces, benchmarks (the options of each command), connecting (of all that call a process),
+requests, cluster, traces, records, benchmarks (the options of each command), connecting (of all that call a process),
 values (what options take).
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.version import __version__
-from cli.arguments import benchmarks, cluster, connecting, requests, traces
+from cli.arguments import benchmarks, cluster, connecting, records, requests, traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ COMMANDS = (
         requests.explain,
         "explain",
     ),
+    Subcommand("record", "Write the record of a request to a file", records.record, "records.record"),
+    Subcommand("replay", "Run a recorded request again, and compare the answers", records.replay, "records.replay"),
+    Subcommand("why", "Explain a recorded request: its time, its decisions, its failures", records.why, "records.why"),
     Subcommand("bench", "Put load on a server and measure it", benchmarks.bench, "benchmarks.bench"),
     Subcommand("info", "Show what this deployment offers: models, features, limits, façades", cluster.info, "info"),
     Subcommand("models", "List the served models", connecting.address, "models"),

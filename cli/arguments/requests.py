@@ -17,6 +17,9 @@ def generate(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="let the answer survive the loss of a router for so long; prints its handle to standard error",
     )
+    parser.add_argument(
+        "--record", action="store_true", help="ask for a record, and print the id for `baton why` to standard error"
+    )
     parser.add_argument("--resume", default="", metavar="HANDLE", help="instead of a PROMPT: the answer of this handle")
     parser.add_argument("--model", default="", help="required only if several models are served")
     parser.add_argument(

@@ -10,6 +10,7 @@ tenants.py                           asks a router what each tenant uses
 health.py                            asks any process for its health
 doctor.py                            diagnoses an installation, a cluster or a deployment
 benchmarks/                          put load on servers and report what came of it
+records/                             write the record of a request, run it again, explain it
 tracing/                             show traces, and check one
 local/                               start, stop and watch the local cluster: up, down, status, logs
 """

@@ -43,6 +43,8 @@ async def _stream(arguments: argparse.Namespace) -> generate_pb2.Finished:
         async for event in events:
             if event.started.resumption.handle:
                 errors().print(f"handle: {event.started.resumption.handle}", soft_wrap=True)
+            if arguments.record and event.HasField("started"):
+                errors().print(f"request: {event.request_id}", soft_wrap=True)
             show(event)
             finished = event.finished
     return finished
@@ -58,7 +60,8 @@ def _resume(arguments: argparse.Namespace) -> Resume | None:
 def _answer(client: AsyncClient, arguments: argparse.Namespace) -> AsyncGeneration:
     if arguments.resume:
         return client.resume(arguments.resume, timeout_seconds=arguments.timeout)
-    return client.generate(build(arguments), timeout_seconds=arguments.timeout, priority=arguments.priority)
+    request, seconds = build(arguments), arguments.timeout
+    return client.generate(request, timeout_seconds=seconds, priority=arguments.priority, record=arguments.record)
 
 
 def _print_text(event: generate_pb2.GenerateResponse) -> None:

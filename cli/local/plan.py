@@ -133,7 +133,8 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
         for role, number in workers
     ]
     patience = PATIENCE_BEFORE_ENVOY if options.envoy else ()
-    of_routers = [*shared, *patience, f"processes={options.router_processes}"]
+    records = ("records.failed=true", "records.asked=true")
+    of_routers = [*shared, *patience, *records, f"processes={options.router_processes}"]
     port = options.openai_port if find_spec("uvicorn") else 0
     routers = [_router(number, of_routers, port) for number in range(options.routers)]
     envoys = [_envoy([each.address for each in routers], otlp)] if options.envoy else []

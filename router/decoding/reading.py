@@ -1,9 +1,12 @@
 """One decode stream after another, read to the end of the answer: tokens, acceptance, the end, or a yield."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton.engine.v1 import decode_pb2, handoff_pb2
 from baton.errors import InvalidReply, Unavailable
+from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.decoding.state import ExecutionState, HeldHandoff
 from router.moving.decodes import ReadDecode
 from router.moving.yielded import Yielded
@@ -11,8 +14,9 @@ from router.routing.latency import DecodeTimer
 from router.workers.calls import DecodeCall
 from router.workers.handle import WorkerHandle
 from router.workers.prefix_sources import report_loan
-from router.workers.replies import check_yielded
+from router.workers.replies import check_yielded, reported_logprobs
 from rpc.tracing.span import current_span
+from runtime.clock import perf_counter
 
 
 class DecodeReading:
@@ -112,6 +116,8 @@ class DecodeReading:
             self._found_cached(end.usage)
             state.has_moved = True
         state.yielded = Yielded(decode, state.placer)
+        if state.ctx.notes is not None:
+            state.ctx.notes.yielded(end.handoff if end.HasField("handoff") else None)
         if end.drafted_tokens:
             state.stats.speculated(end.drafted_tokens, end.accepted_tokens)
         if not state.awaits_answer:
@@ -136,8 +142,27 @@ class DecodeReading:
         state.meter.arrived(count)
         state.progress.first_token(None)
         state.prompt.release()
-        reported = state.reported(tokens.prompt_logprobs) if tokens.HasField("prompt_logprobs") else None
-        await state.add_tokens(tokens.token_ids, tokens.logprobs, reported)
+        reported = self.reported(tokens.prompt_logprobs) if tokens.HasField("prompt_logprobs") else None
+        await self.add_tokens(tokens.token_ids, tokens.logprobs, reported)
         state.meter.passed_on()
         if state.completion.has_overrun:
             raise InvalidReply("tokens came after the end of the answer")
+
+    async def add_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprob],
+        prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
+    ) -> None:
+        """Adds tokens to the answer, and sends their text to the client."""
+        state, started = self._state, perf_counter()
+        if not state.completion.token_ids:
+            await state.ctx.inject("detokenize")
+        delta = state.completion.push(token_ids, logprobs)
+        state.meter.detokenized(started, len(token_ids))
+        await state.stream.put(replace(delta, prompt_logprobs=prompt_logprobs) if prompt_logprobs else delta)
+
+    def reported(self, prompt_logprobs: generate_pb2.PromptLogprobs) -> generate_pb2.PromptLogprobs | None:
+        """The prompt's log probabilities that a worker has sent, checked. Raises InvalidReply."""
+        state = self._state
+        return reported_logprobs(prompt_logprobs, state.completion.sampling, state.prompt.without_embeddings)

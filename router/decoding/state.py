@@ -1,11 +1,10 @@
 """The state of one request on its workers, and what it holds there."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.engine.v1 import handoff_pb2
 from baton.errors import BatonError
-from baton.inference.v1 import generate_pb2, sampling_pb2
+from baton.inference.v1 import generate_pb2
 from discovery.registry import WorkerRecord
 from router.context import RequestContext
 from router.moving.decodes import ReadDecodes
@@ -22,9 +21,8 @@ from router.workers.calls import WorkerCalls
 from router.workers.destinations import Destination
 from router.workers.handle import WorkerHandle
 from router.workers.prefetches import Prefetch
-from router.workers.replies import Suspects, reported_logprobs
+from router.workers.replies import Suspects
 from router.workers.watching.waiting_calls import Waiting
-from runtime.clock import perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,8 @@ class ExecutionState(Waiting):
             token_ids=prompt.token_ids,
             needs=needed_capabilities(ctx.request),
         )
+        if ctx.notes is not None:
+            ctx.notes.runs(self.routing_request, completion)
         self.progress: Progress = IgnoredProgress()
         self.attempts: Attempts | None = None  # at the present stage
         self.suspects: Suspects | None = None  # once a worker has given a reply that it may not give
@@ -90,6 +90,8 @@ class ExecutionState(Waiting):
         """Reports to the policy what happens to the request, from now on under this placement."""
         self.progress.close()
         self.progress = placement.progress
+        if self.ctx.notes is not None:
+            self.ctx.notes.placed(placement)
         return placement
 
     def suspect(self, worker: WorkerHandle, stage: str, error: BatonError) -> None:
@@ -131,20 +133,6 @@ class ExecutionState(Waiting):
         """The context length that a worker needs to continue the request."""
         return self.routing_request.prompt_tokens + len(self.completion.token_ids) + 1
 
-    async def add_tokens(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[sampling_pb2.TokenLogprob],
-        prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
-    ) -> None:
-        """Adds tokens to the answer, and sends their text to the client."""
-        started = perf_counter()
-        if not self.completion.token_ids:
-            await self.ctx.inject("detokenize")
-        delta = self.completion.push(token_ids, logprobs)
-        self.meter.detokenized(started, len(token_ids))
-        await self.stream.put(replace(delta, prompt_logprobs=prompt_logprobs) if prompt_logprobs else delta)
-
     async def release_handoff(self) -> None:
         """Frees the KV that no decode worker has taken over, and what was allocated or read for it."""
         held, self.held = self.held, None
@@ -156,7 +144,3 @@ class ExecutionState(Waiting):
             await self.calls.release(held.owner, held.handoff)
         if destination:
             await self.calls.release_destination(destination)
-
-    def reported(self, prompt_logprobs: generate_pb2.PromptLogprobs) -> generate_pb2.PromptLogprobs | None:
-        """The prompt's log probabilities that a worker has sent, checked. Raises InvalidReply."""
-        return reported_logprobs(prompt_logprobs, self.completion.sampling, self.prompt.without_embeddings)

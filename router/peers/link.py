@@ -20,6 +20,7 @@ log = structlog.get_logger(__name__)
 
 MOST_ASKS = 1024  # of each kind, in one call
 MOST_NUMBER = 2.0**50  # above which no number is believed
+_RECORDS_SECONDS = 3.0  # to find records: more than a router needs to make those of requests that have just ended
 _PAUSE_SECONDS = 0.5  # after a call that failed, in which none is tried
 
 Ask = TypeVar("Ask")
@@ -66,6 +67,10 @@ class PeerLink:
         """The tenants of that router alone. Raises a BatonError."""
         request = peer_pb2.ListOwnTenantsRequest()
         return await unary(self._stub().ListOwnTenants(request, timeout=2 * self._timeout_seconds))
+
+    async def find_records(self, request: peer_pb2.FindRecordsRequest) -> peer_pb2.FindRecordsResponse:
+        """The records that that router alone has. Raises a BatonError."""
+        return await unary(self._stub().FindRecords(request, timeout=_RECORDS_SECONDS))
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()

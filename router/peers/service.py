@@ -2,11 +2,11 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from grpc import aio
 
@@ -34,6 +34,8 @@ RULES: Rules = {f"/{SERVICE_NAME}/": frozenset({"worker"})}  # routers have the 
 
 Context = aio.ServicerContext[Any, Any]
 
+FindRecords: TypeAlias = Callable[[peer_pb2.FindRecordsRequest], Awaitable[peer_pb2.FindRecordsResponse]]
+
 _LONGEST_NAME = 256
 _LONGEST_TENANT = 128
 _VIEW_SECONDS = 3.0  # for the first view of the registry
@@ -43,9 +45,10 @@ _NOT_HOME = peer_pb2.QuotaLoan(not_home=True)
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     """The service for other routers. One that is not registered gets nothing, as this one may not know of it yet."""
 
-    def __init__(self, peers: RegisteredPeers, admission: AdmissionController) -> None:
+    def __init__(self, peers: RegisteredPeers, admission: AdmissionController, find_records: FindRecords) -> None:
         self._peers = peers
         self._admission = admission
+        self._find_records = find_records
 
     async def Lend(self, request: peer_pb2.LendRequest, _context: Context) -> peer_pb2.LendResponse:
         check(request)
@@ -55,6 +58,11 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self, _request: peer_pb2.ListOwnTenantsRequest, _context: Context
     ) -> peer_pb2.ListOwnTenantsResponse:
         return peer_pb2.ListOwnTenantsResponse(tenants=own_tenants(self._admission))
+
+    async def FindRecords(
+        self, request: peer_pb2.FindRecordsRequest, _context: Context
+    ) -> peer_pb2.FindRecordsResponse:
+        return await self._find_records(request)
 
     def lend(self, request: peer_pb2.LendRequest) -> peer_pb2.LendResponse:
         """The answers to a request that has been checked."""
@@ -133,15 +141,20 @@ async def follow_peers(config: RouterConfig, registry: Registry) -> AsyncIterato
 
 @asynccontextmanager
 async def serve_peers(
-    config: RouterConfig, registry: Registry, peers: RegisteredPeers, admission: AdmissionController
+    config: RouterConfig,
+    registry: Registry,
+    peers: RegisteredPeers,
+    admission: AdmissionController,
+    find_records: FindRecords,
 ) -> AsyncIterator[None]:
     """Serves other routers and is registered while the context is open; borrows and gives back by tasks."""
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(TaskGroup())
-        for name, work in (("quotas", admission.quotas.follow), ("places", admission.share)):
+        works = (("quotas", admission.quotas.follow), ("places", admission.share)) if config.shares_limits else ()
+        for name, work in works:
             stack.callback(group.create_task(lasting(name, work)).cancel)
         health = Health()
-        servicer = PeerServicer(peers, admission)
+        servicer = PeerServicer(peers, admission, find_records)
         server = await stack.enter_async_context(
             serve(
                 config.peers.listen or "127.0.0.1:0",

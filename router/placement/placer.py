@@ -54,7 +54,7 @@ class Placer:
         """
         chosen = self._choose(request, self._candidates(request, among))
         explain = partial(self._explain, request, chosen)
-        return Placement(chosen.decode, chosen.prefill, explain, chosen.prediction, chosen.progress)
+        return Placement(chosen.decode, chosen.prefill, explain, chosen.prediction, chosen.progress, chosen.candidates)
 
     def hands_over_early(self, placement: Placement[WorkerHandle], request: RoutingRequest) -> bool:
         """True if the decode worker is to read KV while the prompt is computed."""

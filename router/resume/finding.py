@@ -31,7 +31,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Answers:
-    """What the workers have told of some ids, and who has told nothing."""
+    """The streams that workers have told of, by id, and the workers that have told nothing."""
 
     found: dict[str, list[Found]] = field(default_factory=dict)
     silent: list[WorkerHandle] = field(default_factory=list)

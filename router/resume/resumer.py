@@ -107,7 +107,7 @@ class Resumer:
             raise NoWorker("no decode worker is ready, as this router sees it")
 
     async def progress(self, handle: Handle, qos: RequestQos) -> generate_pb2.GetGenerationProgressResponse:
-        """How far a kept answer is, as its workers tell it; nothing changes. Raises StreamLost."""
+        """The tokens of a kept answer so far, as its workers tell them; nothing changes. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
         found = generate_pb2.GetGenerationProgressResponse()
         first = await self._attacher.peek(0, request)
@@ -162,6 +162,9 @@ class Resumer:
             seconds = min(seconds, attached.remaining.ToNanoseconds() / 1e9)
         stats = RequestStats(record.request_id, timings)
         kept = record.started.resumption.keep.ToNanoseconds() / 1e9
+        notes = self._contexts.begin_notes(request.call.invocation_metadata())
+        if notes is not None:
+            notes.is_taken_over = True
         return RequestContext(
             request=asked,
             request_id=record.request_id,
@@ -173,6 +176,7 @@ class Resumer:
             faults=self._contexts.read_faults(request.call),
             cancellation=Cancellation(request.handle.call_id),
             keep=replace(request.keep(kept, request.handle), origin=record.origin, is_partly_lost=is_partly_lost),
+            notes=notes,
         )
 
     async def _answer_adopted(self, answers: Sequence[Answer], ctx: RequestContext, reply: Reply) -> None:

@@ -5,7 +5,7 @@ A policy chooses among workers that can run the request (filters.py). docs/exten
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
@@ -270,11 +270,18 @@ class IgnoredProgress:
         """No-op (Progress)."""
 
 
+def _no_candidates(most: int) -> list[Prediction[Any]]:
+    del most
+    return []
+
+
 @dataclass(slots=True)
 class Placement(Generic[W]):
     """The worker that decodes, and the one that prefills. Without the latter the decode worker runs the prompt.
 
-    `prediction` is set by policies that predict. `progress` is told what happens to the request, and closed in the end.
+    `prediction` is set by policies that predict. Their `candidates` gives up to a number of the predictions that were
+    compared, as they were: the chosen one, then the best. `progress` is told what happens to the request, and closed in
+    the end.
     """
 
     decode: W
@@ -283,6 +290,7 @@ class Placement(Generic[W]):
     explain: Callable[[], list[str]] = field(default=list, compare=False)
     prediction: Prediction[W] | None = None
     progress: Progress = field(default=IgnoredProgress(), compare=False)
+    candidates: Callable[[int], list[Prediction[W]]] = field(default=_no_candidates, compare=False)
 
     @property
     def rank(self) -> int | None:

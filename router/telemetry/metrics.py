@@ -125,6 +125,14 @@ STORED_RESPONSES = Gauge(
     "baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.", registry=REGISTRY
 )
 STORED_RESPONSE_BYTES = Gauge("baton_router_stored_response_bytes", "What these responses take.", registry=REGISTRY)
+RECORDS = Counter("baton_router_records_total", "Requests that were recorded.", ["cause"], registry=REGISTRY)
+RECORDS_DROPPED = Counter(
+    "baton_router_records_dropped_total",
+    "Records that were not kept, or no longer than until others needed their memory.",
+    ["cause"],
+    registry=REGISTRY,
+)
+RECORD_BYTES = Gauge("baton_router_record_bytes", "What the records in memory take.", registry=REGISTRY)
 REFUSALS = Counter(
     "baton_router_refusals_total",
     "Requests that were refused admission to the workers.",

@@ -36,6 +36,11 @@ class Timings:
         return name_of(self.stage)
 
     @property
+    def began(self) -> float:
+        """The request's arrival, of time.perf_counter."""
+        return self._started / 1e9
+
+    @property
     def total_seconds(self) -> float:
         """The request's age, or its age at `close`."""
         return self._elapsed / 1e9
@@ -75,10 +80,12 @@ class Timings:
             call.first_token_came(self._text.first_at)
         return call
 
-    def end_call(self, call: CallTiming) -> None:
-        """Ends the measurement of a call, as `measure_call` does."""
+    def end_call(self, call: CallTiming) -> list[StageTiming]:
+        """Ends the measurement of a call, as `measure_call` does. Returns its stages."""
         self._call = None
-        self._stages += call.end(perf_counter_ns())
+        stages = call.end(perf_counter_ns())
+        self._stages += stages
+        return stages
 
     def detokenized(self, started: float) -> float:
         """Notes that tokens were turned into text between `started`, of time.perf_counter, and now.

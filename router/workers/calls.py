@@ -25,6 +25,7 @@ from baton.errors import (
 from baton.inference.v1 import timing_pb2
 from engine_protocol.multiplex.separate_call import StreamingCall
 from router.context import RequestContext
+from router.recording.notes import AttemptNote
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
@@ -186,6 +187,8 @@ class WorkerCalls:
             self._computed_by = calling.span.context
             calling.timing.report(response.timings)
             calling.timing.is_complete = True
+            if calling.note is not None:
+                calling.note.holds(response.handoff)
         return response.handoff
 
     async def decode(
@@ -297,10 +300,11 @@ class _Calling:
     Not a generator, and not five of them: each takes eight calls, and a request makes two calls to workers.
     """
 
-    __slots__ = ("_ctx", "_entered", "_name", "_stage", "_tokens", "_worker", "span", "timing")
+    __slots__ = ("_ctx", "_entered", "_name", "_stage", "_tokens", "_worker", "note", "span", "timing")
 
     timing: CallTiming
     span: Span
+    note: AttemptNote | None
 
     def __init__(
         self, ctx: RequestContext, stage: timing_pb2.Stage.ValueType, name: str, worker: WorkerHandle, tokens: int
@@ -321,6 +325,8 @@ class _Calling:
         if self.span.is_recording:
             self.span.set(worker_attributes(worker))
         worker.add_load(self._tokens)
+        notes = self._ctx.notes
+        self.note = notes.began(self._name, worker.record) if notes is not None else None
         return self
 
     def __exit__(
@@ -329,7 +335,9 @@ class _Calling:
         ctx, worker = self._ctx, self._worker
         worker.remove_load(self._tokens)
         self._entered.__exit__(kind, error, trace)
-        ctx.timings.end_call(self.timing)
+        stages = ctx.timings.end_call(self.timing)
+        if self.note is not None and ctx.notes is not None:
+            ctx.notes.ended(self.note, stages, error)
         if isinstance(error, BatonError):
             found = of_worker(error, ctx.deadline.remaining_seconds)
             if isinstance(found, DeadlineExceeded):

@@ -4,7 +4,7 @@ _MANY_PIECES = 1024  # so many of the last are joined to one
 
 
 class GrowingText:
-    """What is added, and what follows a place, take as long as that part is long, not as the whole."""
+    """A text to which adding, and of which reading from a place on, take as long as that part is, not as the whole."""
 
     def __init__(self) -> None:
         self._joined: list[str] = []
@@ -29,7 +29,7 @@ class GrowingText:
             self._pieces.clear()
 
     def after(self, place: int) -> str:
-        """What follows the first `place` characters."""
+        """The text after its first `place` characters."""
         found, begin = [], self._length
         for pieces in (self._pieces, self._joined):
             for piece in reversed(pieces):

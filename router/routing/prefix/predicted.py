@@ -8,7 +8,7 @@ check. The costs are learnt from the requests that this router has sent.
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TypeAlias
@@ -72,8 +72,9 @@ class PredictedSeconds:
         options = self._options(request, candidates, matched)
         chosen = self._predict(self._pick(options, request.session_key), request, matched)
         forecast = Forecast(self.caches, self.costs, request, chosen, matched.blocks, self._clock)
-        explain = partial(self._explain, chosen, options, request, matched)
-        return Placement(chosen.decode_worker, chosen.prefill_worker, explain, chosen, forecast)
+        compared = partial(self._compared, chosen, options, request, matched)
+        explain = partial(_describe, compared, len(options))
+        return Placement(chosen.decode_worker, chosen.prefill_worker, explain, chosen, forecast, compared)
 
     def predictions(self, request: RoutingRequest, candidates: Candidates[W]) -> list[Prediction[W]]:
         """The predictions for the most promising pairs and, unless prefill is required, each decode worker alone."""
@@ -172,12 +173,16 @@ class PredictedSeconds:
             return NO_LOAD
         return self._rank_costs.plan(cost, request, matched, cache, wait)[1]
 
-    def _explain(
-        self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest, matched: Matched
-    ) -> list[str]:
-        """The chosen rank, then all others, the best first."""
-        found = [self._predict(option, request, matched) for option in sorted(options, key=_total)]
-        return [chosen.describe(), *(each.describe() for each in found if each != chosen)]
+    def _compared(
+        self, chosen: Prediction[W], options: Sequence[Option[W]], request: RoutingRequest, matched: Matched, most: int
+    ) -> list[Prediction[W]]:
+        """The chosen rank, then others, the best first."""
+        found = (self._predict(option, request, matched) for option in sorted(options, key=_total)[:most])
+        return [chosen, *(each for each in found if each != chosen)][:most]
+
+
+def _describe(compared: Callable[[int], list[Prediction[W]]], most: int) -> list[str]:
+    return [each.describe() for each in compared(most)]
 
 
 def _nearest(prefills: Sequence[PrefillFields[W]], decode: DecodeFields[W]) -> Sequence[PrefillFields[W]]:

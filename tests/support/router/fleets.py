@@ -1,6 +1,7 @@
 """Routers of one fleet in virtual time: the classes of the product, whose calls to each other are made directly."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from support.clock import ManualClock
 from support.router.measured_workers import StaticFleet, measured
@@ -15,6 +16,9 @@ from router.config import AdmissionConfig, Fairness, QuotasConfig
 from router.peers.link import check_response
 from router.peers.membership import RegisteredPeers
 from router.peers.service import PeerServicer, check
+from router.recording.finding import find_here
+
+_NO_RECORDS = partial(find_here, recorder=None)
 
 
 def record(name: str) -> WorkerRecord:
@@ -80,7 +84,7 @@ class Fleet:
         admission = AdmissionController(
             workers, self.admission, quotas, self.clock, fairness=self.fairness, peers=peers
         )
-        router = SimulatedRouter(name, peers, quotas, admission, PeerServicer(peers, admission))
+        router = SimulatedRouter(name, peers, quotas, admission, PeerServicer(peers, admission, _NO_RECORDS))
         self.routers[name] = router
         self.registered.append(name)
         self.see()

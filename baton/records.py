@@ -1,0 +1,116 @@
+"""Records of requests: the part of a request that a client wrote, digests of it and of answers, and bundles of records.
+
+Routers keep records; `baton record`, `baton replay` and `baton why` read them. docs/replay.md describes the formats.
+"""
+
+import hashlib
+import json
+import sys
+from array import array
+from collections.abc import Sequence
+from functools import partial
+
+from google.protobuf import json_format
+
+from baton.errors import InvalidRequest
+from baton.inference.v1 import generate_pb2, record_pb2
+
+BUNDLE_VERSION = 1
+LARGEST_BUNDLE_BYTES = 64 * 2**20
+
+_DIGEST_BYTES = 8
+_FEWEST_TOKENS = 16  # of a digest
+_MOST_DIGESTS = 64
+
+
+def content_of(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
+    """The part of a request that a client wrote: its input, media, grammar, stop strings and bad words."""
+    content = generate_pb2.GenerateRequest()
+    content.CopyFrom(request)
+    for field in ("request_id", "model", "response", "lora_name", "routing", "cache"):
+        content.ClearField(field)
+    stop, bad_words = list(request.stopping.stop), list(request.sampling.bad_words)
+    content.ClearField("stopping")
+    content.ClearField("sampling")
+    if stop:
+        content.stopping.stop.extend(stop)
+    if bad_words:
+        content.sampling.bad_words.extend(bad_words)
+    return content
+
+
+def options_of(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
+    """The rest of a request, without the keys of sessions and caches: together with `content_of`, it is run again."""
+    kept = generate_pb2.GenerateRequest(
+        model=request.model, lora_name=request.lora_name, sampling=request.sampling, stopping=request.stopping
+    )
+    kept.stopping.ClearField("stop")
+    kept.sampling.ClearField("bad_words")
+    if request.HasField("response"):
+        kept.response.CopyFrom(request.response)
+    if request.routing.topology:
+        kept.routing.topology = request.routing.topology
+    return kept
+
+
+def parts_of(content: generate_pb2.GenerateRequest) -> list[str]:
+    """The names of the fields that a `content_of` has."""
+    names = [field.name for field, _ in content.ListFields()]
+    nested = {"stopping": "stopping.stop", "sampling": "sampling.bad_words"}
+    return [nested.get(name, name) for name in names]
+
+
+def content_digest(content: generate_pb2.GenerateRequest) -> bytes:
+    """SHA-256 of a `content_of`."""
+    return hashlib.sha256(content.SerializeToString(deterministic=True)).digest()
+
+
+def ids_digest(ids: Sequence[int]) -> bytes:
+    """SHA-256 of token ids."""
+    return hashlib.sha256(_packed(ids)).digest()
+
+
+def tokens_a_digest(tokens: int) -> int:
+    """The number of tokens that each digest of an answer of this length is of."""
+    each = _FEWEST_TOKENS
+    while tokens > each * _MOST_DIGESTS:
+        each *= 2
+    return each
+
+
+def digests(ids: Sequence[int], each: int) -> list[bytes]:
+    """The chain of digests of an answer: each is of its tokens and of the one before."""
+    packed, last, chain = _packed(ids), b"", []
+    for start in range(0, len(packed), 4 * each):
+        last = hashlib.sha256(last + packed[start : start + 4 * each]).digest()[:_DIGEST_BYTES]
+        chain.append(last)
+    return chain
+
+
+def write_bundle(records: Sequence[record_pb2.RequestRecord]) -> str:
+    """The JSON of a bundle: its version, and the records, the oldest first."""
+    texts = [json_format.MessageToJson(one, preserving_proto_field_name=True, indent=1) for one in records]
+    return f'{{"version": {BUNDLE_VERSION}, "records": [\n{",".join(texts)}\n]}}\n'
+
+
+def read_bundle(text: str, name: str) -> list[record_pb2.RequestRecord]:
+    """The records of a bundle, at least one. Raises InvalidRequest naming the file."""
+    try:
+        bundle = json.loads(text)
+        if bundle["version"] != BUNDLE_VERSION:
+            raise InvalidRequest.of(name, f"has version {bundle['version']!r:.20}; this command reads {BUNDLE_VERSION}")
+        # Fields that a newer router has added are left out.
+        parse = partial(json_format.ParseDict, ignore_unknown_fields=True)
+        records = [parse(one, record_pb2.RequestRecord()) for one in bundle["records"]]
+    except (json_format.ParseError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidRequest.of(name, f"is no bundle of `baton record`: {error!s:.200}") from None
+    if not records:
+        raise InvalidRequest.of(name, "has no records")
+    return records
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    numbers = array("I", ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -1,0 +1,128 @@
+"""The choice of the requests that are recorded, and the task that makes their records, away from the requests."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import structlog
+
+from baton.connection.metadata import RECORD_KEY
+from baton.errors import InvalidRequest
+from baton.inference.v1 import record_pb2
+from router.config import RecordsConfig
+from router.context import RequestContext
+from router.recording.folder import RecordFolder
+from router.recording.notes import AnswerNotes
+from router.recording.record import Ended, RecordMaker
+from router.recording.table import RecordTable
+from router.routing.policy import WorkerView
+from router.telemetry import metrics
+from router.telemetry.stats import GENERATE
+from rpc.status import outcome_of
+from runtime.aio import timeout
+from runtime.clock import wall_time_ns
+
+log = structlog.get_logger(__name__)
+
+_MOST_WAITING = 256  # requests that have ended, and whose records are not made yet
+_LARGE = 16 * 1024  # bytes and ids, above which a record is made in a thread
+_SETTLE_SECONDS = 1.0  # for records that are being made when one is asked for
+
+_CAUSES = {
+    record_pb2.RECORD_CAUSE_FAILED: "failed",
+    record_pb2.RECORD_CAUSE_SLOW: "slow",
+    record_pb2.RECORD_CAUSE_SAMPLED: "sampled",
+    record_pb2.RECORD_CAUSE_ASKED: "asked",
+}
+
+
+class Recorder:
+    """The records of a router. `workers` gives the workers that it knows."""
+
+    def __init__(self, config: RecordsConfig, router: str, policy: str, workers: Callable[[], Sequence[WorkerView]]):
+        """Raises ConfigError if the folder cannot be written."""
+        self._config = config
+        self._workers = workers
+        self._maker = RecordMaker(router, policy, config.prompts, config.max_prompt_bytes)
+        self._folder = RecordFolder(Path(config.folder), config.folder_bytes) if config.folder else None
+        self._waiting: asyncio.Queue[Ended] = asyncio.Queue(_MOST_WAITING)
+        self._waiting_bytes = 0
+        self.table = RecordTable(config)
+
+    def begin(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> AnswerNotes | None:
+        """The notes of a request that may be recorded. Raises InvalidRequest for wrong metadata."""
+        config, cause = self._config, record_pb2.RECORD_CAUSE_UNSPECIFIED
+        if config.asked and _asks(metadata):
+            cause = record_pb2.RECORD_CAUSE_ASKED
+        elif config.share and random.random() < config.share:
+            cause = record_pb2.RECORD_CAUSE_SAMPLED
+        elif not config.depends_on_end:
+            return None
+        return AnswerNotes(self._workers, cause)
+
+    def ended(self, ctx: RequestContext, error: BaseException | None) -> None:
+        """Takes a request that has ended. Its record is made later."""
+        if ctx.notes is None or ctx.stats.operation != GENERATE:
+            return
+        cause = ctx.notes.cause or self._cause(ctx)
+        if not cause:
+            return
+        if self._waiting.full() or self._waiting_bytes + ctx.message_bytes > self._config.max_bytes:
+            metrics.RECORDS_DROPPED.labels("busy").inc()
+            return
+        self._waiting_bytes += ctx.message_bytes
+        arrived_ns = wall_time_ns() - round(ctx.timings.total_seconds * 1e9)
+        self._waiting.put_nowait(Ended(ctx, ctx.notes, cause, error, arrived_ns))
+
+    async def run(self) -> None:
+        """Makes records, one after the other, until cancelled."""
+        while True:
+            ended = await self._waiting.get()
+            try:
+                await self._keep(ended)
+            finally:
+                self._waiting_bytes -= ended.ctx.message_bytes
+                self._waiting.task_done()
+
+    async def find(self, request_id: str, tenant: str | None) -> list[record_pb2.RequestRecord]:
+        """The records of a tenant's request, or of any tenant's; the oldest first."""
+        try:
+            async with timeout(_SETTLE_SECONDS):
+                await self._waiting.join()
+        except TimeoutError:
+            pass  # more and more requests end: what is there is all that can be told
+        return self.table.find(request_id, tenant)
+
+    def _cause(self, ctx: RequestContext) -> record_pb2.RecordCause.ValueType:
+        config, timings = self._config, ctx.timings
+        if config.failed and outcome_of(ctx.stats.outcome) == "failed":
+            return record_pb2.RECORD_CAUSE_FAILED
+        first = timings.first_token_seconds or 0.0
+        is_late = 0 < config.slow_first_token_seconds < first
+        if is_late or 0 < config.slow_seconds < timings.total_seconds:
+            return record_pb2.RECORD_CAUSE_SLOW
+        return record_pb2.RECORD_CAUSE_UNSPECIFIED
+
+    async def _keep(self, ended: Ended) -> None:
+        if ended.size > _LARGE:
+            record = await asyncio.to_thread(self._maker.make, ended)
+        else:
+            record = self._maker.make(ended)
+        if not self.table.add(record):
+            metrics.RECORDS_DROPPED.labels("large").inc()
+            return
+        metrics.RECORDS.labels(_CAUSES[ended.cause]).inc()
+        if self._folder is not None:
+            try:
+                await asyncio.to_thread(self._folder.write, record)
+            except OSError as error:
+                metrics.RECORDS_DROPPED.labels("folder").inc()
+                log.warning("a record could not be written", folder=self._config.folder, error=str(error))
+
+
+def _asks(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    values = [value for key, value in metadata or () if key == RECORD_KEY]
+    if values and values != ["1"]:
+        raise InvalidRequest.of(RECORD_KEY, "must be 1, or not be sent")
+    return bool(values)

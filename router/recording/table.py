@@ -1,0 +1,85 @@
+"""The records in memory: bounded by bytes, of a tenant and of all; the oldest go first."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+
+from baton.inference.v1 import record_pb2
+from router.config import RecordsConfig
+from router.telemetry import metrics
+
+_ENTRY_BYTES = 512  # of an entry's own objects
+_MOST_FOUND = 4  # of one id: they fit into one message
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    number: int
+    request_id: str
+    tenant: str
+    serialized: bytes
+
+    @property
+    def size(self) -> int:
+        return _ENTRY_BYTES + len(self.serialized)
+
+
+class RecordTable:
+    """The records of a router, serialized."""
+
+    def __init__(self, config: RecordsConfig) -> None:
+        self._config = config
+        self._numbers = count()
+        self._tenants: dict[str, OrderedDict[int, _Kept]] = {}
+        self._tenant_bytes: dict[str, int] = {}
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._by_request: dict[str, dict[int, _Kept]] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of_tenant(self, tenant: str) -> int:
+        """The bytes of those of a tenant."""
+        return self._tenant_bytes.get(tenant, 0)
+
+    def add(self, record: record_pb2.RequestRecord) -> bool:
+        """Keeps a record, and drops older ones for it. False if it is larger than all of a tenant may be."""
+        kept = _Kept(next(self._numbers), record.request_id, record.tenant, record.SerializeToString())
+        if kept.size > min(self._config.tenant_bytes, self._config.max_bytes):
+            return False
+        self._kept[kept.number] = kept
+        self._tenants.setdefault(kept.tenant, OrderedDict())[kept.number] = kept
+        self._by_request.setdefault(kept.request_id, {})[kept.number] = kept
+        self._count(kept, kept.size)
+        while self.of_tenant(kept.tenant) > self._config.tenant_bytes:
+            self._drop(next(iter(self._tenants[kept.tenant].values())))
+        while self.num_bytes > self._config.max_bytes:
+            self._drop(next(iter(self._kept.values())))
+        return True
+
+    def find(self, request_id: str, tenant: str | None) -> list[record_pb2.RequestRecord]:
+        """The latest records of a tenant's request, or, if that is None, of any; the oldest first."""
+        found = [one for one in self._by_request.get(request_id, {}).values() if tenant in (None, one.tenant)]
+        return [record_pb2.RequestRecord.FromString(one.serialized) for one in found[-_MOST_FOUND:]]
+
+    def _drop(self, kept: _Kept) -> None:
+        del self._kept[kept.number]
+        for entries, key in ((self._tenants, kept.tenant), (self._by_request, kept.request_id)):
+            del entries[key][kept.number]
+            if not entries[key]:
+                del entries[key]
+        self._count(kept, -kept.size)
+        metrics.RECORDS_DROPPED.labels("memory").inc()
+
+    def _count(self, kept: _Kept, more: int) -> None:
+        self.num_bytes += more
+        left = self._tenant_bytes.pop(kept.tenant, 0) + more
+        if left:
+            self._tenant_bytes[kept.tenant] = left
+        metrics.RECORD_BYTES.set(self.num_bytes)
+
+
+def latest(records: list[record_pb2.RequestRecord]) -> list[record_pb2.RequestRecord]:
+    """The latest of some records, as many as fit into one message; the oldest first."""
+    return sorted(records, key=lambda one: one.arrived.ToNanoseconds())[-_MOST_FOUND:]
