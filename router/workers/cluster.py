@@ -43,7 +43,7 @@ from runtime.lasting import lasting
 log = structlog.get_logger(__name__)
 
 _CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
-# For so long it may be uncertain which names a worker serves that was there first. A card is read once more meanwhile.
+# For so long a worker of the first view may leave names uncertain: it has 30 s to send its card, and reading that 60 s.
 _TELLING_SECONDS = 90.0
 _LONGEST_REASON = 300  # characters of what a card's reading raised
 
