@@ -25,7 +25,9 @@ def output() -> Console:
 
 def errors() -> Console:
     """Standard error."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    return Console(
+        stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH, highlight=False, markup=False, emoji=False
+    )
 
 
 def printable(text: str) -> str:

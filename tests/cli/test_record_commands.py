@@ -113,7 +113,10 @@ async def test_what_a_newer_router_or_a_stranger_has_written_is_read(baton: Bato
     attempt = {"call": "decode", "worker_id": ":fire:", "outcome": "[/x]", "error": "\u001b[31m"}
     placement = {"cache_view": 77, "candidates": [{"total_seconds": "NaN"}]}
     record = {
-        **{"request_id": "a\nb", "cause": 77, "outcome": "OK", "arrived": "0001-01-01T00:00:00Z"},
+        "request_id": "a\nb",
+        "cause": 77,
+        "outcome": "OK",
+        "arrived": "0001-01-01T00:00:00Z",
         "finished": {"reason": 77, "topology": 77, "timings": [stage]},
         "answers": [{"index": 4000000000, "attempts": [attempt], "placements": [placement]}],
     }
@@ -121,7 +124,13 @@ async def test_what_a_newer_router_or_a_stranger_has_written_is_read(baton: Bato
     page = await baton("why", "--bundle", "strange.json")
     assert (page.code, page.err) == (0, "")
     assert "\x1b" not in page.out
-    for text in ("a\N{REPLACEMENT CHARACTER}b: ", "a cause that this version does not know", ":fire:", "[/x]", "unknown"):
+    for text in (
+        "a\N{REPLACEMENT CHARACTER}b: ",
+        "a cause that this version does not know",
+        ":fire:",
+        "[/x]",
+        "unknown",
+    ):
         assert text in page.out
 
 

@@ -70,15 +70,11 @@ def test_files_of_a_process_that_has_ended_while_it_wrote_are_removed_with_the_o
 async def test_a_folder_that_cannot_be_written_any_more_fails_no_request_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     failed = since("baton_router_records_dropped_total", cause="folder")
-    async with recorded(
-        PREFILL, DECODE, records=RecordsConfig(asked=True, folder=str(folder)), routers=1
-    ) as cluster:
+    async with recorded(PREFILL, DECODE, records=RecordsConfig(asked=True, folder=str(folder)), routers=1) as cluster:
         folder.rmdir()
         folder.write_text("no folder")
         for number in range(3):
-            request = generate_pb2.GenerateRequest(
-                prompt="x", request_id=f"one {number}", stopping={"max_tokens": 2}
-            )
+            request = generate_pb2.GenerateRequest(prompt="x", request_id=f"one {number}", stopping={"max_tokens": 2})
             assert (await cluster.run(request)).outcome == "OK"
     assert failed.grown == 3
     assert os.listdir(tmp_path) == ["records"]

@@ -280,7 +280,9 @@ async def test_who_is_not_registered_as_a_router_gets_no_records_from_one() -> N
         [asked, other] = cluster.registry.routers.workers()
         async with open_channel(asked.address) as channel:
             stub = peer_pb2_grpc.PeerServiceStub(channel)
-            found = await unary(stub.FindRecords(peer_pb2.FindRecordsRequest(request_id="one", router_id=other.worker_id)))
+            found = await unary(
+                stub.FindRecords(peer_pb2.FindRecordsRequest(request_id="one", router_id=other.worker_id))
+            )
             for router_id in ("", "stranger", asked.worker_id):
                 with pytest.raises(Unavailable, match="not registered"):
                     await unary(stub.FindRecords(peer_pb2.FindRecordsRequest(request_id="one", router_id=router_id)))
