@@ -28,7 +28,7 @@ def summary(record: record_pb2.RequestRecord, earlier: int) -> Iterator[str]:
     yield f"Router {record.router_id} (Baton {record.baton_version}) recorded it because {cause}."
     yield _end(record)
     if record.HasField("first_token"):
-        yield f"The first token was sent after {_ms(record.first_token)}, and the request ended after {_ms(record.total)}."
+        yield f"The first token was sent after {_ms(record.first_token)}; the request ended after {_ms(record.total)}."
     if longest := max(record.finished.timings, key=lambda one: one.duration.ToNanoseconds(), default=None):
         share = longest.duration.ToNanoseconds() / max(1, record.total.ToNanoseconds())
         name, where = value_name(timing_pb2.Stage, longest.stage).replace("_", " "), longest.worker_id or "the router"
